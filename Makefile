@@ -1,0 +1,69 @@
+# Everything happens inside this checkout (.venv, .cache, runs); only pip keeps its own cache elsewhere.
+#   make quickstart   install, then train a small real model and show that it learned
+#   make test         install, then every check that a change must pass
+#   make PYTHON=/path/to/python3.12 ...   with a Python of your choice (3.11 or newer)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
+TORCH := torch==2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+STAMP := .venv/.installed
+WORKERS ?= 2
+
+.PHONY: help install test lint format docs constraints quickstart clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+
+install: $(STAMP)  ## the package and its tools into .venv
+
+# Constraints and declarations decide what is installed; the sources are linked, not copied (-e).
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@if [ ! -x $(BIN)/python ]; then \
+	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+	    python=; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "Lockstep needs Python 3.11 or newer: install it, or say where it is: make PYTHON=/path/to/python3.11 install" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "creating .venv with $$("$$python" --version)"; \
+	  "$$python" -m venv .venv; \
+	fi
+	@echo "installing $(TORCH), then the versions of constraints.txt; the first time this takes minutes"
+	$(PIP) install $(TORCH)
+	$(PIP) install -c constraints.txt -e '.[dev,trackers]'
+	@touch $@
+
+test: lint  ## style, types, layers and all tests, with coverage
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: install  ## put the sources into shape
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: install  ## write docs/settings.md and docs/metrics.md anew
+	$(BIN)/python -m lockstep.config.help > docs/settings.md
+	$(BIN)/lockstep metrics list --markdown > docs/metrics.md
+
+constraints: install  ## pin what .venv holds now, after a deliberate upgrade
+	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+quickstart: install  ## train SmolLM2-135M on sums and compare before with after
+	$(BIN)/lockstep train recipes/quickstart.yaml
+
+clean:  ## remove what the tools left; keeps .venv, .cache and runs
+	rm -rf build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,187 @@
+"""ChatFormat: the one place where messages become token ids, and sampled ids become text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.chat.mask import spans_by_prefix, spans_by_template
+from lockstep.chat.template import (
+    FIXED_DATE,
+    as_ids,
+    check_kwargs,
+    control_pattern,
+    end_of_turn,
+    frame,
+    freeze_date,
+    has_generation,
+    marked_by_template,
+    refuse_control_tokens,
+    template_of,
+    where,
+)
+from lockstep.config.schema import Chat
+from lockstep.errors import ChatError
+from lockstep.types import Message, Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatFormat:
+    """A tokenizer's chat template with a recipe's system text, examples and suffix.
+
+    `generation_eos` is generation_config.eos_token_id of the model: the ids at which its makers stop a reply.
+    Raises ChatError if the tokenizer has no template, or nothing ends a reply.
+    """
+
+    template: str
+    """The template in force (with a fixed date, where it would print today's)."""
+    stop_ids: TokenIds
+    """Every id that ends a reply: the tokenizer's and the generation config's end tokens, and the template's own."""
+    template_hash: str
+    """16 hex digits; equal hashes and equal messages give equal ids."""
+    notes: tuple[str, ...]
+    """What a reader of the log should know about this template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_eos: int | Sequence[int] | None = None
+    ) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        raw = template_of(tokenizer)
+        self.template = freeze_date(raw, where(tokenizer))
+        check_kwargs(tokenizer, chat.template_kwargs)
+        self._control = control_pattern(tokenizer)
+        self.stop_ids = self._stop_ids(generation_eos)
+        self.template_hash = self._hash()
+        self.notes = self._notes(dated=self.template != raw)
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """Ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
+
+        Raises ChatError if the turns make no chat, spell a control token, are refused by the template, or if the ids
+        would begin with two BOS tokens.
+        """
+        turns, _ = frame(self.chat, messages)
+        if turns[-1]["role"] == "assistant":
+            raise ChatError("the last turn is the assistant's, so there is nothing to reply to", where="messages")
+        return self._ids(turns, generate=True)
+
+    def render_prompt(self, prompt: Prompt) -> TokenIds:
+        """`render` of a task's prompt; its errors name the prompt."""
+        try:
+            return self.render(prompt.messages)
+        except ChatError as error:
+            raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a reply, without its end token and other special tokens. For grading and for people: text is never
+        turned back into ids."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not isinstance(text, str):
+            raise ChatError(f"decode gave {type(text).__name__}, not text", where=where(self.tokenizer))
+        return text
+
+    def preview(self, messages: Sequence[Message]) -> str:
+        """The prompt as the model sees it, special tokens shown, under a line with its length and end tokens."""
+        ids = self.render(messages)
+        ends = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)} ({i})" for i in self.stop_ids)
+        head = f"prompt of {len(ids)} tokens, template {self.template_hash}, a reply ends at {ends}"
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return "\n".join([head, *(f"note: {note}" for note in self.notes), *(f"| {line}" for line in text.split("\n"))])
+
+    def trained_mask(self, messages: Sequence[Message]) -> tuple[TokenIds, tuple[bool, ...]]:
+        """Ids of a whole chat, framed as `render` frames a prompt, and which of them are trained.
+
+        Trained are the task's assistant turns, each to its end token; the recipe's examples are not. A template with
+        {% generation %} says so itself; for others an assistant turn is what the chat up to it has beyond its prompt.
+
+        Raises ChatError if no assistant turn ends the chat, or if prompts are not prefixes of the chat (templates that
+        rewrite earlier turns): training would then see other ids than sampling.
+        """
+        turns, before = frame(self.chat, messages)
+        if turns[-1]["role"] != "assistant":
+            raise ChatError("the last turn is not the assistant's", where="messages", fix="end the chat with a reply")
+        ids = self._ids(turns, generate=False)
+        replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if has_generation(self.template):
+            marked = marked_by_template(self.tokenizer, self.template, turns, self.chat.template_kwargs)
+            spans = spans_by_template(ids, marked, len(replies))
+        else:
+            spans = [spans_by_prefix(self._ids, turns, reply, ids, self.stop_ids) for reply in replies]
+        trained = [False] * len(ids)
+        for reply, (start, end) in zip(replies, spans, strict=True):
+            if reply >= before:
+                trained[start:end] = [True] * (end - start)
+        return ids, tuple(trained)
+
+    def _ids(self, turns: Sequence[Message], *, generate: bool) -> TokenIds:
+        refuse_control_tokens(self._control, turns)
+        ids = as_ids(self.tokenizer, self.template, turns, self.chat.template_kwargs, generate=generate)
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == (bos, bos):
+            raise ChatError(
+                f"the prompt begins with two BOS tokens ({self.tokenizer.bos_token})",
+                where=where(self.tokenizer),
+                fix="remove one from the chat template",
+            )
+        return ids
+
+    def _stop_ids(self, generation_eos: int | Sequence[int] | None) -> TokenIds:
+        found: set[int] = set()
+        if generation_eos is not None:
+            found.update([generation_eos] if isinstance(generation_eos, int) else generation_eos)
+        turn_end = end_of_turn(self.tokenizer, self.template, self.chat.template_kwargs)
+        found.update(i for i in (self.tokenizer.eos_token_id, turn_end) if isinstance(i, int))
+        if not found:
+            raise ChatError(
+                "no token ends a reply: the tokenizer has no eos_token, the generation config none, the template none",
+                where=where(self.tokenizer),
+                fix="set eos_token in the tokenizer",
+            )
+        return tuple(sorted(found))
+
+    def _hash(self) -> str:
+        added = self.tokenizer.added_tokens_decoder
+        parts = {
+            "template": self.template,
+            "system": self.chat.system,
+            "examples": [[example.user, example.assistant] for example in self.chat.examples],
+            "suffix": self.chat.suffix,
+            "kwargs": self.chat.template_kwargs,
+            "vocabulary": len(self.tokenizer),
+            "bos": self.tokenizer.bos_token_id,
+            "eos": self.tokenizer.eos_token_id,
+            "special": sorted([i, str(token)] for i, token in added.items() if token.special),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _notes(self, *, dated: bool) -> tuple[str, ...]:
+        notes = []
+        if dated:
+            notes.append(f"the template prints today's date; {FIXED_DATE} stands for it, so that runs can be repeated")
+        bos = self.tokenizer.bos_token_id
+        if bos is not None:
+            plain = self.tokenizer("a")["input_ids"]
+            probe = [Message(role="user", content="a")]
+            ids = as_ids(self.tokenizer, self.template, probe, self.chat.template_kwargs, generate=True)
+            if plain[:1] == [bos] and ids[:1] != (bos,):
+                notes.append(
+                    f"the tokenizer puts {self.tokenizer.bos_token} before plain text but the template does not: "
+                    "prompts have none, as wherever this template is served"
+                )
+        return tuple(notes)
+
+
+def check_length(prompt_id: str, tokens: int, max_tokens: int, context: int) -> None:
+    """Raise ChatError if `tokens` ids of prompt leave no room for `max_tokens` of reply in a model's `context`."""
+    if tokens + max_tokens > context:
+        raise ChatError(
+            f"{tokens} prompt tokens and {max_tokens} for the reply exceed the model's context of {context}",
+            where=f"prompt {prompt_id}",
+            fix=f"lower max_tokens to {context - tokens} or less, or drop the prompt"
+            if tokens < context
+            else "drop or shorten the prompt: it alone fills the context",
+        )

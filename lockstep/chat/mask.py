@@ -1,0 +1,69 @@
+"""Where in a rendered chat the assistant speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from lockstep.errors import ChatError
+from lockstep.types import Message, TokenIds
+
+Span: TypeAlias = tuple[int, int]
+"""First token and the one after the last."""
+
+
+class Render(Protocol):
+    def __call__(self, turns: Sequence[Message], *, generate: bool) -> TokenIds: ...
+
+
+def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], replies: int) -> list[Span]:
+    """Spans that the template marks by {% generation %}, one a reply; `marked` is of `marked_by_template`.
+
+    Raises ChatError if the ids are others than `ids`, or the spans not as many as the replies.
+    """
+    marked_ids, mask = marked
+    if marked_ids != ids:
+        raise ChatError("the template gives other ids when it is asked for its assistant mask", where="chat template")
+    spans = runs_of_true(mask)
+    if len(spans) != replies:
+        # transformers drops or stretches spans whose first or last character has no token; never train on those.
+        raise ChatError(
+            f"the template marks {len(spans)} spans by generation blocks for {replies} assistant turns",
+            where="chat template",
+            fix="each assistant turn needs one generation block with text in it; check for empty replies",
+        )
+    return spans
+
+
+def runs_of_true(mask: Sequence[bool]) -> list[Span]:
+    """Maximal runs of True. Example: [F, T, T, F, T] gives [(1, 3), (4, 5)]."""
+    spans: list[Span] = []
+    start: int | None = None
+    for i, on in enumerate([*mask, False]):
+        if on and start is None:
+            start = i
+        elif not on and start is not None:
+            spans.append((start, i))
+            start = None
+    return spans
+
+
+def spans_by_prefix(
+    render: Render, turns: Sequence[Message], reply: int, ids: TokenIds, stop_ids: Sequence[int]
+) -> Span:
+    """The span of turn `reply`: what the chat up to it has beyond its prompt, cut after the first end token.
+
+    The cut leaves out what a template writes after the end token (ChatML: a line break): no sampling produces it.
+    Raises ChatError if the prompt or the chat up to the reply is not a prefix of the whole.
+    """
+    prompt = render(turns[:reply], generate=True)
+    upto = render(turns[: reply + 1], generate=False)
+    if ids[: len(upto)] != upto or upto[: len(prompt)] != prompt:
+        raise ChatError(
+            f"the prompt of assistant turn {reply} is not a prefix of the rendered chat: "
+            "its trained tokens would follow other ids than sampling sees",
+            where=f"turn {reply}",
+            fix="train chats whose only assistant turn is the last, or use a template with {% generation %}",
+        )
+    end = next((i + 1 for i in range(len(prompt), len(upto)) if upto[i] in stop_ids), len(upto))
+    return len(prompt), end

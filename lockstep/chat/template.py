@@ -1,0 +1,232 @@
+"""What a chat template is applied to, and what can be read off it. Nothing here keeps state."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from lockstep.config.schema import Chat
+from lockstep.errors import ChatError
+from lockstep.types import Message, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FIXED_DATE = date(2024, 7, 26)
+"""Stands for today in templates that print the date, so that a run can be repeated on another day."""
+
+ROLES = ("system", "user", "assistant", "tool")
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(?:'([^'\n]*)'|"([^"\n]*)")\s*\)""")
+_DATE_ANY = re.compile(r"strftime_now\s*\(")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PROBE_REPLY = "lockstepprobereply"
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the tokenizer's chat template. Raises ChatError if there is none."""
+    template: object = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        if "default" not in template:
+            names = ", ".join(sorted(template))
+            raise ChatError(
+                f"the tokenizer has chat templates {names}, but none is called default",
+                where=where(tokenizer),
+                fix="save the tokenizer with one chat_template",
+            )
+        template = template["default"]
+    if not isinstance(template, str) or not template:
+        raise ChatError(
+            "the tokenizer has no chat template, so there is no way to tell how this model marks turns",
+            where=where(tokenizer),
+            fix="choose the instruct version of the model, or put a chat_template.jinja beside its tokenizer files",
+        )
+    return template
+
+
+def where(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's name for messages."""
+    return f"tokenizer {tokenizer.name_or_path or '(unnamed)'}"
+
+
+def freeze_date(template: str, place: str = "chat template") -> str:
+    """Replace strftime_now("…") by the text of FIXED_DATE. Raises ChatError if the format is not written out."""
+
+    def literal(match: re.Match[str]) -> str:
+        spec = match.group(1) if match.group(1) is not None else match.group(2)
+        return '"' + FIXED_DATE.strftime(spec).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    frozen = _DATE_CALL.sub(literal, template)
+    if _DATE_ANY.search(frozen):
+        raise ChatError(
+            "the chat template prints today's date in a way that cannot be fixed: prompts would change from day to day",
+            where=place,
+            fix="edit the template: write the date out instead of calling strftime_now",
+        )
+    return frozen
+
+
+def has_generation(template: str) -> bool:
+    """Whether the template itself marks what the assistant says, by {% generation %}."""
+    return _GENERATION.search(template) is not None
+
+
+def check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
+    """Refuse template variables that would change how the template is applied instead of what it sees."""
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
+    if taken := sorted(reserved & set(kwargs)):
+        raise ChatError(
+            f"{', '.join(taken)}: these names belong to the tokenizer, not to the template",
+            where="chat.template_kwargs",
+            fix="remove them",
+        )
+
+
+def frame(chat: Chat, messages: Sequence[Message]) -> tuple[list[Message], int]:
+    """Put the recipe's system text, examples and suffix around a task's turns.
+
+    Returns the turns and how many of them come before the task's own (a task's system text counts with those before).
+    The suffix goes on the last user turn and on the examples'. Raises ChatError for turns that make no chat.
+    """
+    check_messages(messages)
+    own_system = [m for m in messages if m["role"] == "system"]
+    if any(m["role"] == "system" for m in messages[len(own_system) :]):
+        raise ChatError("a system turn stands after other turns", where="messages", fix="put it first")
+    if chat.system is not None and own_system:
+        raise ChatError(
+            "both the recipe and the task give a system text",
+            where="chat.system",
+            fix="remove one: chat.system in the recipe, or the system turn in the task's messages",
+        )
+    turns = list(own_system) if chat.system is None else [Message(role="system", content=chat.system)]
+    for example in chat.examples:
+        turns.append(Message(role="user", content=example.user + chat.suffix))
+        turns.append(Message(role="assistant", content=example.assistant))
+    rest = list(messages[len(own_system) :])
+    asked = [i for i, m in enumerate(rest) if m["role"] == "user"]
+    if not asked:
+        raise ChatError("there is no user turn", where="messages", fix="a task's messages need a question")
+    rest[asked[-1]] = Message(role="user", content=rest[asked[-1]]["content"] + chat.suffix)
+    return turns + rest, len(turns)
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """Raise ChatError unless every turn has a known role and text that can be encoded: they come from users' files."""
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ChatError(f"a turn has exactly role and content, got {message!r}", where=place, fix="rewrite it")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ChatError(f"unknown role {role!r}", where=place, fix=f"use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ChatError(f"content is not text but {type(content).__name__}", where=place, fix="give text")
+        try:
+            content.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ChatError(
+                f"content is not valid Unicode at character {error.start} (a lone surrogate)",
+                where=place,
+                fix="repair the row, for example with text.encode('utf-8', 'replace').decode()",
+            ) from error
+
+
+def control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Matches the text of any special token; None if there is none."""
+    special = sorted((str(t) for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in special)) if special else None
+
+
+def refuse_control_tokens(pattern: re.Pattern[str] | None, messages: Sequence[Message]) -> None:
+    """Raise ChatError if a turn's text spells a special token: read as one, it could fake or end a turn."""
+    for i, message in enumerate(messages):
+        if pattern is not None and (found := pattern.search(message["content"])):
+            raise ChatError(
+                f"the {message['role']} turn contains {found.group()!r}, which this tokenizer reads as a control token",
+                where=f"turn {i}",
+                fix="remove it from the data or from the recipe's chat section",
+            )
+
+
+def apply(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    turns: Sequence[Message],
+    kwargs: Mapping[str, object],
+    **how: bool,
+) -> Any:
+    """The tokenizer's own apply_chat_template; `how` are its switches. The only call of it.
+
+    Raises ChatError if the template refuses the turns.
+    """
+    # Typed as Any: its result is text, a list or a mapping, by its switches; the callers below know which.
+    call: Any = tokenizer.apply_chat_template
+    try:
+        return call([dict(turn) for turn in turns], chat_template=template, **how, **kwargs)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise ChatError(
+            f"the chat template refused turns of {roles}: {error}",
+            where=where(tokenizer),
+            fix="change chat.system, chat.examples or the task's messages to what this model's template accepts",
+        ) from error
+
+
+def as_text(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    turns: Sequence[Message],
+    kwargs: Mapping[str, object],
+    *,
+    generate: bool,
+) -> str:
+    """The rendered text; `generate` opens the assistant's turn at the end."""
+    return str(apply(tokenizer, template, turns, kwargs, tokenize=False, add_generation_prompt=generate))
+
+
+def as_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    turns: Sequence[Message],
+    kwargs: Mapping[str, object],
+    *,
+    generate: bool,
+) -> TokenIds:
+    """The ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
+    ids = encode(tokenizer, as_text(tokenizer, template, turns, kwargs, generate=generate))
+    direct = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=False, add_generation_prompt=generate)
+    if ids != tuple(direct):
+        raise ChatError(
+            "the tokenizer gives other ids for the template's text than for the template",
+            where=where(tokenizer),
+            fix="report this tokenizer: its apply_chat_template adds or changes tokens",
+        )
+    return ids
+
+
+def marked_by_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, turns: Sequence[Message], kwargs: Mapping[str, object]
+) -> tuple[TokenIds, tuple[bool, ...]]:
+    """The chat's ids, and which of them the template's {% generation %} blocks hold, as transformers reports it."""
+    out = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    return tuple(out["input_ids"]), tuple(bool(mark) for mark in out["assistant_masks"])
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
+    """Ids of rendered text. The template has written every special token itself, so none is added."""
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Mapping[str, object]) -> int | None:
+    """The special token that the template writes after a reply; None if it writes none."""
+    probe = [Message(role="user", content="a"), Message(role="assistant", content=_PROBE_REPLY)]
+    text = as_text(tokenizer, template, probe, kwargs, generate=False)
+    _, found, tail = text.rpartition(_PROBE_REPLY)
+    if not found:
+        raise ChatError("the chat template leaves out what the assistant says", where=where(tokenizer))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for i in encode(tokenizer, tail) if i in special), None)

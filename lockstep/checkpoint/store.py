@@ -1,0 +1,290 @@
+"""The folder checkpoints/ of a run: save atomically, list, open verified, prune. Loads no torch.
+
+A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so
+`step_000010` is whole or not there, whenever the process dies. Hidden folders that a killed process left behind:
+
+    .tmp-step_000010    a save that did not finish
+    .old-step_000010    the checkpoint that a new save of the same step was just replacing
+    .trash-step_000010  a checkpoint that was just being deleted
+
+Writing (save, clean, prune) is for the one process that holds the run's lock; reading is for everybody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.checkpoint.manifest import commit, read_manifest, verify
+from lockstep.config.schema import Json
+from lockstep.errors import CheckpointError, CorruptCheckpointError
+from lockstep.track.files import sync_to_disk
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+STATE = "state.json"
+LARGEST_STATE = 64 << 20
+SPARE = 16 << 20
+"""Bytes that a save leaves free on the disk, beyond what it needs."""
+HIDDEN = (".tmp-", ".old-", ".trash-")
+PLACE = re.compile(r"(\.tmp-|\.old-|\.trash-|)step_(\d{6,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One folder of checkpoints/. Listing looks at names and sizes; only opening hashes."""
+
+    step: int
+    path: Path
+    complete: bool
+    problem: str = ""
+    """Why it is not complete."""
+    bytes: int = 0
+    meta: Mapping[str, Json] = field(default_factory=dict)
+    """What was given to `save`."""
+    notes: tuple[str, ...] = ()
+    """What `open_checkpoint` passed over to get here, and why. Show it to the user."""
+
+
+def step_name(step: int) -> str:
+    """Example: "step_000010"."""
+    return f"step_{step:06d}"
+
+
+# --- write ----------------------------------------------------------------------------------------------------------
+def save(
+    run_dir: Path,
+    step: int,
+    writer: Callable[[Path], None],
+    meta: Mapping[str, Json],
+    *,
+    bytes_needed: int = 0,
+    overwrite: bool = False,
+) -> Path:
+    """Write one checkpoint: `writer` puts its files into the folder it is given, `meta` becomes state.json.
+
+    Returns the checkpoint's folder. `bytes_needed` is what the writer is going to write, checked against the free space
+    first. An intact checkpoint of the same step is replaced only with `overwrite`, a damaged one always. Raises
+    CheckpointError; whatever happens, the other checkpoints stay as they were and nothing half-written is left.
+    """
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    clean(run_dir)
+    target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
+    if target.exists() and not overwrite and _intact(target):
+        raise CheckpointError(
+            f"step {step} is already saved", where=str(target), fix="save it once, or say that it may be overwritten"
+        )
+    check_space(folder, bytes_needed)
+    try:
+        temporary.mkdir()
+        writer(temporary)
+        (temporary / STATE).write_text(_state(step, meta), encoding="utf-8")
+        commit(temporary, step)
+        _publish(temporary, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"step {step} could not be saved: {error}",
+            where=str(target),
+            fix="free space or make the folder writable, then resume; earlier checkpoints are as they were",
+        ) from error
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+    return target
+
+
+def check_space(folder: Path, bytes_needed: int) -> None:
+    """Raises CheckpointError if `bytes_needed` more would not fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if bytes_needed + SPARE > free:
+        raise CheckpointError(
+            f"need {_gib(bytes_needed + SPARE)}, {_gib(free)} free",
+            where=str(folder),
+            fix="free space, lower save.keep_last, or put runs_dir on a larger disk",
+        )
+
+
+def clean(run_dir: Path) -> tuple[str, ...]:
+    """Remove what killed saves and deletions left, and finish an interrupted replacement. Returns what was done."""
+    done = []
+    for path in sorted((run_dir / FOLDER).glob(".*-step_*")):
+        kind, step = _place(path.name)
+        target = path.with_name(step_name(step))
+        if kind == ".old-" and not target.exists():
+            path.rename(target)
+            sync_to_disk(target.parent)
+            done.append(f"{path.name}: put back as {target.name}")
+        elif kind in HIDDEN:
+            shutil.rmtree(path)
+            done.append(f"{path.name}: removed")
+    return tuple(done)
+
+
+def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[int]:
+    """Delete complete checkpoints but the newest `keep_last` and the one of step `keep_best`. Returns the deleted steps.
+
+    Raises CheckpointError if `keep_last` is less than 1 or `keep_best` is no checkpoint.
+    """
+    if keep_last < 1:
+        raise CheckpointError(f"keep_last = {keep_last} would delete every checkpoint", where=str(run_dir))
+    clean(run_dir)
+    complete = [info for info in list_checkpoints(run_dir) if info.complete]
+    if keep_best is not None and keep_best not in {info.step for info in complete}:
+        raise CheckpointError(f"the best checkpoint, step {keep_best}, is not there", where=str(run_dir / FOLDER))
+    doomed = [info for info in complete[:-keep_last] if info.step != keep_best]
+    for info in doomed:
+        trash = info.path.with_name(f".trash-{step_name(info.step)}")
+        info.path.rename(trash)  # gone at once, or not at all
+        sync_to_disk(trash.parent)
+        shutil.rmtree(trash)
+    return [info.step for info in doomed]
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    old = target.with_name(f".old-{target.name}")
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    sync_to_disk(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _state(step: int, meta: Mapping[str, Json]) -> str:
+    """Raises CheckpointError for what would not come back from JSON as it was."""
+    try:
+        text = json.dumps({"step": step, "meta": dict(meta)}, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's meta is not JSON: {error}", where=STATE) from error
+    if json.loads(text)["meta"] != meta:
+        raise CheckpointError("the checkpoint's meta changes in JSON", where=STATE, fix="use text keys and lists only")
+    return text
+
+
+# --- read -----------------------------------------------------------------------------------------------------------
+def list_checkpoints(run_dir: Path) -> list[CheckpointInfo]:
+    """All checkpoints by step, incomplete ones and leftovers of killed saves too, with their `problem`."""
+    infos = [_inspect(path) for path in (run_dir / FOLDER).glob("*") if PLACE.match(path.name)]
+    return sorted(infos, key=lambda info: (info.step, info.complete))
+
+
+def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool = False) -> CheckpointInfo:
+    """Verify every byte of a checkpoint, the newest if no `step` is given, and return it.
+
+    A save that never finished is passed over. A damaged checkpoint raises CorruptCheckpointError naming the file; with
+    `allow_fallback` the newest intact one before it is returned instead. `notes` say what was passed over.
+    Raises CheckpointError if there is no such checkpoint.
+    """
+    infos = list_checkpoints(run_dir)
+    places = [info for info in infos if info.complete or _place(info.path.name)[0] == ""]
+    steps = sorted({info.step for info in places}, reverse=True)
+    if step is not None and step not in steps:
+        there = f"there are {', '.join(map(str, reversed(steps)))}" if steps else "there are none"
+        raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(run_dir / FOLDER))
+    if not steps:
+        unfinished = "".join(f"; {_passed_over(info)}" for info in infos)
+        raise CheckpointError(
+            f"no checkpoint{unfinished}", where=str(run_dir / FOLDER), fix="start the run from the beginning"
+        )
+    wanted = steps[0] if step is None else step
+    notes = [_passed_over(info) for info in infos if info not in places and info.step >= wanted]
+    failures: list[CorruptCheckpointError] = []
+    for info in sorted((info for info in places if info.step <= wanted), key=lambda info: info.step, reverse=True):
+        try:
+            found = _verified_as(info.step, info.path)
+        except CorruptCheckpointError as error:
+            failures.append(error)
+            notes.append(f"step {info.step} is damaged: {error.what}")
+            continue
+        if failures and not allow_fallback:
+            raise _with_fix(failures[0], f"resume from step {info.step}, which is intact, with --allow-fallback")
+        for note in notes:
+            log.warning("%s; using step %d", note, info.step)
+        return replace(found, notes=tuple(notes))
+    raise _with_fix(failures[0], "no earlier checkpoint is intact: start the run again")
+
+
+def verify_checkpoint(folder: Path) -> CheckpointInfo:
+    """Verify every byte of the checkpoint in `folder`, wherever that is. Raises CorruptCheckpointError naming the file."""
+    manifest = verify(folder)
+    step, meta = _read_state(folder)
+    if step != manifest.step:
+        raise CorruptCheckpointError(
+            f"{STATE}: of step {step}, the checkpoint is of {manifest.step}", where=str(folder)
+        )
+    return CheckpointInfo(step, folder, complete=True, bytes=manifest.bytes, meta=meta)
+
+
+def _verified_as(step: int, folder: Path) -> CheckpointInfo:
+    info = verify_checkpoint(folder)
+    if info.step != step:
+        raise CorruptCheckpointError(f"it is the checkpoint of step {info.step}, renamed", where=str(folder))
+    return info
+
+
+def _inspect(path: Path) -> CheckpointInfo:
+    kind, step = _place(path.name)
+    if kind in (".tmp-", ".trash-"):
+        problem = "its save did not finish" if kind == ".tmp-" else "its deletion did not finish"
+        return CheckpointInfo(step, path, complete=False, problem=problem)
+    if kind == ".old-" and path.with_name(step_name(step)).exists():
+        return CheckpointInfo(step, path, complete=False, problem="it was replaced by a newer save")
+    try:
+        manifest = read_manifest(path)
+        for name, entry in manifest.files.items():
+            if not (path / name).is_file() or (path / name).stat().st_size != entry.bytes:
+                raise CorruptCheckpointError(f"{name}: missing or of another size", where=str(path))
+        saved, meta = _read_state(path)
+    except CorruptCheckpointError as error:
+        return CheckpointInfo(step, path, complete=False, problem=error.what)
+    if not saved == manifest.step == step:
+        return CheckpointInfo(
+            step, path, complete=False, problem=f"it is the checkpoint of step {manifest.step}, renamed"
+        )
+    return CheckpointInfo(step, path, complete=True, bytes=manifest.bytes, meta=meta)
+
+
+def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
+    path = folder / STATE
+    try:
+        if path.stat().st_size > LARGEST_STATE:
+            raise ValueError(f"{path.stat().st_size} bytes")
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.keys() != {"step", "meta"} or not isinstance(data["meta"], dict):
+            raise ValueError("its fields are not step and meta")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{STATE}: cannot be read ({error})", where=str(folder)) from error
+    return data["step"], data["meta"]
+
+
+def _place(name: str) -> tuple[str, int]:
+    """(".tmp-", 10) of ".tmp-step_000010"; ("?", -1) of a stranger's name."""
+    match = PLACE.match(name)
+    return (match[1], int(match[2])) if match else ("?", -1)
+
+
+def _passed_over(info: CheckpointInfo) -> str:
+    return f"{info.path.name} was passed over: {info.problem}"
+
+
+def _with_fix(error: CorruptCheckpointError, fix: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(error.what, where=error.where, fix=fix)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,91 @@
+"""The `lockstep` command. Each subcommand is a module of lockstep.commands with `add_parser(subparsers)` and `run(args) -> int`.
+
+Command modules are light: they import torch and the like inside `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import io
+import os
+import select
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from lockstep import __version__
+from lockstep.errors import LockstepError
+
+COMMANDS = ("train", "eval", "sample", "rollouts", "report", "metrics", "config")
+"""Names of the modules in lockstep.commands, in the order of the help."""
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+PIPE_CLOSED = 141
+"""128 + SIGPIPE."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest choice when a word is not one of the choices."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        if choices and str(value) not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for wrong usage, an error's own `exit_code`, 130 when interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
+    try:
+        code = _run(argv)
+        print(end="", flush=True)  # a closed pipe shows here, not at exit
+        return code
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return PIPE_CLOSED
+
+
+def commands() -> dict[str, ModuleType]:
+    """The command modules by name."""
+    names = [name for name in COMMANDS if importlib.util.find_spec(f"lockstep.commands.{name}")]
+    return {name: importlib.import_module(f"lockstep.commands.{name}") for name in names}
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    modules = commands()
+    parser = Parser(
+        prog="lockstep", description="Post-train language models by reinforcement learning with verifiable rewards."
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    subparsers = parser.add_subparsers(dest="lockstep_command", metavar="COMMAND", required=True)
+    for module in modules.values():
+        module.add_parser(subparsers)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed help, version or what is wrong
+        return stop.code if isinstance(stop.code, int) else 0
+    return int(modules[args.lockstep_command].run(args))
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

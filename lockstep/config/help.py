@@ -1,0 +1,210 @@
+"""What settings there are: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from lockstep.config.schema import TAG, Recipe, Section
+
+ITEM = "N"
+"""Stands for the number of a list item in the path of a setting: eval.modes.N.name."""
+
+SHORTHANDS = {"model": "path"}
+"""A section that may be written as one text, and the setting which that text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. Example: Setting("rollout.slots", "integer", "64", ">= 1, <= 4096", "Sequences decoded side by side; …")"""
+
+    path: str
+    type: str
+    default: str
+    """As JSON, or "required"."""
+    allowed: str
+    """Range or choices, "" if the type says it all."""
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The settings of one section, or of one variant of it."""
+
+    path: str
+    """"" for the top level."""
+    variant: str
+    """The value of `kind` that chooses it; "" for a section without variants."""
+    help: str
+    settings: tuple[Setting, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.path} ({TAG}: {self.variant})" if self.variant else self.path
+
+
+def variants(annotation: Any) -> dict[str, type[Section]]:
+    """The sections that a value may be: none for a plain value, {"": section}, or one for each `kind`."""
+    options = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        else (annotation,)
+    )
+    sections = [option for option in options if inspect.isclass(option) and issubclass(option, Section)]
+    if len(sections) < 2:
+        return {"": sections[0]} if sections else {}
+    return {section.model_fields[TAG].default: section for section in sections}
+
+
+def default_kind(field: FieldInfo) -> str:
+    """The variant that a section is when its `kind` is not given; "" where there are no variants."""
+    return getattr(field.get_default(call_default_factory=True), TAG, "") if len(variants(field.annotation)) > 1 else ""
+
+
+def item_section(annotation: Any) -> type[Section] | None:
+    """The section that each item of a list is, if it is one."""
+    (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
+    return item if inspect.isclass(item) and issubclass(item, Section) else None
+
+
+@functools.cache
+def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
+    """Every section in the order of the schema, each once."""
+    found: dict[tuple[str, str], Group] = {}
+    for group in _groups(model, "", "", model.__doc__ or ""):
+        found.setdefault((group.path, group.variant), group)
+    return tuple(found.values())
+
+
+def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
+    """One line for each setting whose path starts with `prefix`, under a line for its section. Empty if there is none.
+
+    Columns: path, type, default, allowed, meaning.
+    """
+    lines: list[str] = []
+    for group in groups(model):
+        chosen = [s for s in group.settings if s.path.startswith(prefix)]
+        if chosen and group.path:
+            lines += ["", f"{group.title}: {group.help}"]
+        lines += [f"  {s.path:<32} {s.type:<18} {s.default:<22} {s.allowed:<20} {s.help}".rstrip() for s in chosen]
+    return lines[1:] if lines and not lines[0] else lines
+
+
+def schema_json(model: type[Section] = Recipe) -> str:
+    """The JSON schema of a recipe, for editors."""
+    schema = model.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for section in SHORTHANDS.keys() & schema["properties"].keys():
+        schema["properties"][section] = {"anyOf": [{"type": "string"}, schema["properties"][section]]}
+    return json.dumps(schema, indent=2, ensure_ascii=False)
+
+
+def settings_markdown(model: type[Section] = Recipe) -> str:
+    """docs/settings.md: write it anew with `python -m lockstep.config.help > docs/settings.md`."""
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Generated from lockstep/config/schema.py by `python -m lockstep.config.help`; do not edit. -->",
+        "",
+        "A recipe is a YAML file with the settings that differ from these defaults. On the command line a setting is written",
+        "with its path: `lockstep train recipe.yaml optimizer.lr=3e-6`. Later arguments win. Where a section has variants,",
+        "`kind` chooses one; choosing another drops the settings of the old one. An empty mapping (`task.settings={}`) goes",
+        f"back to the defaults. `{ITEM}` stands for the number of a list item, from 0: `eval.modes.1.temperature=0.7`.",
+        "`model: NAME` is short for `model.path`.",
+    ]
+    for group in groups(model):
+        lines += ["", f"## {group.title or 'Top level'}", "", group.help]
+        if group.settings:
+            lines += ["", "| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        lines += [_row(setting) for setting in group.settings]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(section: type[Section], path: str, variant: str, text: str) -> Iterator[Group]:
+    schema = section.model_json_schema()
+    settings: list[Setting] = []
+    inner: list[Group] = []
+    for name, field in section.model_fields.items():
+        at = f"{path}.{name}" if path else name
+        children = variants(field.annotation)
+        if name == TAG and variant:
+            continue
+        if not children:
+            settings.append(_setting(at, field, schema["properties"][name]))
+        if len(children) > 1:
+            meaning = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
+            settings.append(Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), meaning))
+        for kind, child in children.items():
+            inner += _groups(child, at, kind, _text(child))
+        if item := item_section(field.annotation):
+            inner += _groups(item, f"{at}.{ITEM}", "", _text(item))
+    yield Group(path, variant, text, tuple(settings))
+    yield from inner
+
+
+def _text(section: type[Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
+
+
+def _setting(path: str, field: FieldInfo, schema: dict[str, Any]) -> Setting:
+    if field.is_required():
+        default = "required"
+    else:
+        default = json.dumps(to_jsonable_python(field.get_default(call_default_factory=True)), ensure_ascii=False)
+    return Setting(path, _type(schema), default, _allowed(schema), (field.description or "").replace("\n", " "))
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return "choice"
+    match schema.get("type"):
+        case "array" if "prefixItems" in schema:
+            return f"list of {len(schema['prefixItems'])} {_type(schema['prefixItems'][0])}s"
+        case "array":
+            return f"list of {_type(schema['items'])}"
+        case str() as name:
+            return {"string": "text", "boolean": "true or false", "object": "mapping"}.get(name, name)
+        case _:
+            return "section" if "$ref" in schema else "any"
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """Range or choices in words."""
+    words: list[str] = []
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        words.append(", ".join(str(choice) for choice in choices))
+    for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<")):
+        words += [f"{sign} {schema[key]}"] if key in schema else []
+    words += [f"matches {schema['pattern']}"] if "pattern" in schema else []
+    words += (
+        ["not empty"] if schema.get("minLength") or (schema.get("minItems") and "prefixItems" not in schema) else []
+    )
+    for option in schema.get("anyOf", []):
+        words += [_allowed(option)]
+    for key, word in (("items", "each"), ("propertyNames", "keys")):
+        words += [f"{word} {inner}"] if key in schema and (inner := _allowed(schema[key])) else []
+    for inner in dict.fromkeys(_allowed(item) for item in schema.get("prefixItems", [])):
+        words += [f"each {inner}"] if inner else []
+    return ", ".join(word for word in words if word)
+
+
+def _row(setting: Setting) -> str:
+    default = setting.default if setting.default == "required" else f"`{setting.default}`"
+    allowed = f"`{setting.allowed}`" if "matches " in setting.allowed else setting.allowed
+    cells = (f"`{setting.path}`", setting.type, default, allowed, setting.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(settings_markdown(), end="")

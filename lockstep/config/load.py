@@ -1,0 +1,263 @@
+"""Recipe files and dotted overrides → Recipe, or every mistake at once.
+
+    load(["recipes/smoke.yaml", "optimizer.lr=3e-6", "adapter.kind=lora"])
+
+Later arguments win. Choosing another `kind` drops the settings of the old variant. `{}` resets a section or mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from lockstep.config.help import SHORTHANDS, default_kind, groups, item_section, variants
+from lockstep.config.mistakes import Attempt, explain
+from lockstep.config.schema import TAG, Recipe, Section
+from lockstep.config.text import At, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
+from lockstep.errors import ConfigError
+
+BUILT_IN = Path(__file__).parents[2] / "recipes"
+"""Recipes of the repository, known by their name without .yaml."""
+
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[\w@-]+)*")
+
+
+def load(args: Sequence[str], model: type[Recipe] = Recipe) -> Recipe:
+    """Merge recipe files, built-in recipe names and `a.b.c=value` overrides from left to right, then validate.
+
+    Raises ConfigError with every mistake: one line each with file:line, path, value, reason and the nearest name.
+    """
+    draft = _Draft(model)
+    for arg in args:
+        draft.take(arg)
+    where = quoted(" ".join(args), limit=100).strip('"')
+    if draft.unread:  # what else looks wrong may be right once the file is read
+        raise ConfigError(draft.mistakes, where=where)
+    return _validate(model, draft.tree, draft.origins, [*draft.mistakes, *draft.dropped()], where)
+
+
+def load_mapping(tree: Mapping[str, object], model: type[Recipe] = Recipe, where: str = "") -> Recipe:
+    """A recipe from parsed data, such as a saved one. `where` names it in messages. Raises ConfigError as `load` does."""
+    return _validate(model, _expanded(dict(tree)), {}, [], where)
+
+
+def dump(recipe: Recipe) -> str:
+    """Every value that a run uses, as a recipe that loads to an equal object."""
+    return to_yaml(recipe.model_dump(mode="json"))
+
+
+def built_in() -> dict[str, Path]:
+    """Names of the recipes that come with the repository."""
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
+
+
+@dataclass
+class _Draft:
+    """A recipe while its layers are put on each other."""
+
+    model: type[Recipe]
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[At, str] = field(default_factory=dict)
+    """Where each value was written: "file:line", "" for the command line."""
+    mistakes: list[str] = field(default_factory=list)
+    unread: bool = False
+    """A recipe file could not be read."""
+    overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def take(self, arg: str) -> None:
+        """Put one argument on top."""
+        path: Path | None = None
+        try:
+            if path := _file(arg):
+                self._take_file(path)
+            else:
+                self._take_override(arg)
+        except ConfigError as error:
+            self.unread |= path is not None or "=" not in arg
+            self.mistakes += error.mistakes
+
+    def dropped(self) -> list[str]:
+        """Overrides that a later argument threw away: nobody types one to have it ignored."""
+        return [
+            f"{one_line(arg)}: dropped by a later argument (another {TAG}, or a new value for its section); put it after that"
+            for parts, arg in self.overrides.items()
+            if not _holds(self.tree, parts)
+        ]
+
+    def _take_file(self, path: Path) -> None:
+        document = read(path)
+        self.mistakes += document.mistakes
+        if document.value is None:
+            raise ConfigError([f"{path}:1: empty; a recipe has at least one setting"])
+        if not isinstance(document.value, dict):
+            line, kind = document.lines[()], "a list" if isinstance(document.value, list) else quoted(document.value)
+            raise ConfigError([f"{path}:{line}: a recipe is a mapping of settings (name: value), this is {kind}"])
+        self._put(document.value, {at: f"{path}:{line}" for at, line in document.lines.items()})
+
+    def _take_override(self, arg: str) -> None:
+        head, _, text = arg.partition("=")
+        if not text.strip():
+            raise ConfigError([f"{one_line(arg)}: no value; write null for none and '\"\"' for an empty text"])
+        try:
+            document = parse(text, "")
+        except ConfigError as error:
+            raise ConfigError(
+                [f"{one_line(arg)}: {error.mistakes[0]}; text with special characters needs quotes"]
+            ) from None
+        self.mistakes += [f"{one_line(arg)}: {mistake}" for mistake in document.mistakes]
+        parts = tuple(head.split("."))
+        layer: dict[str, Any] = {parts[-1]: document.value}
+        for part in reversed(parts[:-1]):
+            layer = {part: layer}
+        at: At = tuple(int(part) if part.isdecimal() else part for part in parts)
+        self._put(layer, {(*at, *inner): "" for inner in document.lines})
+        self.overrides[parts] = arg
+
+    def _put(self, layer: dict[str, Any], origins: dict[At, str]) -> None:
+        expanded = _expanded(layer)
+        for section, setting in SHORTHANDS.items():
+            if expanded.get(section) != layer.get(section):
+                origins[(section, setting)] = origins[(section,)]
+        self.tree = _merge_section(self.tree, expanded, self.model, ())
+        self.origins |= origins
+
+
+def _file(arg: str) -> Path | None:
+    """The file that an argument names; None if it is an override. Raises ConfigError if it is neither."""
+    path = Path(arg)
+    try:
+        exists, folder = path.exists(), path.is_dir()
+    except OSError:  # longer than a file name may be
+        exists, folder = False, False
+    if exists and not folder:
+        return path
+    head, is_override, _ = arg.partition("=")
+    if is_override and _OVERRIDE.fullmatch(head):
+        return None
+    if arg in built_in():
+        return built_in()[arg]
+    if folder:
+        raise ConfigError([f"{one_line(arg)}: a folder, not a recipe file"])
+    if is_override and "/" not in head:
+        raise ConfigError([f"{one_line(arg)}: not an override; write section.setting=value, without spaces"])
+    raise ConfigError([f"{one_line(arg)}: no such recipe file or built-in recipe{_hint(arg)}"])
+
+
+def _hint(arg: str) -> str:
+    """What somebody may have meant by an argument that is neither a file nor an override."""
+    if any(setting.path == arg for group in groups() for setting in group.settings):
+        return f"; to change a setting, write {arg}=VALUE"
+    names = [*built_in(), *(path.name for path in built_in().values())]
+    near = get_close_matches(Path(arg).name, names, n=1)
+    return f"; did you mean {near[0].removesuffix('.yaml')}?" if near else f"; built-in are: {', '.join(built_in())}"
+
+
+def _expanded(layer: dict[str, Any]) -> dict[str, Any]:
+    """`model: NAME` → `model: {path: NAME}`."""
+    written = {section: layer.get(section) for section in SHORTHANDS}
+    return layer | {section: {SHORTHANDS[section]: text} for section, text in written.items() if isinstance(text, str)}
+
+
+def _merge_section(old: dict[str, Any], new: dict[str, Any], section: type[Section] | None, at: At) -> dict[str, Any]:
+    fields = section.model_fields if section else {}
+    return old | {name: _merge(old.get(name), value, fields.get(name), (*at, name)) for name, value in new.items()}
+
+
+def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
+    """`new` on top of `old`: mappings key by key, a list item by its number, everything else replaced."""
+    if not isinstance(new, dict) or not new:
+        return new
+    if all(key.isdecimal() for key in new) and (items := _items(old, info)) is not None:
+        return _merge_items(items, new, item_section(info.annotation) if info else None, at)
+    base = old if isinstance(old, dict) else {}
+    options = variants(info.annotation) if info else {}
+    if info is None or len(options) < 2:
+        return _merge_section(base, new, options.get(""), at)
+    before = base.get(TAG, default_kind(info))
+    after = new.get(TAG, before)
+    if before != after:  # the old variant's keys go; what it did not know may have been meant for the new one
+        known = _chosen(options, before)
+        base = {key: value for key, value in base.items() if known and key not in known.model_fields}
+    return _merge_section(base, new, _chosen(options, after), at)
+
+
+def _merge_items(items: list[Value], new: dict[str, Value], section: type[Section] | None, at: At) -> list[Value]:
+    merged = list(items)
+    for key, value in new.items():
+        index = int(key) if len(key) < 9 else len(items)
+        if index >= len(items):
+            raise ConfigError([f"{dotted((*at, key))}: no such item; {dotted(at)} has {len(items)}, counted from 0"])
+        item = merged[index]
+        if isinstance(value, dict) and isinstance(item, dict):
+            value = _merge_section(item, value, section, (*at, key))
+        merged[index] = value
+    return merged
+
+
+def _items(old: Value, info: FieldInfo | None) -> list[Value] | None:
+    """The list whose items are meant: the one given so far, else the default of a setting that is a list."""
+    if isinstance(old, list):
+        return old
+    if old is None and info and get_origin(info.annotation) in (list, tuple):
+        return list(to_jsonable_python(info.get_default(call_default_factory=True)))
+    return None
+
+
+def _chosen(options: Mapping[str, type[Section]], kind: object) -> type[Section] | None:
+    return options.get(kind) if isinstance(kind, str) else None
+
+
+def _with_kinds(tree: dict[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Fill in the `kind` of each section that leaves it to the default, so that errors are those of one variant."""
+    fields = section.model_fields
+    return {name: _with_kind(value, fields[name]) if name in fields else value for name, value in tree.items()}
+
+
+def _with_kind(value: Any, info: FieldInfo) -> Any:
+    if isinstance(value, list) and (item := item_section(info.annotation)):
+        return [_with_kinds(entry, item) if isinstance(entry, dict) else entry for entry in value]
+    if not isinstance(value, dict):
+        return value
+    options = variants(info.annotation)
+    if kind := default_kind(info):
+        value = {TAG: kind} | value
+    section = _chosen(options, value.get(TAG)) if len(options) > 1 else options.get("")
+    return _with_kinds(value, section) if section else value
+
+
+def _validate(
+    model: type[Recipe], tree: dict[str, Any], origins: dict[At, str], mistakes: list[str], where: str
+) -> Recipe:
+    plain_tree, refused = plain(tree)
+    data = _with_kinds(plain_tree, model) if isinstance(plain_tree, dict) else {}
+    attempt = Attempt(model, tree, data, refused, origins)
+    try:
+        # as JSON, because strict JSON is what a recipe means: no number for a text, but a list for a tuple
+        recipe = model.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError([*mistakes, *explain(attempt, error)], where=where) from None
+    if refused:
+        mistakes = [*mistakes, *explain(attempt, None)]
+    if mistakes:
+        raise ConfigError(mistakes, where=where)
+    return recipe
+
+
+def _holds(tree: Any, parts: tuple[str, ...]) -> bool:
+    for part in parts:
+        if isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return False
+    return True

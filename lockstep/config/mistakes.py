@@ -1,0 +1,257 @@
+"""A failed validation in the words of whoever wrote the recipe: path, value, reason, nearest name; one line a mistake."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from lockstep.config.help import groups, item_section, variants
+from lockstep.config.schema import TAG, Recipe, Section
+from lockstep.config.text import At, Value, dotted, one_line, quoted
+
+ELSEWHERE: Mapping[str, str] = {
+    "batch_size": "prompts_per_step",
+    "beta": "algorithm.kl.coef",
+    "clip_ratio": "algorithm.clip_low",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "gradient_checkpointing": "update.recompute",
+    "group_size": "samples_per_prompt",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "learning_rate": "optimizer.lr",
+    "logger": "track.sinks",
+    "lora_alpha": "adapter.alpha",
+    "lora_rank": "adapter.rank",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_steps": "steps",
+    "micro_batch_size": "update.tokens_per_microbatch",
+    "mini_batch_size": "update.samples_per_update",
+    "model_name_or_path": "model.path",
+    "num_generations": "samples_per_prompt",
+    "output_dir": "runs_dir",
+    "ppo_epochs": "update.epochs",
+    "ppo_mini_batch_size": "update.samples_per_update",
+    "report_to": "track.sinks",
+    "save_freq": "save.every",
+    "save_steps": "save.every",
+    "target_modules": "adapter.targets",
+    "test_freq": "eval.every",
+    "train_batch_size": "prompts_per_step",
+}
+"""What other systems (TRL, verl, OpenRLHF) call a setting of ours."""
+
+
+SHOWN = 100
+"""Mistakes that are explained; who has more sees how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A recipe that did not validate."""
+
+    model: type[Recipe]
+    given: Mapping[str, object]
+    """As it was written."""
+    data: Mapping[str, Value]
+    """As it was validated: JSON data, every default `kind` filled in, null for what is refused."""
+    refused: Mapping[At, str]
+    """Values that are no data at all, with the reason."""
+    origins: Mapping[At, str]
+    """Where each value was written: "file:line", "" for the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    at: At
+    reason: str
+    in_branch: bool = False
+    """It is about one alternative of a value that may be of several types."""
+    shows_value: bool = True
+
+
+def explain(attempt: Attempt, error: ValidationError | None) -> list[str]:
+    """One line for each mistake. Example: "r.yaml:3: optimizer.lrr = 1: no such setting; did you mean optimizer.lr?"."""
+    details = error.errors(include_url=False) if error else []
+    found = [_mistake(attempt, detail) for detail in details[:SHOWN] if detail["loc"]]
+    paths = {mistake.at for mistake in found}
+    grouped = {at: [_Mistake(at, reason)] for at, reason in attempt.refused.items()}
+    for mistake in found:
+        vague = mistake.in_branch and any(at != mistake.at and at[: len(mistake.at)] == mistake.at for at in paths)
+        if mistake.at not in attempt.refused and not vague:
+            grouped.setdefault(mistake.at, []).append(mistake)
+    lines = [_line(attempt, mistakes) for mistakes in grouped.values()]
+    lines += [f"and {len(details) - SHOWN} more"] if len(details) > SHOWN else []
+    lines += _broken_rules(attempt, {str(at[0]) for at in (*attempt.refused, *(d["loc"] for d in details if d["loc"]))})
+    return lines or [one_line(detail["msg"]) for detail in details]
+
+
+def _line(attempt: Attempt, mistakes: list[_Mistake]) -> str:
+    at = mistakes[0].at
+    reason = " or ".join(dict.fromkeys(mistake.reason for mistake in mistakes))
+    found, value = _lookup(attempt.given, at)
+    shown = f" = {quoted(value)}" if found and mistakes[0].shows_value else ""
+    return f"{_prefix(attempt, at)}{dotted(at)}{shown}: {reason}"
+
+
+def _prefix(attempt: Attempt, at: At) -> str:
+    for length in range(len(at), 0, -1):
+        if at[:length] in attempt.origins:
+            return f"{attempt.origins[at[:length]]}: " if attempt.origins[at[:length]] else ""
+    return ""
+
+
+def _lookup(tree: object, at: At) -> tuple[bool, object]:
+    for part in at:
+        if isinstance(tree, Mapping):
+            known = part in tree
+        else:
+            known = isinstance(tree, list | tuple) and isinstance(part, int) and part < len(tree)
+        if not known:
+            return False, None
+        tree = tree[part]  # type: ignore[index]
+    return True, tree
+
+
+def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
+    """Follow pydantic's location through schema and tree, leaving out what nobody wrote (variant tags, branch labels)."""
+    at: At = ()
+    annotation: Any = attempt.model
+    section: type[Section] | None = None
+    in_branch = False
+    for part in detail["loc"]:
+        options = variants(annotation)
+        if len(options) > 1:
+            annotation = options[str(part)]
+        elif options:
+            (section,) = options.values()
+            field = section.model_fields.get(str(part))
+            annotation, at = (field.annotation if field else None), (*at, part)
+        elif _lookup(attempt.given, (*at, part))[0]:
+            annotation, section, at = item_section(annotation), None, (*at, part)
+        else:
+            in_branch = isinstance(part, str) and part != "[key]"
+    if detail["type"] == "extra_forbidden":
+        return _Mistake(at, _no_such(attempt.model, at, section))
+    if detail["type"].startswith("union_tag"):
+        at = (*at, TAG)
+    reason = _reason(detail, annotation, _lookup(attempt.given, at)[1])
+    return _Mistake(at, reason, in_branch, shows_value=detail["type"] != "value_error")
+
+
+def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "missing":
+            return "required" if isinstance(detail["loc"][-1], str) else "has too few items"
+        case "union_tag_not_found":
+            return "required"
+        case "value_error":
+            return one_line(str(context["error"]))
+        case "union_tag_invalid" | "literal_error":
+            expected = str(context.get("expected_tags", context.get("expected"))).replace(" or ", ", ")
+            choices = re.findall(r"[^', ]+", expected)
+            is_key = detail["loc"][-1] == "[key]"
+            near = _did_you_mean(_close(detail["input"] if is_key else value, choices, 0.5))
+            return f"{'the key ' if is_key else ''}must be {' or '.join(choices)}{near}"
+        case "int_type" | "int_parsing" | "int_from_float":
+            return "must be a whole number"
+        case "float_type" | "float_parsing":
+            return "must be a number"
+        case "finite_number":
+            return "must be a finite number"
+        case "bool_type" | "bool_parsing":
+            return "must be true or false"
+        case "string_type":
+            quote = isinstance(value, int | float)
+            return f"must be text; put it in quotes: '\"{quoted(value)}\"'" if quote else "must be text"
+        case "list_type" | "tuple_type":
+            return "must be a list" + (f" ([{value}])" if isinstance(value, str) and value.isalnum() else "")
+        case "dict_type" | "model_type" | "model_attributes_type":
+            kinds = [f"{TAG}: {kind}" for kind in variants(annotation) if kind and kind == value]
+            return "must be a mapping of settings" + _did_you_mean(kinds)
+        case "greater_than_equal" | "greater_than" | "less_than_equal" | "less_than":
+            sign = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+            return "must be " + " and ".join(f"{sign[key]} {bound:.12g}" for key, bound in context.items())
+        case "string_pattern_mismatch":
+            return f"must match {context['pattern']}"
+        case "string_too_short" | "too_short":
+            return "must not be empty"
+        case "too_long":
+            return f"must have {context['max_length']} items, has {context['actual_length']}"
+        case _:
+            return one_line(detail["msg"][0].lower() + detail["msg"][1:])
+
+
+def _no_such(model: type[Recipe], at: At, section: type[Section] | None) -> str:
+    """Nearest names: those beside it, then the same name anywhere, then similar names anywhere."""
+    leaf, parent = str(at[-1]), at[:-1]
+    names = list(section.model_fields) if section else []
+    beside = [dotted((*parent, name)) for name in _close(leaf, names)]
+    others = [g.title for g in groups(model) if g.variant and dotted(at) in (s.path for s in g.settings)]
+    if others and section:
+        return f"no such setting with {TAG}: {section.model_fields[TAG].default}; it belongs to {' or '.join(others)}"
+    same, similar = _elsewhere(dotted(at), model)
+    near = list(dict.fromkeys([*beside, *same])) or similar
+    if not near and names and len(names) <= 12:
+        return f"no such setting; known here: {', '.join(names)}"
+    return "no such setting" + _did_you_mean(near)
+
+
+def _elsewhere(path: str, model: type[Recipe]) -> tuple[list[str], list[str]]:
+    """Settings and sections of the same name, and those of a similar one."""
+    leaf = path.rpartition(".")[2]
+    known = [*(s.path for g in groups(model) for s in g.settings), *(g.path for g in groups(model) if g.path)]
+    leaves = {name: name.rpartition(".")[2] for name in known if name != path and not name.endswith(f".{TAG}")}
+    alias = [ELSEWHERE[leaf]] if ELSEWHERE.get(leaf) in leaves else []
+    same = [*alias, *(name for name, last in leaves.items() if last == leaf)]
+    near = _close(leaf, sorted(set(leaves.values())), 0.8)
+    return same, [*_close(path, list(leaves), 0.75), *(name for name, last in leaves.items() if last in near)]
+
+
+def _close(word: object, names: list[str], cutoff: float = 0.6) -> list[str]:
+    plain = {_folded(name): name for name in names}
+    return [plain[near] for near in difflib.get_close_matches(_folded(word), list(plain), n=2, cutoff=cutoff)]
+
+
+def _folded(word: object) -> str:
+    return str(word).lower().replace("-", "_")
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return f"; did you mean {' or '.join(list(dict.fromkeys(names))[:3])}?" if names else ""
+
+
+def _broken_rules(attempt: Attempt, bad: set[str]) -> Iterator[str]:
+    """Every rule between settings that does not hold; a rule that reads a section with a mistake is not judged.
+
+    pydantic itself stops at the first rule, and runs none while a field is wrong.
+    """
+    model = attempt.model
+    fields: dict[str, Any] = {n: (field.annotation, field) for n, field in model.model_fields.items() if n not in bad}
+    good = {name: value for name, value in attempt.data.items() if name in fields}
+    recipe = model.model_construct(**dict(create_model("Parts", __base__=Section, **fields).model_validate(good)))
+    for name in bad & recipe.__dict__.keys():
+        del recipe.__dict__[name]
+    for name, rule in model.__pydantic_decorators__.model_validators.items():
+        try:
+            if rule.info.mode == "after":
+                getattr(recipe, name)()
+        except ValueError as error:
+            yield f"{_prefix(attempt, _named_first(str(error)))}{one_line(str(error))}"
+        except AttributeError:
+            if not bad:
+                raise
+
+
+def _named_first(message: str) -> At:
+    """The path that a message starts with."""
+    return tuple(re.split(r"[ :=]", message, maxsplit=1)[0].split("."))

@@ -1,0 +1,73 @@
+"""Which rows are held out, and the proof that training does not ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.data.questions import question_digest
+from lockstep.errors import DataError
+from lockstep.types import Prompt
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Two sets without a question in common."""
+
+    train: tuple[Prompt, ...]
+    """In the order given."""
+    heldout: tuple[Prompt, ...]
+    """In hash order, each question once."""
+    dropped: int
+    """Rows that repeat a held-out question: in neither set."""
+
+
+def split(prompts: Sequence[Prompt], heldout: int, where: str = "") -> Split:
+    """Hold out the first `heldout` questions in the order of their hashes; all other questions train.
+
+    Which questions are held out depends on their texts alone, not on the order of the rows or a seed. Raises DataError
+    naming `where` if that leaves nothing to train on.
+    """
+    digests = [question_digest(prompt.messages) for prompt in prompts]
+    first: dict[bytes, Prompt] = {}
+    for digest, prompt in zip(digests, prompts, strict=True):
+        first.setdefault(digest, prompt)
+    if heldout >= len(first):
+        raise DataError(
+            f"{heldout} questions are to be held out, but there are only {len(first)} different ones",
+            where=where,
+            fix="set task.heldout_rows lower, or name a file in task.heldout.id_probe",
+        )
+    chosen = sorted(first)[:heldout]
+    held = set(chosen)
+    train = tuple(prompt for digest, prompt in zip(digests, prompts, strict=True) if digest not in held)
+    return Split(train, tuple(first[digest] for digest in chosen), len(prompts) - len(train) - heldout)
+
+
+def overlap(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> tuple[tuple[Prompt, Prompt], ...]:
+    """Held-out prompts whose question training asks too, each with the first such training prompt."""
+    asked: dict[bytes, Prompt] = {}
+    for prompt in train:
+        asked.setdefault(question_digest(prompt.messages), prompt)
+    pairs = ((asked.get(question_digest(prompt.messages)), prompt) for prompt in heldout)
+    return tuple((trained, prompt) for trained, prompt in pairs if trained is not None)
+
+
+def refuse_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], where: str) -> None:
+    """Raise DataError if training asks a held-out question; names the first few."""
+    pairs = overlap(train, heldout)
+    if not pairs:
+        return
+    names = "; ".join(f"{held.id} = {trained.id} ({_start(held)!r})" for trained, held in pairs[:_SHOWN])
+    raise DataError(
+        f"{len(pairs)} of {len(heldout)} held-out questions are also training questions: {names}",
+        where=where,
+        fix="remove them from one of the two files: a score on them would not be held out",
+    )
+
+
+def _start(prompt: Prompt) -> str:
+    text = prompt.messages[-1]["content"]
+    return text if len(text) <= 60 else text[:60] + "…"

@@ -1,0 +1,138 @@
+"""Every error that Lockstep raises on purpose.
+
+    LockstepError
+    ├── ConfigError            a recipe or an override is wrong                        exit 2
+    ├── ModelError             a model cannot be found, read, or used as asked         exit 4
+    ├── DataError              a data file or row is missing or malformed              exit 4
+    ├── TaskError              a task cannot produce what it promised                  exit 4
+    ├── ChatError              messages cannot be turned into token ids, or back       exit 4
+    ├── EngineError            the rollout engine cannot serve a request               exit 5
+    │   └── StaleWeightsError  the engine's weights are not proven to be the learner's exit 5
+    ├── SyncError              a proof of sync failed; names the tensors               exit 5
+    ├── LearnerError           an update cannot be made                                exit 5
+    ├── CheckpointError        a checkpoint cannot be written or read                  exit 6
+    │   └── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
+    ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
+    │   └── RunLockedError     another process writes there                            exit 6
+    ├── EvaluationError        an evaluation cannot be made, or two not be compared    exit 7
+    ├── HealthStop             the run stopped itself; says why and what to do         exit 3
+    └── Interrupted            SIGTERM or SIGINT; saved and resumable                  exit 75
+
+To add one: subclass the nearest, give it an exit code only if a script must tell it apart, and put it in the tree above.
+A message says what happened, where (file, row, setting path, sample id), and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of all errors raised on purpose. `what` happened, `where`, and the `fix`, each one short sentence."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(what, where, fix)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  to fix: {self.fix}" if self.fix else text
+
+
+class ConfigError(LockstepError):
+    """A recipe or an override is wrong. `mistakes` has one line each: path, value, reason, nearest name."""
+
+    exit_code = 2
+
+    def __init__(self, mistakes: list[str], *, where: str = "", fix: str = "") -> None:
+        self.mistakes = mistakes
+        super().__init__("\n".join(mistakes), where=where, fix=fix)
+
+    def __str__(self) -> str:
+        head = f"{len(self.mistakes)} mistake{'s' if len(self.mistakes) != 1 else ''}"
+        lines = [f"{head} in {self.where}:" if self.where else f"{head}:", *(f"  {line}" for line in self.mistakes)]
+        return "\n".join([*lines, f"  to fix: {self.fix}"] if self.fix else lines)
+
+
+class ModelError(LockstepError):
+    """A model cannot be found, read, or used as asked."""
+
+    exit_code = 4
+
+
+class DataError(LockstepError):
+    """A data file or row is missing or malformed; `where` is file:row."""
+
+    exit_code = 4
+
+
+class TaskError(LockstepError):
+    """A task cannot produce what it promised."""
+
+    exit_code = 4
+
+
+class ChatError(LockstepError):
+    """Messages cannot be turned into token ids, or back."""
+
+    exit_code = 4
+
+
+class EngineError(LockstepError):
+    """The rollout engine cannot serve a request."""
+
+    exit_code = 5
+
+
+class StaleWeightsError(EngineError):
+    """The engine was asked to sample with weights that are not proven to be the learner's."""
+
+
+class SyncError(LockstepError):
+    """A proof of sync failed. The message names the tensors."""
+
+    exit_code = 5
+
+
+class LearnerError(LockstepError):
+    """An update cannot be made."""
+
+    exit_code = 5
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = 6
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint's bytes are not those that were written. The message names the file."""
+
+
+class RunDirectoryError(LockstepError):
+    """A run directory is missing, foreign or unusable."""
+
+    exit_code = 6
+
+
+class RunLockedError(RunDirectoryError):
+    """Another process writes in the run directory."""
+
+
+class EvaluationError(LockstepError):
+    """An evaluation cannot be made, or two scores cannot be compared."""
+
+    exit_code = 7
+
+
+class HealthStop(LockstepError):
+    """The run stopped itself; the message says why and what to do."""
+
+    exit_code = 3
+
+
+class Interrupted(LockstepError):
+    """SIGTERM or SIGINT arrived; the run was saved and can be resumed."""
+
+    exit_code = 75

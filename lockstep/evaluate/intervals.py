@@ -1,0 +1,217 @@
+"""How sure an accuracy, or a difference of two, is. Pure functions; resampling is seeded by its arguments alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import EvaluationError
+from lockstep.seeds import seed_for
+
+RESAMPLES = 2000
+"""Of a bootstrap interval."""
+FLIPS = 10_000
+"""Of a permutation test: its smallest p is 0.0001."""
+Floats: TypeAlias = NDArray[np.float64]
+_CELLS = 1 << 20
+"""Signs drawn at once; bounds memory whatever the number of items."""
+_ALL_SIGNS = 12
+"""Up to so many differences, all 4096 signs are tried instead of random ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % interval unless said otherwise, in the unit of what it is of (shares, not per cent)."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """trained - base over the same items."""
+
+    mean: float
+    low: float
+    high: float
+    b: int
+    """Items that fell: right before and wrong after, or a smaller share of right replies after."""
+    c: int
+    """Items that rose."""
+    p: float
+    """Two-sided: the chance of a difference at least so large if there were none."""
+    test: str
+    """"mcnemar-exact" for one sample an item, "sign-flip" otherwise."""
+
+
+def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
+    """Score interval of a share (Wilson 1927, JASA 22:209). Unlike p ± 2 se it stays in [0, 1] and is honest near both.
+
+    Raises EvaluationError unless 0 <= correct <= n and n > 0.
+    """
+    if n <= 0 or not 0 <= correct <= n:
+        raise EvaluationError(f"{correct} correct of {n} is no share", where="wilson", fix="count at least one item")
+    z = _z(confidence)
+    p, z2 = correct / n, z * z
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    # At both ends the formula gives exactly 0 and 1; rounding would give 1e-17 less.
+    low = 0.0 if correct == 0 else max(0.0, centre - half)
+    high = 1.0 if correct == n else min(1.0, centre + half)
+    return Interval(low, high)
+
+
+def bootstrap_mean(
+    values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
+) -> Interval:
+    """Percentile interval of the mean over items (Efron 1979), each value the mean of an item's samples.
+
+    Items, not samples, are resampled: samples of one item are not independent. Raises EvaluationError without values.
+    """
+    means = _resampled_means(_array(values), seed, resamples)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high))
+
+
+def mcnemar(b: int, c: int) -> float:
+    """Exact two-sided p of McNemar's test: of b + c items that changed, is a fair coin so uneven?
+
+    Sums the binomial with whole numbers, so it is exact for any count. 1.0 when nothing changed.
+    Source: McNemar 1947, Psychometrika 12:153; the exact form is a two-sided sign test.
+    """
+    if b < 0 or c < 0:
+        raise EvaluationError(f"counts of items cannot be negative: {b}, {c}", where="mcnemar")
+    n, few = b + c, min(b, c)
+    term = total = 1
+    for i in range(1, few + 1):
+        term = term * (n - i + 1) // i
+        total += term
+    return min(1.0, float(2 * total / 2**n))
+
+
+def paired_difference(
+    base: Sequence[float], trained: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Difference:
+    """Compare two evaluations of the same items; place i of both is one item, its value the share of right replies.
+
+    Values that are all 0 or 1 are tested by `mcnemar`, shares by `sign_flip`. The interval is a bootstrap over items.
+    It and the test answer slightly different questions and may disagree when p is near 0.05: verdicts use p.
+
+    Raises EvaluationError if the lengths differ or there are no items.
+    """
+    if len(base) != len(trained):
+        raise EvaluationError(f"{len(base)} items against {len(trained)}", where="paired difference", fix="pair them")
+    d = _array(trained) - _array(base)
+    fell, rose = int((d < 0).sum()), int((d > 0).sum())
+    binary = all(v in (0.0, 1.0) for v in (*base, *trained))
+    p = mcnemar(fell, rose) if binary else sign_flip(d.tolist(), seed=seed)
+    interval = bootstrap_mean(d.tolist(), seed=seed, resamples=resamples)
+    test = "mcnemar-exact" if binary else "sign-flip"
+    return Difference(float(d.mean()), interval.low, interval.high, fell, rose, p, test)
+
+
+def sign_flip(differences: Sequence[float], *, seed: int = 0, flips: int = FLIPS) -> float:
+    """Two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
+
+    If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so
+    the test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25
+    here, 0 there). Of differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random
+    ones give (1 + hits) / (1 + flips), which is never 0. 1.0 without any difference.
+    Source: Fisher 1935, The Design of Experiments, §21; Davison and Hinkley 1997, §4.3.
+    """
+    d = _array(differences)
+    d = d[d != 0]
+    if not len(d):
+        return 1.0
+    # Sums of shares such as 1/3 differ in the last bit by their order; equal sums must count as equal.
+    bound = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())
+    if len(d) <= _ALL_SIGNS:
+        every = (np.arange(2 ** len(d))[:, None] >> np.arange(len(d)) & 1) * 2 - 1
+        return float((np.abs(every @ d) >= bound).mean())
+    rng = _rng("sign-flip", seed)
+    hits, rows = 0, max(1, _CELLS // len(d))
+    for start in range(0, flips, rows):
+        signs = rng.integers(0, 2, size=(min(rows, flips - start), len(d))) * 2 - 1
+        hits += int((np.abs(signs @ d) >= bound).sum())
+    return (1 + hits) / (1 + flips)
+
+
+def standard_error(share: float, n: int) -> float:
+    """Of a share of n independent items: sqrt(p (1 - p) / n)."""
+    if n <= 0 or not 0 <= share <= 1:
+        raise EvaluationError(f"a share of {share} of {n} items", where="standard error", fix="count items first")
+    return math.sqrt(share * (1 - share) / n)
+
+
+def standard_error_of_mean(values: Sequence[float]) -> float:
+    """Of the mean of item means: sample deviation / sqrt(n). nan for a single item, of which nothing can be said."""
+    array = _array(values)
+    return float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
+
+
+def item_points(n: int) -> float:
+    """What one item is worth, in percentage points. Example: 200 items: 0.5."""
+    if n <= 0:
+        raise EvaluationError("an evaluation of no items", where="item points", fix="count at least one item")
+    return 100 / n
+
+
+def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
+    """The smallest true difference (as a share) that a paired test of n items finds with probability `power`.
+
+    `changing` is the share of items that change in either direction. None if even all of them changing the same way
+    would not be found so often. Source: Connor 1987, Biometrics 43:207: solve
+    d sqrt(n) = z_alpha sqrt(changing) + z_power sqrt(changing - d²) for d.
+    """
+    if n <= 0 or not 0 < changing <= 1 or not 0.5 <= power < 1:
+        raise EvaluationError(
+            f"{n} items of which a share of {changing} changes, power {power}", where="smallest detectable difference"
+        )
+    a = _z(1 - alpha) * math.sqrt(changing / n)
+    b2 = _z(2 * power - 1) ** 2 / n
+    # (d - a)² = b² (changing - d²): a quadratic in d, of which the larger root is meant.
+    root = a * a - (1 + b2) * (a * a - b2 * changing)
+    d = (a + math.sqrt(max(0.0, root))) / (1 + b2)
+    return d if d <= changing else None
+
+
+def resolution(n: int, changing: float = 0.2) -> str:
+    """In words, what a paired comparison of n items can show if a share `changing` of them changes."""
+    head = f"1 item = {item_points(n):.2g} points; with {changing:.0%} of items changing, "
+    d = smallest_detectable(n, changing)
+    if d is None:
+        return head + "no difference is found 4 times in 5: too few items"
+    return head + f"a true difference of {100 * d:.1f} points is found 4 times in 5"
+
+
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def _array(values: Sequence[float]) -> Floats:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
+        raise EvaluationError("a mean needs finite values, at least one", where="evaluation", fix="drop unscored items")
+    return array
+
+
+def _rng(name: str, seed: int) -> np.random.Generator:
+    # Philox is counter-based: the same key gives the same stream on every platform.
+    return np.random.Generator(np.random.Philox(key=seed_for(name, seed)))
+
+
+def _resampled_means(values: Floats, seed: int, resamples: int) -> Floats:
+    """Means of `resamples` draws of len(values) values with replacement.
+
+    Drawn as counts of the distinct values, which is the same distribution: shares of a few samples have few of them.
+    """
+    n = len(values)
+    distinct, counts = np.unique(values, return_counts=True)
+    drawn = _rng("bootstrap", seed).multinomial(n, counts / n, size=resamples)
+    return np.asarray(drawn @ distinct / n, dtype=np.float64)

@@ -1,0 +1,119 @@
+"""When a recipe evaluates, and under which conditions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config.schema import EvalMode, PythonTask, Recipe
+from lockstep.evaluate.intervals import resolution
+from lockstep.types import Sampling
+
+_SHOWN = 12
+"""Steps written out in a plan; of longer plans the middle is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """What all evaluations of a run have in common; with the mode and the weights it settles a score.
+
+    Example: EvalPlan("smollm2-135m-instruct", "fp32", "native", "id_probe", 200, 64, 0, "numeric")
+    """
+
+    model: str
+    """As in the recipe."""
+    numerics: str
+    """Precision of the weights that sample. Example: "bf16"."""
+    engine: str
+    """Kind of the engine. Example: "native"."""
+    role: str
+    """Which held-out items."""
+    items: int
+    max_tokens: int
+    seed: int
+    """Of sampled modes. The same at every step, so that only the weights differ between two scores."""
+    verifier: str
+    """How replies are graded, in short; part of a score's task. Example: "numeric(fallback=last_number)"."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply."""
+    context: int | None = None
+    """Longest sequence that the model takes; None if it has no limit."""
+
+
+def eval_plan(recipe: Recipe, numerics: str, context: int | None = None) -> EvalPlan:
+    """The plan of a recipe; `numerics` is the precision that model.dtype resolved to."""
+    return EvalPlan(
+        model=recipe.model.path if recipe.model.revision is None else f"{recipe.model.path}@{recipe.model.revision}",
+        numerics=numerics,
+        engine=recipe.rollout.engine,
+        role=recipe.eval.role,
+        items=recipe.eval.items,
+        max_tokens=recipe.eval.max_tokens or recipe.rollout.max_tokens,
+        seed=recipe.seed,
+        verifier=verifier_label(recipe),
+        stop=tuple(recipe.rollout.stop),
+        context=context,
+    )
+
+
+def verifier_label(recipe: Recipe) -> str:
+    """The verifier's kind and the settings that differ from its defaults; a task of one's own grades itself: "own"."""
+    if isinstance(recipe.task, PythonTask):
+        return "own"
+    verifier = recipe.task.verifier
+    settings = verifier.model_dump(exclude={"kind"}, exclude_defaults=True)
+    changed = ",".join(f"{name}={value}" for name, value in settings.items())
+    return f"{verifier.kind}({changed})" if changed else verifier.kind
+
+
+def evaluation_steps(recipe: Recipe) -> tuple[int, ...]:
+    """Trained steps after which a run evaluates: 0 is the base model, and the last step is always among them."""
+    if not recipe.eval.enabled:
+        return ()
+    start = (0,) if recipe.eval.at_start else ()
+    between = tuple(range(recipe.eval.every, recipe.steps, recipe.eval.every))
+    return (*start, *between, recipe.steps)
+
+
+def plan_lines(recipe: Recipe) -> list[str]:
+    """What a run prints about its evaluations before it starts."""
+    if not recipe.eval.enabled:
+        return ["will not evaluate at all: eval.enabled is false"]
+    steps = [str(step) for step in evaluation_steps(recipe)]
+    steps[-1] += " (last)"
+    if len(steps) > _SHOWN:
+        total = len(steps)
+        steps = [*steps[:4], "…", *steps[-2:]]
+        steps[-1] += f", {total} times in all"
+    modes = ", ".join(_in_words(mode) for mode in recipe.eval.modes)
+    plan = eval_plan(recipe, numerics="")
+    lines = [
+        f"will evaluate at steps {', '.join(steps)}: {modes}, {plan.items} items of {plan.role}, "
+        f"replies of up to {plan.max_tokens} tokens",
+        resolution(plan.items),
+    ]
+    if not recipe.eval.at_start:
+        lines.append("the base model is not evaluated: eval.at_start is false, so there is nothing to compare with")
+    return lines
+
+
+def eval_sampling(mode: EvalMode, plan: EvalPlan) -> Sampling:
+    """How replies of a mode are drawn: the whole distribution, whatever top_k, top_p or min_p training uses."""
+    return Sampling(max_tokens=plan.max_tokens, temperature=mode.temperature, stop=plan.stop)
+
+
+def mode_label(mode: EvalMode, stop: tuple[str, ...] = ()) -> str:
+    """The mode as part of a score's conditions. Examples: "greedy", "sampled(T=1)", "sampled(T=0.6,n=8)".
+
+    All that shapes a reply is in it, so that two modes of one name with other settings are not taken for the same.
+    """
+    parts = [] if mode.name == "greedy" and mode.temperature == 0 else [f"T={mode.temperature:.10g}"]
+    if mode.samples > 1:
+        parts.append(f"n={mode.samples}")
+    if stop:
+        parts.append(f"stop={list(stop)!r}")
+    return f"{mode.name}({','.join(parts)})" if parts else mode.name
+
+
+def _in_words(mode: EvalMode) -> str:
+    samples = f", {mode.samples} samples" if mode.samples > 1 else ""
+    return f"{mode.name} (T={mode.temperature:g}{samples})"

@@ -1,0 +1,246 @@
+"""One evaluation: held-out prompts in, a score with all its conditions out. It never trains and keeps no state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from lockstep.chat.chat import ChatFormat, check_length
+from lockstep.config.schema import EvalMode
+from lockstep.data.questions import data_hash
+from lockstep.errors import EvaluationError, StaleWeightsError
+from lockstep.evaluate.intervals import Interval, bootstrap_mean, wilson
+from lockstep.evaluate.plan import EvalPlan, eval_sampling, mode_label
+from lockstep.seeds import seed_for
+from lockstep.types import (
+    Completion,
+    Conditions,
+    FinishReason,
+    Grade,
+    ItemResult,
+    Prompt,
+    Proof,
+    Request,
+    RolloutEngine,
+    Score,
+    Task,
+)
+
+
+def evaluate(
+    engine: RolloutEngine,
+    task: Task,
+    chat: ChatFormat,
+    mode: EvalMode,
+    plan: EvalPlan,
+    proof: Proof,
+    *,
+    step: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Score:
+    """Sample a reply (or mode.samples) to every held-out item, grade them, and say under which conditions.
+
+    `proof` is of the engine's present weights; `step` counts the trained steps that they have behind them; `progress`
+    is called with the replies done and asked for. Nothing is drawn from any global random state.
+
+    Raises StaleWeightsError unless the proof passed and is of the engine's version, before and after; ChatError for a
+    prompt that leaves no room for a reply; EvaluationError if the task gives other items than asked, the engine does
+    not answer every request exactly once, or no reply could be scored.
+    """
+    require_proof(engine, proof)
+    started = time.perf_counter()
+    prompts = heldout_items(task, plan)
+    conditions = score_conditions(prompts, task, chat, mode, plan, proof)
+    engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
+    completions = collect(engine, prompts, mode.samples, proof, progress)
+    graded = [
+        _grade(task, chat, prompt, sample, completions[request_id(prompt, sample)])
+        for prompt in prompts
+        for sample in range(mode.samples)
+    ]
+    results = tuple(result for result, _ in graded)
+    if all(result.correct is None for result in results):
+        raise EvaluationError(
+            f"none of {len(results)} replies could be scored; the first: {graded[0][1].error or 'no reason given'}",
+            where=f"task {conditions.task}, mode {conditions.mode}",
+            fix="check the verifier",
+        )
+    return score_of(results, conditions, mode.samples, step, proof, time.perf_counter() - started)
+
+
+def require_proof(engine: RolloutEngine, proof: Proof) -> None:
+    """Raise StaleWeightsError unless `proof` passed and is of the weights that the engine has now."""
+    if not proof.passed:
+        names = ", ".join(proof.mismatched[:5]) or "the log-probability probe"
+        raise StaleWeightsError(
+            f"the proof of version {proof.version} failed ({names}), so a score would be of unknown weights",
+            where="evaluation",
+            fix="push the weights again; if the proof fails again, report it with events.jsonl",
+        )
+    if proof.version != engine.version:
+        raise StaleWeightsError(
+            f"the engine has version {engine.version}, the proof is of version {proof.version}",
+            where="evaluation",
+            fix="push the learner's weights and use the proof that push returns",
+        )
+
+
+def heldout_items(task: Task, plan: EvalPlan) -> Sequence[Prompt]:
+    """The items of a plan. Raises EvaluationError if they are fewer or more than planned, or an id comes twice."""
+    prompts = task.heldout(plan.role, plan.items)
+    if len(prompts) != plan.items:
+        raise EvaluationError(
+            f"{plan.items} items of {plan.role} were asked for, the task has {len(prompts)}",
+            where=f"task {task.name}",
+            fix=f"set eval.items={len(prompts)}" if prompts else f"give the task held-out items for {plan.role}",
+        )
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise EvaluationError(f"item {prompt.id} comes twice", where=f"task {task.name}", fix="make ids unique")
+        seen.add(prompt.id)
+    return prompts
+
+
+def score_conditions(
+    prompts: Sequence[Prompt], task: Task, chat: ChatFormat, mode: EvalMode, plan: EvalPlan, proof: Proof
+) -> Conditions:
+    """Everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
+    return Conditions(
+        weights=proof.fingerprint,
+        model=plan.model,
+        numerics=plan.numerics,
+        engine=plan.engine,
+        mode=mode_label(mode, plan.stop),
+        task=f"{task.name}/{plan.role}/{plan.verifier}",
+        data_hash=data_hash(prompts),
+        template_hash=chat.template_hash,
+        max_tokens=plan.max_tokens,
+        # A greedy score does not depend on the seed; naming one would make runs of other seeds incomparable.
+        seed=0 if mode.temperature == 0 else plan.seed,
+    )
+
+
+def eval_requests(
+    prompts: Sequence[Prompt], chat: ChatFormat, mode: EvalMode, plan: EvalPlan, version: int
+) -> list[Request]:
+    """One request a sample. A sample's seed depends on the plan's seed, the item and the sample, not on the step."""
+    sampling = eval_sampling(mode, plan)
+    requests = []
+    for prompt in prompts:
+        ids = chat.render_prompt(prompt)
+        if plan.context is not None:
+            check_length(prompt.id, len(ids), plan.max_tokens, plan.context)
+        for sample in range(mode.samples):
+            seed = seed_for("eval", plan.seed, prompt.id, sample)
+            requests.append(Request(request_id(prompt, sample), ids, prompt.id, seed, sampling, version))
+    return requests
+
+
+def request_id(prompt: Prompt, sample: int) -> str:
+    """Example: "chain_sum/17#0"."""
+    return f"{prompt.id}#{sample}"
+
+
+def collect(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    samples: int,
+    proof: Proof,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Completion]:
+    """All completions by request id. Raises if one is missing, unasked for, double, or of other weights."""
+    expected = {request_id(prompt, sample) for prompt in prompts for sample in range(samples)}
+    found: dict[str, Completion] = {}
+    for completion in engine.completed():
+        id = completion.request.id
+        if completion.version != proof.version:
+            raise StaleWeightsError(
+                f"was sampled by version {completion.version}, the proof is of version {proof.version}",
+                where=f"reply {id}",
+                fix="load no weights while an evaluation runs",
+            )
+        if id not in expected or id in found:
+            raise EvaluationError(
+                "the engine returned it twice" if id in found else "the engine returned it unasked",
+                where=f"reply {id}",
+                fix="let the engine finish other work before an evaluation",
+            )
+        found[id] = completion
+        if progress is not None:
+            progress(len(found), len(expected))
+    if missing := sorted(expected - set(found)):
+        raise EvaluationError(
+            f"the engine returned no reply for {len(missing)} of {len(expected)} requests, first {missing[0]}",
+            where="evaluation",
+            fix="report this engine",
+        )
+    require_proof(engine, proof)
+    return found
+
+
+def is_correct(grade: Grade) -> bool | None:
+    """Whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
+
+    None, which is unscored, without a reward or with one that is no finite number.
+    """
+    if grade.reward is None or not math.isfinite(grade.reward):
+        return None
+    return bool(grade.metrics.get("correct", grade.reward) >= 1.0)
+
+
+def score_of(
+    results: tuple[ItemResult, ...], conditions: Conditions, samples: int, step: int, proof: Proof, seconds: float
+) -> Score:
+    """Accuracy and its interval from graded replies, of which at least one is scored."""
+    shares: dict[str, list[bool]] = {}
+    for result in results:
+        if result.correct is not None:
+            shares.setdefault(result.id, []).append(result.correct)
+    means = [sum(marks) / len(marks) for marks in shares.values()]
+    interval = _interval(means, samples)
+    return Score(
+        conditions=conditions,
+        accuracy=sum(means) / len(means),
+        low=interval.low,
+        high=interval.high,
+        items=len({result.id for result in results}),
+        samples=samples,
+        unscored=sum(result.correct is None for result in results),
+        truncated=sum(result.truncated for result in results) / len(results),
+        mean_tokens=sum(result.tokens for result in results) / len(results),
+        step=step,
+        version=proof.version,
+        proof=proof,
+        results=results,
+        seconds=seconds,
+    )
+
+
+def _interval(means: Sequence[float], samples: int) -> Interval:
+    if samples == 1:
+        return wilson(round(sum(means)), len(means))
+    return bootstrap_mean(means)
+
+
+def _grade(
+    task: Task, chat: ChatFormat, prompt: Prompt, sample: int, completion: Completion
+) -> tuple[ItemResult, Grade]:
+    text = chat.decode(completion.ids)
+    grade = task.grade(prompt, text)
+    correct = is_correct(grade)
+    result = ItemResult(
+        id=prompt.id,
+        sample=sample,
+        correct=correct,
+        reward=None if correct is None or grade.reward is None else float(grade.reward),
+        extracted=grade.extracted,
+        answer=prompt.answer,
+        text=text,
+        truncated=completion.finish is FinishReason.LENGTH,
+        tokens=len(completion.ids),
+    )
+    return result, grade

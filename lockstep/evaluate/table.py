@@ -1,0 +1,91 @@
+"""The table of base against trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import EvaluationError
+from lockstep.evaluate.compare import Comparison, compare
+from lockstep.types import Score
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One mode of one task: base, trained, and their paired comparison."""
+
+    task: str
+    mode: str
+    base: Score
+    trained: Score
+    comparison: Comparison
+
+
+def comparison_table(base: Sequence[Score], trained: Sequence[Score], allow_mismatch: bool = False) -> list[Row]:
+    """Pair scores by task and mode, in the order of `base`.
+
+    Raises EvaluationError if a task and mode is on one side only, or twice on a side, or if conditions differ.
+    """
+    left, right = _by_mode(base, "base"), _by_mode(trained, "trained")
+    if alone := sorted(set(left) ^ set(right)):
+        names = ", ".join(f"{mode} of {task}" for task, mode in alone)
+        raise EvaluationError(
+            f"only one side has a score of {names}", where="comparison", fix="evaluate both in the same modes"
+        )
+    return [
+        Row(task, mode, score, right[task, mode], compare(score, right[task, mode], allow_mismatch))
+        for (task, mode), score in left.items()
+    ]
+
+
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """The table as plain text, then a line for each warning. Accuracies in per cent, differences in points."""
+    head = ["task", "mode", "items", "base", "trained", "difference", "changed", "p", "verdict"]
+    cells = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for row in rows:
+        lines += [f"{row.mode}: {note}" for note in _notes(row)]
+    return lines
+
+
+def _cells(row: Row) -> list[str]:
+    c = row.comparison
+    return [
+        row.task,
+        row.mode,
+        str(c.n),
+        _share(row.base),
+        _share(row.trained),
+        f"{100 * c.difference:+.1f} [{100 * c.low:+.1f}, {100 * c.high:+.1f}]",
+        f"+{c.c} -{c.b}",
+        f"{c.p:.2g}" if c.p >= 1e-4 else "<0.0001",
+        c.verdict.value,
+    ]
+
+
+def _share(score: Score) -> str:
+    return f"{100 * score.accuracy:.1f} % [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+
+
+def _notes(row: Row) -> list[str]:
+    c, notes = row.comparison, []
+    if c.warning:
+        notes.append(f"warning: {c.warning}")
+    if c.dropped:
+        notes.append(f"{c.dropped} items left out of the comparison: unscored or missing in one of the two")
+    if c.mismatched:
+        notes.append(f"compared across different {', '.join(c.mismatched)} because you said so")
+    return notes
+
+
+def _by_mode(scores: Sequence[Score], side: str) -> dict[tuple[str, str], Score]:
+    found: dict[tuple[str, str], Score] = {}
+    for score in scores:
+        key = (score.conditions.task, score.conditions.mode)
+        if key in found:
+            raise EvaluationError(
+                f"two {side} scores of {key[1]} of {key[0]}", where="comparison", fix="choose one checkpoint"
+            )
+        found[key] = score
+    return found

@@ -1,0 +1,44 @@
+"""Choosing the device and setting the process up for it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Literal
+
+import torch
+
+from lockstep.errors import ConfigError
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
+
+
+def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """auto is the GPU if there is one. Raises ConfigError for a GPU that is not there."""
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["device = 'cuda': torch sees no GPU on this machine"], fix="use device=auto or device=cpu")
+    if setting == "auto":
+        setting = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(setting)
+
+
+def prepare_process(device: torch.device, threads: int | None) -> None:
+    """Fix the number of threads, ask for deterministic kernels on a CPU, and keep freed memory for reuse."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed blocks: returned to the system, each new tensor would cost page faults of its whole size."""
+    if sys.platform != "linux":
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library: it has its own ways
+        return
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20), (_M_ARENA_MAX, 1)):
+        libc.mallopt(option, value)

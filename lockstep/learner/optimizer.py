@@ -1,0 +1,147 @@
+"""AdamW on fp32 master weights, the learning-rate schedule, and gradient clipping that refuses non-finite gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.schema import AdamW
+from lockstep.errors import CheckpointError
+
+
+def learning_rate(settings: AdamW, peak: float, step: int, total: int) -> float:
+    """The rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor."""
+    if step < settings.warmup_steps:
+        return peak * (step + 1) / settings.warmup_steps
+    floor = peak * settings.min_lr_ratio
+    done = (step - settings.warmup_steps) / max(1, total - settings.warmup_steps)
+    done = min(1.0, done)
+    match settings.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak + (floor - peak) * done
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    norm: float
+    """Global gradient norm before clipping."""
+    clipped: bool
+    skipped: bool
+    """The gradient was not finite: nothing was changed."""
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) whose state and weights are fp32, whatever the parameters' dtype.
+
+    A bf16 parameter has an fp32 master; gradients of all micro-batches are summed in fp32, and after a step the parameter is
+    the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: AdamW) -> None:
+        self._parameters = dict(parameters)
+        self._settings = settings
+        wide = (torch.float32, torch.float64)
+        self._masters = {
+            name: p if p.dtype in wide else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
+        }
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                parameter.register_post_accumulate_grad_hook(_collector(self._masters[name]))
+        decayed = [m for m in self._masters.values() if m.dim() >= 2]
+        others = [m for m in self._masters.values() if m.dim() < 2]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": settings.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=0.0,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, lr: float) -> StepResult:
+        """Clip and apply the summed gradients, then clear them. A non-finite gradient changes nothing."""
+        for master in self._masters.values():
+            if master.grad is None:  # no loss reached it: its gradient is zero, and the moments still decay
+                master.grad = torch.zeros_like(master)
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).double() for g in grads])))
+        limit = self._settings.max_grad_norm
+        if math.isfinite(norm):
+            if norm > limit:
+                torch._foreach_mul_(grads, limit / (norm + 1e-6))
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            for name, parameter in self._parameters.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+        self._adamw.zero_grad(set_to_none=True)
+        return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state: `master.NAME` (where it differs from the parameter), `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
+        state: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                state[f"master.{name}"] = master.detach()
+            for key, value in self._adamw.state.get(master, {}).items():
+                state[f"{key}.{name}"] = value
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over `tensors()` of an earlier process. Raises CheckpointError if the parameters are not the same ones."""
+        known = {key.split(".", 1)[1] for key in state}
+        if known - set(self._parameters):
+            raise CheckpointError(
+                f"the optimizer state names {len(known - set(self._parameters))} parameters that this model does not train",
+                where=min(known - set(self._parameters)),
+                fix="resume with the recipe that the run was started with",
+            )
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                master.copy_(state[f"master.{name}"])
+                self._parameters[name].copy_(master)
+            values = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
+            if values:
+                self._adamw.state[master] = {key: value.clone() for key, value in values.items()}
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+
+def _collector(master: nn.Parameter):  # type: ignore[no-untyped-def]
+    """Adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""
+
+    def collect(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return collect
+
+
+def decayed_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Parameters that weight decay applies to: matrices."""
+    return [name for name, parameter in parameters if parameter.dim() >= 2]

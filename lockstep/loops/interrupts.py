@@ -1,0 +1,38 @@
+"""SIGTERM and SIGINT end a run at the next safe point, with a checkpoint, instead of in the middle of something."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopRequest:
+    """While entered, the first SIGTERM or SIGINT sets `name`; a second one acts as it always did."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not in the main thread: the embedding program handles signals
+                return self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

@@ -1,0 +1,38 @@
+"""Which checkpoints a run writes and keeps."""
+
+from __future__ import annotations
+
+from lockstep.config.schema import Recipe
+from lockstep.loops.journal import Journal
+from lockstep.loops.parts import Parts
+from lockstep.loops.state import save_checkpoint
+from lockstep.track.writer import read_metrics
+from lockstep.types import Metrics, Proof
+
+
+class Keeper:
+    """Saves checkpoints and remembers which step was best by the recipe's metric."""
+
+    def __init__(self, parts: Parts, recipe: Recipe, journal: Journal) -> None:
+        self._parts, self._recipe, self._journal = parts, recipe, journal
+        self._best: tuple[float, int] | None = best_so_far(recipe, journal)
+
+    def note(self, step: int, metrics: Metrics) -> bool:
+        """True if these are the best weights so far and so must be saved."""
+        name = self._recipe.save.keep_best
+        if name is None or name not in metrics or (self._best is not None and metrics[name] <= self._best[0]):
+            return False
+        self._best = (metrics[name], step)
+        return True
+
+    def save(self, step: int, proof: Proof) -> None:
+        best = self._best[1] if self._best else None
+        path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)
+        self._journal.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+
+
+def best_so_far(recipe: Recipe, journal: Journal) -> tuple[float, int] | None:
+    """The best step of the records that a resumed run continues."""
+    name = recipe.save.keep_best
+    rows = [(row.metrics[name], row.step) for row in read_metrics(journal.run) if name in row.metrics] if name else []
+    return max(rows, key=lambda row: (row[0], -row[1])) if rows else None

@@ -1,0 +1,98 @@
+"""What a run saves and how it comes back: weights, optimizer, counters. Random numbers need none: seeds are functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint.state import CheckpointState, ModelFiles, read_state, save_state
+from lockstep.checkpoint.store import CheckpointInfo, prune
+from lockstep.config.load import dump
+from lockstep.config.schema import Recipe
+from lockstep.errors import CheckpointError
+from lockstep.loops.parts import Parts
+from lockstep.sync.fingerprint import fingerprint
+from lockstep.types import Proof
+
+ADAPTER_PREFIX = "base_model.model."
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    return hashlib.sha256(dump(recipe).encode()).hexdigest()[:16]
+
+
+def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: Proof, best: int | None) -> Path:
+    """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep."""
+    adapter = recipe.adapter.kind != "none"
+    meta: dict[str, Any] = {
+        "counters": parts.learner.counters(),
+        "fingerprint": proof.fingerprint,
+        "recipe": recipe_hash(recipe),
+        "numerics": parts.policy.numerics,
+        "model": recipe.model.path,
+        "adapter": recipe.adapter.kind,
+    }
+    state = CheckpointState(step, _stored(parts, adapter=adapter), parts.learner.optimizer.tensors(), meta)
+    texts = {"adapter_config.json": _adapter_config(parts.policy.model, recipe)} if adapter else {}
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    source = None if adapter else parts.policy.resolved.path
+    path = save_state(run, state, ModelFiles(weights, texts, source), overwrite=True)  # type: ignore[arg-type]
+    prune(run, recipe.save.keep_last, best)
+    return path
+
+
+def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], CheckpointState]:
+    """A checkpoint's weights under the names of lockstep.models.weights, and the whole state."""
+    state = read_state(info)
+    return {_live_name(name): tensor for name, tensor in state.weights.items()}, state
+
+
+def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
+    """Continue from a checkpoint whose weights the parts were built with. Raises CheckpointError if they are others."""
+    meta: Mapping[str, Any] = state.meta
+    if meta["recipe"] != recipe_hash(recipe):
+        raise CheckpointError(
+            "it was saved under another recipe", where=f"step {state.step}", fix="resume with the run's own recipe.yaml"
+        )
+    parts.learner.restore(meta["counters"], state.optimizer)
+    found = fingerprint(parts.learner.weights()).combined
+    if found != meta["fingerprint"]:
+        raise CheckpointError(
+            f"the restored weights have fingerprint {found}, the saved ones had {meta['fingerprint']}",
+            where=f"step {state.step}",
+            fix="check that model.path and model.revision still name the weights that the run started from",
+        )
+
+
+def _stored(parts: Parts, *, adapter: bool) -> dict[str, Tensor]:
+    if not adapter:
+        return {n: t for n, t in parts.learner.weights() if not n.endswith(".lora_scaling")}
+    return {_adapter_name(name): p.detach() for name, p in parts.learner.trainable.items()}
+
+
+def _adapter_name(name: str) -> str:
+    """PEFT's file name of an adapter tensor: model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
+    return f"{ADAPTER_PREFIX}{name}.weight"
+
+
+def _live_name(name: str) -> str:
+    if not name.startswith(ADAPTER_PREFIX):
+        return name
+    return name.removeprefix(ADAPTER_PREFIX).removesuffix(".weight")
+
+
+def _adapter_config(model: nn.Module, recipe: Recipe) -> str:
+    config: Any = model.peft_config["default"]  # type: ignore[index]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        content = json.loads((Path(folder) / "adapter_config.json").read_text())
+    content["base_model_name_or_path"] = recipe.model.path
+    content["target_modules"] = sorted(content["target_modules"]) if content.get("target_modules") else None
+    content["inference_mode"] = True
+    return json.dumps(content, indent=2, sort_keys=True)

@@ -1,0 +1,98 @@
+"""Folders in the user's cache that are written once, whole or not at all, and checked on every use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from lockstep.errors import ModelError
+
+MANIFEST = "manifest.json"
+"""Size and SHA-256 of every other file of a cached folder."""
+
+
+def cache_root() -> Path:
+    """LOCKSTEP_CACHE, or else ~/.cache/lockstep (XDG_CACHE_HOME is honoured). An empty variable counts as unset."""
+    if own := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "lockstep"
+
+
+def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, checked against its manifest; built first if it is not there.
+
+    `build` fills an empty temporary folder beside it, which is then renamed: no reader sees half a folder, and of
+    several processes only one builds. The whole content is hashed on each use: 540 MB take half a second, and the
+    weights are read anyway.
+
+    Raises:
+        ModelError: a file is missing, or its bytes are not those that were written.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if not folder.exists():
+                _build(folder, build)
+                return folder
+    _verify(folder)
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "content"
+        fresh.mkdir()
+        build(fresh)
+        files = {
+            path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(fresh.iterdir())
+        }
+        (fresh / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+        for path in fresh.iterdir():
+            _flush(path)
+        fresh.rename(folder)
+        _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    """Put a file's bytes, or a folder's entries, on the disk: a rename alone survives no power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _verify(folder: Path) -> None:
+    if wrong := _wrong_file(folder):
+        raise ModelError(
+            f"{wrong} is not the file that was written: the cached model is damaged",
+            where=str(folder),
+            fix="delete that folder; it is made anew at the next use",
+        )
+
+
+def _wrong_file(folder: Path) -> str | None:
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, expected in files.items():
+            path = folder / name
+            if path.stat().st_size != expected["size"] or sha256_of(path) != expected["sha256"]:
+                return str(name)
+    except FileNotFoundError as error:
+        return Path(error.filename).name
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return MANIFEST
+    return None
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

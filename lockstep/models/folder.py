@@ -1,0 +1,99 @@
+"""Whether a folder holds a model that can be loaded safely. Reads JSON only; loads no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
+    """What can be told from the JSON files alone, before the weights are fetched.
+
+    Raises:
+        ModelError: no config.json, or it asks for code of its own or for quantised weights.
+    """
+    if not (folder / "config.json").is_file():
+        raise _no_config(folder, where)
+    config = read_json(folder / "config.json")
+    if "auto_map" in config and not trust_remote_code and not _known_to_transformers(config.get("model_type")):
+        raise ModelError(
+            "the model needs Python code that comes with it, and running that is off",
+            where=where,
+            fix="read its *.py files, then set model.trust_remote_code=true",
+        )
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"the weights are quantised (quant_method: {method}); only bf16, fp16 and fp32 weights can be trained",
+            where=where,
+            fix="name the unquantised version of this model, or dequantise it into a folder",
+        )
+
+
+def check_weights(folder: Path, where: str) -> None:
+    """That safetensors and tokenizer files are all there.
+
+    Raises:
+        ModelError: names what is missing.
+    """
+    if missing := _missing_weights(folder):
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+            raise ModelError(
+                "only pickle weights (*.bin, *.pt), which can run code when they are read",
+                where=where,
+                fix="convert them to safetensors where you trust them: AutoModelForCausalLM.from_pretrained(A)"
+                ".save_pretrained(B)",
+            )
+        raise ModelError(f"{missing} is missing", where=where, fix="fetch the model again, or give another folder")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
+            where=where,
+            fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
+        )
+
+
+def _missing_weights(folder: Path) -> str | None:
+    """Name of the first weight file that should be there and is not."""
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError("weight_map is missing: not an index of weight files", where=str(folder / INDEX))
+        shards = sorted(set(weight_map.values()))
+        return next((shard for shard in shards if not (folder / shard).is_file()), None)
+    return None if (folder / "model.safetensors").is_file() else "model.safetensors"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file whose top level is a mapping. Raises ModelError otherwise."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
+    return content
+
+
+def _no_config(folder: Path, where: str) -> ModelError:
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return ModelError(
+            f"this is an adapter for {base}, not a model", where=where, fix="give the base model as model.path"
+        )
+    if any(folder.glob("*.gguf")):
+        return ModelError("GGUF files are not read", where=where, fix="give the model in safetensors format")
+    return ModelError("config.json is missing: not a model folder", where=where, fix="give the folder that holds it")
+
+
+def _known_to_transformers(model_type: object) -> bool:
+    """Whether transformers has a class of its own for it; then the model's code is not run, even if there is some."""
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING

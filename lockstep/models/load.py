@@ -1,0 +1,146 @@
+"""From a resolved folder to a tokenizer and a model. The heavy imports are inside the functions that need them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.errors import ModelError
+from lockstep.models.folder import read_json
+from lockstep.models.resolve import ResolvedModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+MOST_NAMED = 5
+"""Parameter names that a message lists; it counts the others."""
+
+LONGEST_REASON = 300
+"""Characters of another library's message that are passed on; the whole of it is in the chained exception."""
+
+
+def resolve_dtype(setting: Literal["auto", "bf16", "fp32"], device: torch.device | str) -> torch.dtype:
+    """Precision of the weights: auto is bf16 on a GPU and fp32 on a CPU."""
+    import torch
+
+    if setting == "auto":
+        setting = "fp32" if torch.device(device).type == "cpu" else "bf16"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[setting]
+
+
+def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, padding on the left; a pad token that is missing becomes the end token.
+
+    Raises:
+        ModelError: it cannot be read, or names no end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            resolved.path, padding_side="left", local_files_only=True, trust_remote_code=resolved.trust_remote_code
+        )
+    except _unreadable() as error:
+        raise ModelError(f"the tokenizer cannot be read: {_one_line(error)}", where=str(resolved.path)) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer names no end token, so no reply could end",
+            where=str(resolved.path),
+            fix="set eos_token in its tokenizer_config.json",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    resolved: ResolvedModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+) -> PreTrainedModel:
+    """The model with all parameters in `dtype` on `device`, in evaluation mode; buffers keep their own precision.
+
+    `attention` is a name of transformers' attention interface: eager, sdpa, flash_attention_2, or a registered one.
+
+    Raises:
+        ModelError: it cannot be read, or the files lack parameters, which would otherwise be random.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM  # its annotations do not know output_loading_info
+    try:
+        with _quiet():
+            model, report = auto.from_pretrained(
+                resolved.path,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=resolved.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are named below
+            )
+    except _unreadable() as error:
+        raise ModelError(f"the model cannot be loaded: {_one_line(error)}", where=str(resolved.path)) from error
+    _refuse_random(resolved, [*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])])
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("%s: %s in the files belong to no parameter of the model", resolved.name, _some(unused))
+    for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
+        parameter.data = parameter.data.to(dtype)
+    placed: PreTrainedModel = model.to(device).eval()
+    return placed
+
+
+def end_token_ids(resolved: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a reply: the tokenizer's end token and those of generation_config.json, which may list several."""
+    path = resolved.path / "generation_config.json"
+    listed = read_json(path).get("eos_token_id") if path.is_file() else None
+    more = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return frozenset({int(tokenizer.eos_token_id), *map(int, more)})
+
+
+def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
+    if names:
+        raise ModelError(
+            f"{_some(sorted(names))} missing in the files or of another shape: they would be random",
+            where=str(resolved.path),
+            fix="fetch the model again; config.json and *.safetensors must belong together",
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MOST_NAMED])}{more})"
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What transformers raises over files that it cannot use."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " …"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and load reports of transformers; its settings are global, so they are put back."""
+    import transformers
+
+    their_logging: Any = transformers.logging
+    bars, level = their_logging.is_progress_bar_enabled(), their_logging.get_verbosity()
+    their_logging.disable_progress_bar()
+    their_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(level)
+        if bars:
+            their_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""One page of a run, made from the files of its directory alone."""

@@ -1,0 +1,167 @@
+"""What the page shows, read from a run directory. A part that cannot be read becomes a note on the page, never a gap."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import EvaluationError, RunDirectoryError
+from lockstep.evaluate.records import read_score
+from lockstep.evaluate.table import Row, comparison_table
+from lockstep.track.catalogue import Judge
+from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_steps
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import Event, StepRecord, read_events, read_metrics
+from lockstep.types import Score
+
+SAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class NamedScore:
+    """A score and the name of its mode in the recipe, from the file's name."""
+
+    mode: str
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A metric that left its healthy range."""
+
+    name: str
+    steps: tuple[int, ...]
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Some rollouts of one step."""
+
+    step: int
+    rows: tuple[RolloutRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Everything on the page."""
+
+    name: str
+    manifest: dict[str, Any]
+    recipe_yaml: str
+    recipe: Recipe | None
+    """None if this version's schema does not accept it."""
+    records: tuple[StepRecord, ...]
+    events: tuple[Event, ...]
+    scores: tuple[NamedScore, ...]
+    rows: tuple[Row, ...]
+    """Base against trained."""
+    outside: tuple[Outside, ...]
+    samples: Samples | None
+    notes: tuple[str, ...]
+    """What could not be read or compared, and why."""
+
+
+def gather(run: RunDirectory) -> RunFacts:
+    """Read a run's files. Raises RunDirectoryError if the manifest, recipe, metrics or events are unreadable."""
+    notes: list[str] = []
+    records = read_metrics(run)
+    last = records[-1].step if records else None
+    scores = _scores(run, last, notes)
+    recipe_yaml = run.recipe_yaml()
+    return RunFacts(
+        name=run.name,
+        manifest=run.manifest(),
+        recipe_yaml=recipe_yaml,
+        recipe=_recipe(recipe_yaml, notes),
+        records=tuple(records),
+        events=tuple(read_events(run)),
+        scores=tuple(scores),
+        rows=tuple(_compare([named.score for named in scores], notes)),
+        outside=tuple(find_outside(records)),
+        samples=_samples(run, last, notes),
+        notes=tuple(notes),
+    )
+
+
+def find_outside(records: Sequence[StepRecord]) -> list[Outside]:
+    """The metrics that left their range, most often outside first, each with its steps and its first and last such value."""
+    judge = Judge()
+    found: dict[str, list[StepRecord]] = {}
+    for record in records:
+        for name in judge.step(record.step, record.metrics):
+            found.setdefault(name, []).append(record)
+    rows = [
+        Outside(name, tuple(r.step for r in where), where[0].metrics[name], where[-1].metrics[name])
+        for name, where in found.items()
+    ]
+    return sorted(rows, key=lambda row: (-len(row.steps), row.name))
+
+
+def choose_samples(rows: Sequence[RolloutRow], count: int = SAMPLES) -> list[RolloutRow]:
+    """A mix for reading: unscored, wrong and right replies in turn, of different prompts first. The same every time."""
+    first_of_prompt = {id(row) for row in {row.prompt_id: row for row in reversed(rows)}.values()}
+    ordered = sorted(rows, key=lambda row: id(row) not in first_of_prompt)
+    kinds = [[row for row in ordered if row.right is kind] for kind in (None, False, True)]
+    chosen: list[RolloutRow] = []
+    while any(kinds) and len(chosen) < count:
+        chosen += [kind.pop(0) for kind in kinds if kind]
+    return chosen[:count]
+
+
+def _scores(run: RunDirectory, last: int | None, notes: list[str]) -> list[NamedScore]:
+    scores: list[NamedScore] = []
+    for path in sorted(run.scores_path.glob("*.json")):
+        try:
+            score = read_score(path)
+        except EvaluationError as error:
+            notes.append(f"{path.name} is left out: {error.what}")
+            continue
+        if last is not None and score.step > last:
+            notes.append(f"{path.name} is left out: its weights belong to an attempt that the run did not continue")
+        else:
+            scores.append(NamedScore(_mode_name(path), score))
+    return sorted(scores, key=lambda named: (named.score.step, named.mode))
+
+
+def _mode_name(path: Path) -> str:
+    return re.sub(r"^step_\d+_", "", path.stem)
+
+
+def _compare(scores: Sequence[Score], notes: list[str]) -> list[Row]:
+    base = [score for score in scores if score.step == 0]
+    last = max((score.step for score in scores), default=0)
+    if not base or last == 0:
+        return []
+    try:
+        return comparison_table(base, [score for score in scores if score.step == last])
+    except EvaluationError as error:
+        notes.append(f"base and trained are not compared: {error.what}")
+        return []
+
+
+def _recipe(text: str, notes: list[str]) -> Recipe | None:
+    try:
+        return Recipe.model_validate(yaml.safe_load(text))
+    except (yaml.YAMLError, ValidationError) as error:
+        notes.append(f"recipe.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
+        return None
+
+
+def _samples(run: RunDirectory, last: int | None, notes: list[str]) -> Samples | None:
+    steps = [step for step in rollout_steps(run) if last is None or step <= last]
+    if not steps:
+        return None
+    try:
+        return Samples(steps[-1], tuple(choose_samples(read_rollouts(run, steps[-1]))))
+    except RunDirectoryError as error:
+        notes.append(f"rollouts of step {steps[-1]} are left out: {error.what}")
+        return None

@@ -1,0 +1,255 @@
+"""The native engine: samples from the very model object that the learner trains.
+
+There is no second copy of the weights and nothing to send. Sequences live in slots; a slot that falls free is refilled; a
+prompt is processed once for all samples of its group; what a sample becomes depends on its own prompt and seed alone.
+
+Legend: B rows being decoded, T tokens of the padded stream, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.models.attention import Layout
+from lockstep.models.heads import head_of, token_logprobs
+from lockstep.models.weights import load_weights, named_weights
+from lockstep.rollout.sampler import sample, uniforms
+from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, ExtendLayout, Prefix, PrefillLayout, Slots
+from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens processed in one pass."""
+STOP_WINDOW = 64
+"""A stop string is looked for in the text of this many last tokens, at least."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One request being decoded."""
+
+    request: Request
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the slot: all but the last sampled one."""
+        return len(self.request.prompt_ids) + len(self.ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A processed prompt, kept while requests of its group wait."""
+
+    prefix: Prefix
+    logits_V: Tensor
+
+
+class NativeEngine:
+    """Implements types.RolloutEngine over a transformers causal language model loaded with Lockstep's attention."""
+
+    def __init__(
+        self, model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        """`decode` turns ids into text, only to look for stop strings. `model` may be a PEFT model."""
+        self.version = -1
+        self._model, self._stop_ids, self._decode = model, stop_ids, decode
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._decoder, self._head = base.get_decoder(), head_of(base)
+        config = base.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weight = self._head.weight_VH
+        self._device, self._context = weight.device, int(getattr(config, "max_position_embeddings", 0) or 0)
+        self._slots = Slots(config.num_hidden_layers, slots, heads, size, weight.dtype, weight.device)
+        self._capacity = slots
+        self._queue: deque[Request] = deque()
+        self._waiting: Counter[str] = Counter()
+        self._prompts: dict[str, _Prompt] = {}
+        self._active: list[_Sequence] = []
+
+    # --- RolloutEngine --------------------------------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
+        for request in requests:
+            self._check(request)
+        self._queue.extend(requests)
+        self._waiting.update(request.group for request in requests)
+        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
+        self._slots.reserve(longest)
+
+    def completed(self) -> Iterator[Completion]:
+        """Yield completions as they finish, until nothing is queued or running."""
+        while self._queue or self._active:
+            yield from self._admit()
+            if self._active:
+                yield from self._step()
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of every token but the first, at temperature 1; half of them through cached keys and values."""
+        return [self._score(ids) for ids in sequences]
+
+    def load(self, weights: WeightStream, version: int) -> None:
+        """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
+        if self._queue or self._active:
+            raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
+        load_weights(self._model, weights)
+        self._prompts.clear()
+        self.version = version
+
+    def weights(self) -> WeightStream:
+        return named_weights(self._model)
+
+    def close(self) -> None:
+        self._slots.release()
+        self._queue.clear()
+        self._active.clear()
+        self._prompts.clear()
+
+    # --- admission ------------------------------------------------------------------------------------------------
+    def _check(self, request: Request) -> None:
+        if request.version != self.version:
+            raise StaleWeightsError(
+                f"asked for weights {request.version}, the engine holds {self.version}",
+                where=request.id,
+                fix="push the learner's weights with WeightSync before sampling",
+            )
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or request.sampling.max_tokens < 1:
+            raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
+        if self._context and longest > self._context:
+            raise EngineError(
+                f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the model's "
+                f"context of {self._context}",
+                where=request.id,
+                fix="shorten the prompt or lower rollout.max_tokens",
+            )
+
+    @torch.no_grad()
+    def _admit(self) -> Iterator[Completion]:
+        """Move requests from the queue into free slots and sample their first tokens."""
+        count = min(self._capacity - len(self._active), len(self._queue))
+        if not count:
+            return
+        admitted = [self._queue.popleft() for _ in range(count)]
+        self._prefill(admitted)
+        sequences = [_Sequence(request) for request in admitted]
+        logits_BV = torch.stack([self._prompts[r.group].logits_V for r in admitted])
+        self._draw(sequences, logits_BV)
+        used = len(self._active)
+        places: dict[str, list[int]] = {}
+        for sequence in sequences:
+            if reason := self._finish(sequence):
+                yield self._completion(sequence, reason)
+            else:
+                places.setdefault(sequence.request.group, []).append(used + sum(map(len, places.values())))
+        for group, slots in places.items():
+            self._slots.fill(slots, self._prompts[group].prefix)
+        open_sequences = [s for s in sequences if not self._finish(s)]
+        order = {group: iter(slots) for group, slots in places.items()}
+        self._active.extend(sorted(open_sequences, key=lambda s: next(order[s.request.group])))
+        self._waiting.subtract(request.group for request in admitted)
+        for group in {request.group for request in admitted}:
+            if not self._waiting[group]:
+                del self._prompts[group], self._waiting[group]
+
+    def _prefill(self, admitted: list[Request]) -> None:
+        """Process the prompts that are not kept yet, each once."""
+        new = list({r.group: r for r in admitted if r.group not in self._prompts}.values())
+        while new:
+            chunk, tokens = [new.pop(0)], 0
+            tokens = len(chunk[0].prompt_ids)
+            while new and tokens + len(new[0].prompt_ids) <= PREFILL_TOKENS:
+                tokens += len(new[0].prompt_ids)
+                chunk.append(new.pop(0))
+            layout = PrefillLayout([len(r.prompt_ids) for r in chunk])
+            ids = [token for r in chunk for token in r.prompt_ids]
+            positions = [position for r in chunk for position in range(len(r.prompt_ids))]
+            hidden_TH = self._forward(ids, positions, layout)
+            ends = torch.tensor(layout.lengths).cumsum(0) - 1
+            logits_BV = self._head.logits(_padded(hidden_TH[ends.to(self._device)]))
+            for request, prefix, logits_V in zip(chunk, layout.prefixes(), logits_BV, strict=False):
+                self._prompts[request.group] = _Prompt(prefix, logits_V.clone())
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _step(self) -> Iterator[Completion]:
+        """One token for every active sequence."""
+        active = self._active
+        positions = [s.cached for s in active]
+        positions_B = torch.tensor(positions, device=self._device)
+        layout = DecodeLayout(self._slots, positions_B, max(positions) + 1, len(active))
+        hidden_TH = self._forward([s.ids[-1] for s in active], positions, layout)
+        self._draw(active, self._head.logits(hidden_TH)[: len(active)])
+        for slot in range(len(active) - 1, -1, -1):
+            sequence = active[slot]
+            if reason := self._finish(sequence):
+                last = active.pop()
+                if last is not sequence:  # the last slot's sequence moves into the free one: used slots stay the first
+                    self._slots.move(len(active), slot, last.cached)
+                    active[slot] = last
+                yield self._completion(sequence, reason)
+
+    def _forward(self, ids: list[int], positions: list[int], layout: Layout) -> Tensor:
+        """Hidden states [T, H] of a stream, padded to a multiple of STREAM_MULTIPLE."""
+        padding = [0] * (-len(ids) % STREAM_MULTIPLE)
+        ids_1T = torch.tensor([ids + padding], device=self._device)
+        positions_1T = torch.tensor([positions + padding], device=self._device)
+        output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)
+        hidden_TH: Tensor = output.last_hidden_state[0]
+        return hidden_TH
+
+    def _draw(self, sequences: list[_Sequence], logits_BV: Tensor) -> None:
+        """Append one sampled token to each sequence."""
+        kinds: dict[Sampling, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            kinds.setdefault(sequence.request.sampling, []).append(row)
+        for sampling, rows in kinds.items():
+            chosen = [sequences[row] for row in rows]
+            numbers = uniforms([s.request.seed for s in chosen], [len(s.ids) for s in chosen])
+            uniform_B = torch.from_numpy(numbers).to(self._device)
+            own_BV = logits_BV if len(rows) == len(sequences) else logits_BV[rows]
+            tokens_B, logprobs_B = sample(own_BV, sampling, uniform_B)
+            for sequence, token, logprob in zip(chosen, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+                sequence.ids.append(token)
+                sequence.logprobs.append(logprob)
+
+    def _finish(self, sequence: _Sequence) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if not sampling.ignore_eos:
+            if sequence.ids[-1] in self._stop_ids:
+                return FinishReason.STOP
+            if sampling.stop:
+                longest = max(map(len, sampling.stop))
+                text = self._decode(sequence.ids[-max(STOP_WINDOW, longest + 8) :])
+                if any(stop in text for stop in sampling.stop):
+                    return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.ids) >= sampling.max_tokens else None
+
+    def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:
+        return Completion(sequence.request, tuple(sequence.ids), tuple(sequence.logprobs), reason, self.version)
+
+    # --- scoring --------------------------------------------------------------------------------------------------
+    def _score(self, ids: TokenIds) -> tuple[float, ...]:
+        half = max(1, len(ids) // 2)
+        first = PrefillLayout([half])
+        hidden_TH = [self._forward(list(ids[:half]), list(range(half)), first)[:half]]
+        rest = len(ids) - half
+        if rest:
+            layout = ExtendLayout(first.prefixes()[0], rest)
+            hidden_TH.append(self._forward(list(ids[half:]), list(range(half, len(ids))), layout)[:rest])
+        targets_T = torch.tensor(ids[1:], device=self._device)
+        logprobs_T, _ = token_logprobs(self._head, torch.cat(hidden_TH)[:-1], targets_T)
+        return tuple(logprobs_T.tolist())
+
+
+def _padded(rows_BH: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows_BH, (0, 0, 0, -rows_BH.shape[0] % STREAM_MULTIPLE))

@@ -1,0 +1,168 @@
+"""Keys and values of the sequences being decoded, one slot each, and the two token layouts that read and write them.
+
+Legend: L layers, B slots, K key/value heads, D head size, S cached tokens, T tokens of the stream, H query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.models.attention import AttentionKind, dense_attention, windowed
+
+STREAM_MULTIPLE = 16
+"""Streams are padded to a multiple of this many tokens. Matrix products of fewer rows, or of an odd number, take other code
+paths in the CPU's libraries and round differently; at multiples of 16 a row's bits do not depend on how many others there are."""
+KEY_BLOCK = 256
+"""Probabilities × values are summed in blocks of this many keys, so that the order of summation does not depend on how long
+the longest neighbour is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A processed prompt: its keys and values [2, L, K, S, D]."""
+
+    cache: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.cache.shape[3])
+
+
+class Slots:
+    """The cache [2, L, B, K, S, D] (keys, then values). Slots in use are always the first `used`."""
+
+    def __init__(self, layers: int, slots: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (2, layers, slots, heads, 0, size)
+        self._dtype, self._device = dtype, device
+        self.cache = torch.zeros(self._shape, dtype=dtype, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a slot can hold."""
+        return int(self.cache.shape[4])
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for sequences of `tokens`, keeping what is there."""
+        if tokens <= self.capacity:
+            return
+        size = -(-tokens // 64) * 64
+        # Zeros, not garbage: masked keys have probability 0, and 0 × NaN would still be NaN.
+        grown = torch.zeros((*self._shape[:4], size, self._shape[5]), dtype=self._dtype, device=self._device)
+        grown[..., : self.capacity, :] = self.cache
+        self.cache = grown
+
+    def fill(self, slots: list[int], prefix: Prefix) -> None:
+        self.cache[:, :, slots, :, : prefix.tokens] = prefix.cache[:, :, None]
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        self.cache[:, :, target, :, :tokens] = self.cache[:, :, source, :, :tokens]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.cache = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+
+@dataclass(slots=True)
+class PrefillLayout:
+    """Whole prompts end to end, each seen alone; keeps their keys and values.
+
+    Attention runs prompt by prompt: the same prompt gives the same bits whatever it is prefilled with.
+    """
+
+    lengths: list[int]
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        assert layer == len(self.kept), "layers run in order, once each"
+        self.kept.append((key_KTD, value_KTD))
+        output_THD = torch.zeros_like(query_HTD).transpose(0, 1)
+        start = 0
+        for length in self.lengths:
+            span = slice(start, start + length)
+            output_1HQD = dense_attention(
+                query_HTD[None, :, span], key_KTD[None, :, span], value_KTD[None, :, span], None, kind
+            )
+            output_THD[span] = output_1HQD[0].transpose(0, 1)
+            start += length
+        return output_THD
+
+    def prefixes(self) -> list[Prefix]:
+        """The processed prompts, in order."""
+        cache_2LKTD = torch.stack([torch.stack([pair[i] for pair in self.kept]) for i in (0, 1)])
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        return [
+            Prefix(cache_2LKTD[:, :, :, end - length : end].clone())
+            for length, end in zip(self.lengths, ends, strict=True)
+        ]
+
+
+class DecodeLayout:
+    """One new token for each of the first `rows` slots, then padding rows that nobody reads."""
+
+    def __init__(self, slots: Slots, positions_B: Tensor, longest: int, rows: int) -> None:
+        self._cache, self._rows = slots.cache, rows
+        self._keys = min(-(-longest // STREAM_MULTIPLE) * STREAM_MULTIPLE, slots.capacity)
+        self._positions_B = positions_B
+        self._slot_B = torch.arange(rows, device=positions_B.device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        rows, (heads, tokens, size) = self._rows, query_HTD.shape
+        keys_BKSD, values_BKSD = self._cache[0, layer], self._cache[1, layer]
+        keys_BKSD[self._slot_B, :, self._positions_B] = key_KTD[:, :rows].transpose(0, 1)
+        values_BKSD[self._slot_B, :, self._positions_B] = value_KTD[:, :rows].transpose(0, 1)
+        keys_BKSD, values_BKSD = keys_BKSD[:rows, :, : self._keys], values_BKSD[:rows, :, : self._keys]
+        kv_heads = keys_BKSD.shape[1]
+        query_BKGD = query_HTD[:, :rows].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
+        scores_BKGS = torch.matmul(query_BKGD, keys_BKSD.transpose(-1, -2)).float() * kind.scale
+        if kind.softcap is not None:
+            scores_BKGS = kind.softcap * torch.tanh(scores_BKGS / kind.softcap)
+        scores_BKGS.masked_fill_(~self._mask(kind.window), -torch.inf)
+        if kind.sinks_H is None:
+            probs_BKGS = scores_BKGS.softmax(-1)
+        else:
+            sinks = kind.sinks_H.float().view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
+            probs_BKGS = torch.cat([scores_BKGS, sinks], -1).softmax(-1)[..., :-1]
+        output_THD = query_HTD.new_zeros(tokens, heads, size)
+        output_THD[:rows] = _blocked_sum(probs_BKGS.to(query_HTD.dtype), values_BKSD).reshape(rows, heads, size)
+        return output_THD
+
+    def _mask(self, window: int | None) -> Tensor:
+        """True where a key may be seen, [B, 1, 1, S]."""
+        if window not in self._masks:
+            keys_S = torch.arange(self._keys, device=self._positions_B.device)
+            seen_BS = keys_S <= self._positions_B[:, None]
+            if window is not None:
+                seen_BS &= keys_S > self._positions_B[:, None] - window
+            self._masks[window] = seen_BS[:, None, None]
+        return self._masks[window]
+
+
+def _blocked_sum(probs_BKGS: Tensor, values_BKSD: Tensor) -> Tensor:
+    keys = probs_BKGS.shape[-1]
+    total = torch.matmul(probs_BKGS[..., :KEY_BLOCK], values_BKSD[..., :KEY_BLOCK, :])
+    for start in range(KEY_BLOCK, keys, KEY_BLOCK):
+        span = slice(start, start + KEY_BLOCK)
+        total = total + torch.matmul(probs_BKGS[..., span], values_BKSD[..., span, :])
+    return total
+
+
+class ExtendLayout:
+    """A chunk of one sequence, after a prefix: the way that a score reads cached keys and values."""
+
+    def __init__(self, prefix: Prefix, tokens: int) -> None:
+        self._prefix, self._tokens = prefix, tokens
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        new = self._tokens
+        key_KSD = torch.cat([self._prefix.cache[0, layer], key_KTD[:, :new]], 1)
+        value_KSD = torch.cat([self._prefix.cache[1, layer], value_KTD[:, :new]], 1)
+        seen_QS = torch.ones(new, key_KSD.shape[1], dtype=torch.bool, device=query_HTD.device).tril(self._prefix.tokens)
+        mask = windowed(seen_QS[None], kind.window)
+        output_HQD = dense_attention(query_HTD[None, :, :new], key_KSD[None], value_KSD[None], mask, kind)[0]
+        output_THD = torch.zeros_like(query_HTD).transpose(0, 1)
+        output_THD[:new] = output_HQD.transpose(0, 1)
+        return output_THD

@@ -1,0 +1,102 @@
+"""Negative controls: the weights are falsified on purpose, and a proof that still passes is blind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import SyncError
+from lockstep.sync.compare import compare
+from lockstep.sync.fingerprint import INTEGERS, fingerprint, splitmix64
+from lockstep.types import Learner, Proof, RolloutEngine, WeightStream
+
+CONTROL_KEY = 0x636F6E74726F6C  # "control"
+
+
+def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[str] = frozenset()) -> str:
+    """Flip one bit of a learner's tensor, see that the engine's fingerprint of it notices, and flip the bit back.
+
+    Returns the tensor's name. Raises SyncError if that tensor alone did not differ, or if the bits did not come back.
+    """
+    before = fingerprint(engine.weights())
+    name = _choose(learner.weights(), frozen)
+    tensor = next(tensor for candidate, tensor in learner.weights() if candidate == name)
+    with _flipped(tensor):
+        seen = [mismatch.name for mismatch in compare(before, fingerprint(engine.weights()))]
+    if seen != [name]:
+        raise _blind(name, seen)
+    if fingerprint(engine.weights()).combined != before.combined:
+        raise SyncError("the weights did not come back after the negative control", where=name, fix="reload the model")
+    return name
+
+
+def control_copy(
+    learner: Learner, engine: RolloutEngine, prove: Callable[[], Proof], frozen: frozenset[str] = frozenset()
+) -> str:
+    """Send the engine all weights with one bit of one tensor flipped: the proof must name it. Then send them right.
+
+    Returns the tensor's name. Raises SyncError if the false weights passed or the right ones did not.
+    """
+    name = _choose(learner.weights(), frozen)
+    engine.load(_falsified(learner.weights(), name), learner.version)
+    try:
+        false = prove()
+    finally:
+        engine.load(learner.weights(), learner.version)
+    if len(false.mismatched) != 1 or not false.mismatched[0].startswith(f"{name}: "):
+        raise _blind(name, list(false.mismatched))
+    right = prove()
+    if right.mismatched:
+        raise SyncError(
+            "the right weights, sent after the negative control, are not accepted: " + "; ".join(right.mismatched[:8]),
+            where=name,
+            fix="check engine.load and engine.weights",
+        )
+    return name
+
+
+def _blind(name: str, seen: list[str]) -> SyncError:
+    noticed = f"it reported {', '.join(seen[:8])}" if seen else "it reported nothing"
+    return SyncError(
+        f"the proof is blind: one bit of {name} was flipped and {noticed}",
+        where="negative control",
+        fix="check that engine.weights() yields what the engine samples with, and that load() copies every tensor",
+    )
+
+
+def _choose(stream: WeightStream, frozen: frozenset[str]) -> str:
+    """A tensor that is trained and not a mere number; which one depends on the names alone."""
+    names = sorted(name for name, tensor in stream if name not in frozen and tensor.numel() > 1)
+    if not names:
+        raise SyncError("no trained tensor to falsify", where="negative control", fix="check what weights() yields")
+    return names[splitmix64(CONTROL_KEY, len(names)) % len(names)]
+
+
+def _falsified(stream: WeightStream, name: str) -> WeightStream:
+    for candidate, tensor in stream:
+        if candidate == name:
+            copy = tensor.detach().clone()
+            _flip(copy)
+            yield candidate, copy
+        else:
+            yield candidate, tensor
+
+
+@contextmanager
+def _flipped(tensor: Tensor) -> Iterator[None]:
+    _flip(tensor)
+    try:
+        yield
+    finally:
+        _flip(tensor)
+
+
+@torch.inference_mode()
+def _flip(tensor: Tensor) -> None:
+    """Flip the lowest bit of one element in the middle, in place: the smallest change there is, and its own inverse."""
+    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+    middle = tuple(size // 2 for size in bits.shape)
+    bits[middle] = bits[middle] ^ 1

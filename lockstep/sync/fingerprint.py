@@ -1,0 +1,284 @@
+"""64-bit fingerprints of tensors: one read of the weights, sums over shards, depends on position.
+
+The fingerprint of a tensor is the sum over its elements of
+
+    (bits_i + 1) · r(i)   mod 2^64,   r(i) = a[i mod 4096] · b[i div 4096]
+
+where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
+splitmix64 of fixed keys. All r(i) are odd, so a change of a single element always changes the sum. The sum adds over
+shards; name, dtype and shape are mixed in afterwards. The keys are fixed, so a fingerprint is the identity of weights
+across runs and checkpoints. It guards against mistakes and faults, not against an adversary, who could make a collision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import SyncError
+from lockstep.types import WeightStream
+
+KEY_A, KEY_B = 0x4C6F636B73746570, 0x66696E6765727072  # "Lockstep", "fingerpr"; another key makes another identity
+BLOCK = 4096
+CPU_BLOCKS = 32  # 1 MiB of int64: stays in a core's cache
+GPU_BLOCKS = 4096  # 128 MiB of int64: few launches
+MASK = (1 << 64) - 1
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPrint:
+    """One tensor. Example: TensorPrint(0x9f…, "bfloat16", (576, 576), 663552)"""
+
+    value: int
+    """The fingerprint, 64 bits, name, dtype and shape mixed in."""
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """All tensors of a weight stream, by name."""
+
+    tensors: Mapping[str, TensorPrint]
+    combined: str
+    """Of all of them, whatever their order: 16 hex digits."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+    def changed_since(self, previous: Fingerprints) -> int:
+        """How many names were added, removed or have another fingerprint."""
+        names = self.tensors.keys() | previous.tensors.keys()
+        return sum(self.tensors.get(name) != previous.tensors.get(name) for name in names)
+
+
+def splitmix64(seed: int, index: int) -> int:
+    """The index-th output (from 0) of the generator splitmix64 (Steele, Lea, Flood, 2014) seeded with `seed`."""
+    z = (seed + (index + 1) * GAMMA) & MASK
+    z = (z ^ (z >> 30)) * MIX_1 & MASK
+    z = (z ^ (z >> 27)) * MIX_2 & MASK
+    return z ^ (z >> 31)
+
+
+def fingerprint_tensor(name: str, tensor: Tensor) -> int:
+    """The fingerprint of one whole tensor of any shape. Raises SyncError unless it is dense, real and not quantised."""
+    return identify(name, dtype_name(tensor), tuple(tensor.shape), shard_sum(tensor))
+
+
+def shard_sum(shard: Tensor, *, offset: int = 0, row_length: int | None = None) -> int:
+    """The part that a shard contributes; the parts of all shards, added mod 2^64, go into `identify`.
+
+    `offset` is the row-major index, in the whole tensor, of the shard's first element. A shard of columns of a matrix
+    also needs `row_length`, the number of columns of the whole matrix. Raises SyncError as fingerprint_tensor does.
+    """
+    return int(_device_sum(shard, offset, row_length).item()) & MASK
+
+
+def identify(name: str, dtype: str, shape: tuple[int, ...], total: int) -> int:
+    """Mix the identity of a tensor into the sum of its elements. `dtype` as dtype_name() gives it."""
+    text = f"{name}\n{dtype}\n{list(shape)}\n{total & MASK:016x}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Example: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def fingerprint(stream: WeightStream) -> Fingerprints:
+    """Fingerprint every tensor of a stream, holding one at a time. Raises SyncError if a name comes twice."""
+    specs: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    sums: list[Tensor] = []
+    for name, tensor in stream:
+        if name in specs:
+            raise SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
+        specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
+        sums.append(_device_sum(tensor, 0, None))
+    totals = _to_host(sums)
+    prints = {
+        name: TensorPrint(identify(name, dtype, shape, total), dtype, shape, size)
+        for (name, (dtype, shape, size)), total in zip(specs.items(), totals, strict=True)
+    }
+    return combine(prints)
+
+
+def combine(prints: Mapping[str, TensorPrint]) -> Fingerprints:
+    """The fingerprints of all tensors together, independent of their order."""
+    text = "\n".join(f"{name} {prints[name].value:016x}" for name in sorted(prints))
+    return Fingerprints(prints, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+
+class Fingerprinter:
+    """Fingerprints one side again and again, reading tensors that are known to be frozen only when told to.
+
+    A frozen tensor is also read again when its address or torch's counter of in-place changes differs: cheap, but blind
+    to writes through `.data`, which `refresh_frozen` catches. `thawed` names the frozen tensors whose fingerprint is not
+    the first one that was seen.
+    """
+
+    def __init__(self, frozen: frozenset[str] = frozenset()) -> None:
+        self.frozen = frozen
+        self.thawed: tuple[str, ...] = ()
+        self._first: dict[str, TensorPrint] = {}
+        self._known: dict[str, tuple[tuple[int, int], TensorPrint]] = {}
+
+    def refresh_frozen(self) -> None:
+        """Read the frozen tensors too at the next `read`."""
+        self._known.clear()
+
+    def read(self, stream: WeightStream) -> Fingerprints:
+        """Fingerprint a stream. Raises SyncError if it lacks a tensor that was declared frozen, or repeats a name."""
+        kept: dict[str, TensorPrint] = {}
+        guards: dict[str, tuple[int, int]] = {}
+
+        def unknown() -> WeightStream:
+            for name, tensor in stream:
+                if name in self.frozen:
+                    guards[name] = _guard(tensor)
+                    guard, known = self._known.get(name, (None, None))
+                    if known is not None and guard == guards[name]:
+                        kept[name] = known
+                        continue
+                yield name, tensor
+
+        fresh = fingerprint(unknown()).tensors
+        if absent := sorted(self.frozen - guards.keys()):
+            raise SyncError(
+                f"{len(absent)} tensors declared frozen are not among the weights, the first is {absent[0]}",
+                fix="declare frozen only names that weights() yields",
+            )
+        prints = {**kept, **fresh}
+        self._known = {name: (guard, prints[name]) for name, guard in guards.items()}
+        self._first = {**{name: prints[name] for name in guards}, **self._first}
+        self.thawed = tuple(name for name in guards if prints[name] != self._first[name])
+        return combine(prints)
+
+
+def _guard(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _to_host(sums: list[Tensor]) -> list[int]:
+    """Move 0-d sums to the CPU with one copy per device, in order."""
+    totals: dict[int, int] = {}
+    for device in dict.fromkeys(total.device for total in sums):
+        places = [place for place, total in enumerate(sums) if total.device == device]
+        values: list[int] = torch.stack([sums[place] for place in places]).tolist()
+        totals |= dict(zip(places, values, strict=True))
+    return [totals[place] for place in range(len(sums))]
+
+
+@torch.no_grad()
+def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
+    """Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
+    if shard.layout != torch.strided or shard.device.type == "meta" or shard.is_complex() or shard.is_quantized:
+        raise SyncError(
+            f"cannot fingerprint a {shard.layout} {dtype_name(shard)} tensor on {shard.device}",
+            fix="send dense tensors of real numbers",
+        )
+    bits = shard.detach().view(INTEGERS[shard.element_size()])
+    if row_length is None:
+        return _flat_sum(bits.reshape(-1), offset)
+    if bits.dim() != 2 or bits.shape[1] > row_length:
+        raise SyncError(f"a shard of shape {list(shard.shape)} is no part of rows of {row_length}", fix="pass a matrix")
+    if bits.shape[1] == row_length:
+        return _flat_sum(bits.reshape(-1), offset)
+    return _column_sum(bits, offset, row_length)
+
+
+def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
+    """A run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
+    head = min(-offset % BLOCK, len(bits_T))
+    blocks = (len(bits_T) - head) // BLOCK
+    tail = head + blocks * BLOCK
+    total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
+    if head:
+        total += _piece_sum(bits_T[:head], offset)
+    if blocks:
+        total += _blocks_sum(bits_T[head:tail].view(blocks, BLOCK), (offset + head) // BLOCK)
+    if tail < len(bits_T):
+        total += _piece_sum(bits_T[tail:], offset + tail)
+    return total
+
+
+def _piece_sum(bits_T: Tensor, offset: int) -> Tensor:
+    """Elements within one block."""
+    place, block = offset % BLOCK, offset // BLOCK
+    a_T = _table(KEY_A, BLOCK, bits_T.device)[place : place + len(bits_T)]
+    return ((_unsigned(bits_T) + 1) * a_T).sum() * _rows(block, 1, bits_T.device)[0]
+
+
+def _blocks_sum(bits_BK: Tensor, first: int) -> Tensor:
+    """B whole blocks of K = 4096 elements; `first` is the index of the first. Several at a time go through one buffer."""
+    device = bits_BK.device
+    a_K = _table(KEY_A, BLOCK, device)
+    at_once = CPU_BLOCKS if device.type == "cpu" else GPU_BLOCKS
+    sums_B = torch.empty(len(bits_BK), dtype=torch.int64, device=device)
+    buffer = torch.empty(min(at_once, len(bits_BK)), BLOCK, dtype=torch.int64, device=device)
+    for start in range(0, len(bits_BK), at_once):
+        chunk = bits_BK[start : start + at_once]
+        work = buffer[: len(chunk)]
+        work.copy_(chunk)
+        if chunk.dtype in (torch.int16, torch.int32):  # the sign was extended
+            work.bitwise_and_((1 << 8 * chunk.element_size()) - 1)
+        work.mul_(a_K)
+        torch.sum(work, dim=1, out=sums_B[start : start + len(chunk)])
+    sums_B += a_K.sum()  # the + 1 of every element
+    return (sums_B * _rows(first, len(sums_B), device)).sum()
+
+
+def _column_sum(bits_RC: Tensor, offset: int, row_length: int) -> Tensor:
+    """Columns of a matrix: every row is a run of its own, so the weights are gathered. R rows, C columns."""
+    rows, columns = bits_RC.shape
+    device = bits_RC.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if not rows or not columns:
+        return total
+    a_K, b = _table(KEY_A, BLOCK, device), _rows(0, (offset + rows * row_length) // BLOCK + 1, device)
+    column_C = torch.arange(columns, device=device)
+    at_once = max(1, (CPU_BLOCKS if device.type == "cpu" else GPU_BLOCKS) * BLOCK // columns)
+    for start in range(0, rows, at_once):
+        chunk = bits_RC[start : start + at_once]
+        row_R = torch.arange(start, start + len(chunk), device=device)
+        index_RC = offset + row_R[:, None] * row_length + column_C
+        total += ((_unsigned(chunk) + 1) * a_K[index_RC % BLOCK] * b[index_RC // BLOCK]).sum()
+    return total
+
+
+def _unsigned(bits: Tensor) -> Tensor:
+    """Integer bits as int64 without the sign; 8-byte elements keep theirs, which is the same mod 2^64."""
+    wide = bits.to(torch.int64)
+    return wide & (1 << 8 * bits.element_size()) - 1 if bits.element_size() < 8 else wide
+
+
+def _rows(first: int, count: int, device: torch.device) -> Tensor:
+    """b[first : first + count]; the table behind it grows by doubling."""
+    size = max(BLOCK, 1 << (first + count - 1).bit_length())
+    return _table(KEY_B, size, device)[first : first + count]
+
+
+@lru_cache(maxsize=64)
+def _table(seed: int, count: int, device: torch.device) -> Tensor:
+    """splitmix64(seed, 0 … count - 1) | 1 as int64."""
+    z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(GAMMA) + _signed(seed)
+    z = (z ^ _shift(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shift(z, 27)) * _signed(MIX_2)
+    return (z ^ _shift(z, 31)) | 1
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Logical shift to the right; torch's keeps the sign."""
+    return (z >> by) & (1 << 64 - by) - 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

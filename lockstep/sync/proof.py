@@ -1,0 +1,174 @@
+"""The proof that an engine's weights are the learner's: versions, fingerprints of all tensors, a log-probability probe."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from lockstep.config.schema import Sync
+from lockstep.errors import SyncError
+from lockstep.sync.compare import Fault, Mismatch, compare, explain
+from lockstep.sync.fingerprint import Fingerprinter, Fingerprints, combine, fingerprint, splitmix64
+from lockstep.sync.record import VERSION
+from lockstep.types import Learner, Probe, Proof, RolloutEngine, TokenIds, WeightStream
+
+Numerics: TypeAlias = Literal["fp32", "bf16"]
+TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03}
+"""Largest mean |Δ log-probability| of a probe. Synced dense bf16 models show 0.010-0.018, unsynced 0.2 (TRL issue 5312)."""
+PROBE_KEY = 0x70726F6265  # "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class ProofSettings:
+    """What the probe asks and what it accepts. Example: ProofSettings(((17, 4, 29), (8, 8, 3)), 1e-4)"""
+
+    sequences: tuple[TokenIds, ...]
+    tolerance: float
+    """Largest mean |Δ log-probability|, nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The two fingerprinters of a run. `shared` says that the engine claims to read the learner's own tensors."""
+
+    learner: Fingerprinter
+    engine: Fingerprinter
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A proof and what the next one needs of it."""
+
+    proof: Proof
+    fingerprints: Fingerprints
+    """The learner's."""
+
+
+def proof_settings(settings: Sync, vocab: int, numerics: Numerics, special: Collection[int] = ()) -> ProofSettings:
+    """Fixed probe sequences for a vocabulary of `vocab` ids; `special` ids are left out unless there are no others."""
+    avoid = frozenset(special) if frozenset(special) < frozenset(range(vocab)) else frozenset()
+    drawn = (splitmix64(PROBE_KEY, place) % vocab for place in count())
+    ids = (token for token in drawn if token not in avoid)
+    sequences = tuple(tuple(islice(ids, settings.probe_tokens)) for _ in range(settings.probe_sequences))
+    return ProofSettings(sequences, TOLERANCE[numerics])
+
+
+def prove(
+    learner: Learner,
+    engine: RolloutEngine,
+    previous: Fingerprints | None,
+    settings: ProofSettings,
+    probe: bool,
+    readers: Readers | None = None,
+) -> Proven:
+    """Compare versions, all tensors, and with `probe` log-probabilities. What differs is in the proof, not raised.
+
+    `previous` are the fingerprints of the last proof that passed, None for the first. A proof with a probe reads all
+    tensors, one without trusts the readers' memory of frozen ones. Raises SyncError if a side's answer is malformed.
+    """
+    start = time.perf_counter()
+    readers = readers or Readers(Fingerprinter(), Fingerprinter())
+    if probe:
+        readers.learner.refresh_frozen()
+        readers.engine.refresh_frozen()
+    if readers.shared:
+        ours, theirs, faults = _read_shared(learner, engine, readers)
+    else:
+        ours, theirs, faults = readers.learner.read(learner.weights()), readers.engine.read(engine.weights()), ()
+    differing = compare(ours, theirs, previous)
+    if differing:
+        differing = explain(differing, learner.weights(), engine.weights())
+    named = {entry.name for entry in differing}
+    thawed = (Mismatch(name, Fault.THAWED, "it changed since the first proof") for name in readers.learner.thawed)
+    tensor_faults = (*differing, *(fault for fault in (*faults, *thawed) if fault.name not in named))
+    proof = Proof(
+        version=learner.version,
+        fingerprint=ours.combined,
+        tensors=len(ours.tensors.keys() | theirs.tensors.keys()),
+        bytes=ours.bytes,
+        mismatched=(*_version_lag(learner, engine), *map(str, tensor_faults)),
+        changed=ours.changed_since(previous) if previous else -1,
+        probe=probe_logprobs(learner, engine, settings) if probe else None,
+        seconds=time.perf_counter() - start,
+    )
+    return Proven(proof, ours)
+
+
+def _version_lag(learner: Learner, engine: RolloutEngine) -> tuple[str, ...]:
+    if learner.version == engine.version:
+        return ()
+    return (f"{VERSION} engine {engine.version}, learner {learner.version}",)
+
+
+def _read_shared(
+    learner: Learner, engine: RolloutEngine, readers: Readers
+) -> tuple[Fingerprints, Fingerprints, tuple[Mismatch, ...]]:
+    """Read each shared tensor once. A tensor of one element (an adapter's scaling) may be a value that both sides made."""
+    mine, yours = _collect(learner.weights()), _collect(engine.weights())
+    ours = readers.learner.read(iter(mine.items()))
+    same = {name for name, tensor in yours.items() if name in mine and _same_storage(mine[name], tensor)}
+    apart = {name: tensor for name, tensor in yours.items() if name not in same}
+    shared = {name: ours.tensors[name] for name in same}
+    theirs = combine({**shared, **fingerprint(iter(apart.items())).tensors})
+    faults = tuple(
+        Mismatch(name, Fault.NOT_SHARED, "the engine has a copy of it")
+        for name, tensor in apart.items()
+        if name in mine and tensor.numel() > 1
+    )
+    return ours, theirs, faults
+
+
+def _collect(stream: WeightStream) -> dict[str, Tensor]:
+    pairs = list(stream)
+    tensors = dict(pairs)
+    if len(tensors) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SyncError(f"the weight stream has {twice} twice", fix="yield each tensor once, tied ones by one name")
+    return tensors
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.device,
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+def probe_logprobs(learner: Learner, engine: RolloutEngine, settings: ProofSettings) -> Probe:
+    """Both sides score the fixed sequences. Raises SyncError if a side returns another number of values than asked."""
+    ours = _flatten(learner.logprobs(settings.sequences), settings.sequences, "learner.logprobs")
+    theirs = _flatten(engine.score(settings.sequences), settings.sequences, "engine.score")
+    differences = sorted((abs(a - b) for a, b in zip(ours, theirs, strict=True)), key=_nan_last)
+    return Probe(
+        tokens=len(differences),
+        mean=math.fsum(differences) / len(differences),
+        p99=differences[math.ceil(0.99 * len(differences)) - 1],
+        max=differences[-1],
+        tolerance=settings.tolerance,
+    )
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
+
+
+def _flatten(rows: Sequence[Sequence[float]], sequences: Sequence[TokenIds], where: str) -> list[float]:
+    lengths, expected = [len(row) for row in rows], [len(ids) - 1 for ids in sequences]
+    if lengths != expected:
+        raise SyncError(
+            f"returned {lengths} log-probabilities for sequences of {[len(ids) for ids in sequences]} tokens",
+            where=where,
+            fix="return one value for each token but the first",
+        )
+    return [value for row in rows for value in row]

@@ -1,0 +1,59 @@
+"""A proof as one line for people and as JSON for files. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.errors import SyncError
+from lockstep.evaluate import codec
+from lockstep.types import Proof
+
+VERSION = "version:"
+"""How a mismatch of versions begins in Proof.mismatched; the other entries begin with a tensor's name."""
+WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""JSON has no such numbers; a failed probe can."""
+
+
+def proof_line(proof: Proof) -> str:
+    """Example: "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 p99 0.06" """
+    unequal = sum(not entry.startswith(VERSION) for entry in proof.mismatched)
+    parts = [
+        f"{proof.tensors - unequal}/{proof.tensors} tensors equal",
+        "first proof" if proof.changed < 0 else f"{proof.changed} changed",
+        _duration(proof.seconds),
+    ]
+    if probe := proof.probe:
+        beyond = "" if probe.mean <= probe.tolerance else f" (mean above {probe.tolerance:.2g})"
+        parts.append(f"probe mean {probe.mean:.2g} p99 {probe.p99:.2g}{beyond}")
+    head = f"sync v{proof.version}: " if proof.passed else f"sync v{proof.version} FAILED: "
+    return "; ".join([head + ", ".join(parts), *proof.mismatched])
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def to_json(proof: Proof) -> dict[str, object]:
+    """A dict that json.dumps(…, allow_nan=False) accepts and from_json turns into an equal proof."""
+    data: dict[str, object] = codec.to_json(proof)
+    if proof.probe:
+        numbers: dict[str, float] = codec.to_json(proof.probe)
+        data["probe"] = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+    return data
+
+
+def from_json(data: object) -> Proof:
+    """Read what to_json wrote. Raises SyncError naming a field that is unknown, missing or of another type."""
+    match data:
+        case {"probe": dict(probe), **rest}:
+            named = {
+                name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in probe.items()
+            }
+            data = {**rest, "probe": named}
+    try:
+        proof = codec.from_json(Proof, data, "proof")
+    except codec.CodecError as error:
+        raise SyncError(str(error), fix="take a proof that this version of Lockstep wrote") from error
+    if len(proof.fingerprint) != 16 or not set(proof.fingerprint) <= set("0123456789abcdef"):
+        raise SyncError(f"proof.fingerprint: {proof.fingerprint!r} is not 16 hex digits")
+    return proof

@@ -1,0 +1,165 @@
+"""The two ways weights reach an engine in one process, each followed by a proof that they did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import assert_never
+
+from lockstep.config.schema import Sync
+from lockstep.errors import SyncError
+from lockstep.sync.control import control_copy, control_shared
+from lockstep.sync.fingerprint import Fingerprinter, Fingerprints
+from lockstep.sync.proof import Numerics, ProofSettings, Readers, proof_settings, prove
+from lockstep.sync.record import proof_line
+from lockstep.types import Learner, Proof, RolloutEngine, WeightStream
+
+log = logging.getLogger(__name__)
+
+
+class Prover:
+    """Proves again and again: remembers the last proof's fingerprints, frozen tensors, and when a probe is due."""
+
+    def __init__(self, settings: Sync, probe: ProofSettings, frozen: frozenset[str], *, shared: bool) -> None:
+        self.frozen = frozen
+        self.previous: Fingerprints | None = None
+        self._schedule, self._probe, self._pushes = settings, probe, 0
+        self._readers = Readers(Fingerprinter(frozen), Fingerprinter(frozen), shared)
+
+    def next_push(self) -> bool:
+        """Count a push; True if its proof is to include the probe."""
+        place, self._pushes = self._pushes, self._pushes + 1
+        return place < self._schedule.probe_first or place % self._schedule.probe_every == 0
+
+    def prove(self, learner: Learner, engine: RolloutEngine, *, probe: bool, remember: bool = True) -> Proof:
+        """Prove without raising. With `remember`, a proof that passes is the one that the next is compared with."""
+        proven = prove(learner, engine, self.previous, self._probe, probe, self._readers)
+        if remember and proven.proof.passed:
+            self.previous = proven.fingerprints
+        return proven.proof
+
+    def settle(self, learner: Learner, engine: RolloutEngine, again: Callable[[], None], probe: bool) -> Proof:
+        """Prove; on failure resync once and prove again with the probe. Raises SyncError if that fails too."""
+        proof = self.prove(learner, engine, probe=probe)
+        if not proof.passed:
+            log.warning("%s; sending all weights again", proof_line(proof))
+            again()
+            proof = self.prove(learner, engine, probe=True)
+        return _accept(proof, "after a second push" if not proof.passed else "")
+
+    def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Prove everything, frozen tensors and probe included, and send nothing. Raises SyncError if it fails."""
+        return _accept(self.prove(learner, engine, probe=True), "")
+
+
+class SharedSync:
+    """The engine reads the learner's own tensors: nothing is sent, and the proof checks that they are the same storage."""
+
+    sent = 0
+    """Bytes sent by the last push."""
+
+    def __init__(self, prover: Prover) -> None:
+        self._prover = prover
+
+    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Give the engine the learner's version and prove it. Raises SyncError naming the tensors if the proof fails."""
+        start = time.perf_counter()
+
+        def load() -> None:
+            engine.load(iter(()), learner.version)
+
+        load()
+        proof = self._prover.settle(learner, engine, load, self._prover.next_push())
+        return replace(proof, seconds=time.perf_counter() - start)
+
+    def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Prove everything without changing anything: at the end of a run, before a score. Raises SyncError."""
+        return self._prover.verify(learner, engine)
+
+    def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
+        """See control_shared. Call once at start, after the first push. Raises SyncError if the proof is blind."""
+        return control_shared(learner, engine, self._prover.frozen)
+
+
+class CopySync:
+    """The engine owns its weights: they are streamed one tensor at a time, frozen ones only once."""
+
+    def __init__(self, prover: Prover) -> None:
+        self._prover = prover
+        self.sent = 0
+        """Bytes sent by the last push; 0 if version and fingerprint already matched."""
+
+    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Send the weights, unless they are there already, and prove it. Raises SyncError naming the tensors on failure."""
+        start = time.perf_counter()
+        probe = self._prover.next_push()
+        self.sent = 0
+        if engine.version == learner.version and self._prover.previous is not None:
+            proof = self._prover.prove(learner, engine, probe=probe)
+            if proof.passed:
+                return replace(proof, seconds=time.perf_counter() - start)
+
+        def send_all() -> None:
+            engine.load(self._counted(learner.weights(), frozenset()), learner.version)
+
+        skipped = self._prover.frozen if self._prover.previous is not None else frozenset[str]()
+        engine.load(self._counted(learner.weights(), skipped), learner.version)
+        proof = self._prover.settle(learner, engine, send_all, probe)
+        return replace(proof, seconds=time.perf_counter() - start)
+
+    def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Prove everything and send nothing: at the end of a run, before a score. Raises SyncError."""
+        return self._prover.verify(learner, engine)
+
+    def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
+        """See control_copy. Call once at start, after the first push. Raises SyncError if the proof is blind."""
+
+        def check() -> Proof:
+            return self._prover.prove(learner, engine, probe=False, remember=False)
+
+        return control_copy(learner, engine, check, self._prover.frozen)
+
+    def _counted(self, stream: WeightStream, skipped: frozenset[str]) -> WeightStream:
+        for name, tensor in stream:
+            if name not in skipped:
+                self.sent += tensor.nbytes
+                yield name, tensor
+
+
+def build_sync(
+    settings: Sync,
+    *,
+    vocab: int,
+    numerics: Numerics,
+    special: Collection[int] = (),
+    frozen: frozenset[str] = frozenset(),
+) -> SharedSync | CopySync:
+    """The transport that the recipe asks for.
+
+    `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance;
+    `frozen` are the names of tensors in learner.weights() that no update changes (the base under an adapter).
+    """
+    probe = proof_settings(settings, vocab, numerics, special)
+    prover = Prover(settings, probe, frozen, shared=settings.transport == "shared")
+    match settings.transport:
+        case "shared":
+            return SharedSync(prover)
+        case "copy":
+            return CopySync(prover)
+        case other:
+            assert_never(other)
+
+
+def _accept(proof: Proof, when: str) -> Proof:
+    if proof.passed:
+        return proof
+    names = [*proof.mismatched[:8], *([f"and {len(proof.mismatched) - 8} more"] if len(proof.mismatched) > 8 else [])]
+    if proof.probe and not proof.probe.mean <= proof.probe.tolerance:
+        names.append(f"probe: mean |Δ log-probability| {proof.probe.mean:.3g} above {proof.probe.tolerance:.3g}")
+    raise SyncError(
+        f"the engine's weights are not the learner's{' ' + when if when else ''}: " + "; ".join(names),
+        where=f"sync of version {proof.version}",
+        fix="use no sample and no score of this engine; resume from the last checkpoint and report the tensors named",
+    )

@@ -1,0 +1,59 @@
+"""What the tasks share: the protocol that build_task returns, drawing a batch, and checking the references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from lockstep.data.order import batch_indices
+from lockstep.errors import TaskError
+from lockstep.types import Prompt, Task
+from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.python import UserFunction
+from lockstep.verifiers.selftest import self_test
+
+SELF_TESTED = 20
+"""Prompts on which a grader of the user's is tried; built-in ones are tried on all."""
+_SHOWN = 5
+
+
+class BuiltTask(Task, Protocol):
+    """A task as build_task returns it."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should read before a run: counts of questions drawn, dropped and held out."""
+
+
+def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:
+    """The different prompts of a step; see data.order. Raises TaskError if the pool is smaller than the batch."""
+    if size > len(pool):
+        raise TaskError(
+            f"a step asks {size} different questions, there are only {len(pool)} to train on",
+            where=where,
+            fix=f"set prompts_per_step={len(pool)} or lower, or give the task more questions",
+        )
+    return tuple(pool[index] for index in batch_indices(step, size, len(pool), seed))
+
+
+def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) -> None:
+    """Raise TaskError unless the verifier pays 1 for the boxed references and 0 for nothing and for garbage.
+
+    A function of the user's may pay as it likes, so for it the probes only have to be scored, on 20 prompts.
+    """
+    own = isinstance(verifier, UserFunction)
+    tried = prompts[:: max(1, len(prompts) // SELF_TESTED)][:SELF_TESTED] if own else prompts
+    found = [problems for prompt in tried if (problems := self_test(verifier, prompt, pays=not own))]
+    if found:
+        lines = "\n".join(f"  {problems[0]}" for problems in found[:_SHOWN])
+        raise TaskError(
+            f"the verifier cannot grade {len(found)} of {len(tried)} questions; the first:\n{lines}",
+            where=where,
+            fix="correct the grader" if own else "use another task.verifier, or correct the answers",
+        )
+
+
+def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
+    """Raise TaskError for a held-out role that the task does not have."""
+    names = ", ".join(has) or "none"
+    raise TaskError(f"it has no held-out questions for {role}; it has {names}", where=where, fix="use one that it has")

@@ -1,0 +1,177 @@
+"""Different questions from a reasoning-gym generator, on one side of a fixed split of all questions.
+
+The side of a question is a bit of its hash, so a held-out question is held out in every run, whatever the seeds, and
+even a data set of 200 possible questions has two sides without a question in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+from lockstep.config import schema
+from lockstep.data.questions import question_digest
+from lockstep.errors import TaskError
+from lockstep.seeds import seed_for
+from lockstep.tasks.watchdog import Alive, HungError, run_watched
+from lockstep.types import Message, Prompt
+
+ITEM_SECONDS = 20.0
+"""A generator that makes no question in this time is taken for hung."""
+CHUNK = 500
+"""Questions of one generator; the next chunk has another seed. Some generators prepare as many when they are made."""
+PATIENCE = 2000
+"""Draws without a new question, or 20 for each one found if that is more, after which there are taken to be no more."""
+
+UNSEEDED = ("codeio", "composite", "knight_swap", "list_functions")
+"""Not functions of their seed in reasoning-gym 0.1.25 (codeio also runs code that writes files), or not one data set."""
+HASH_SEEDED = (
+    "intermediate_integration",
+    "isomorphic_strings",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
+"""Depend on the order of Python's sets, which differs between processes unless PYTHONHASHSEED is 0."""
+
+
+class Side(IntEnum):
+    """Which half of all questions."""
+
+    TRAIN = 0
+    HELDOUT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A generator with its settings, checked. Example: Source("chain_sum", '{"max_terms": 2}')"""
+
+    dataset: str
+    settings: str
+    """As JSON with sorted keys, so that a Source can be a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Different questions in the order in which they were drawn, and what was drawn besides."""
+
+    prompts: tuple[Prompt, ...]
+    draws: int
+    repeats: int
+    """Draws of a question drawn before; they are dropped."""
+    other_side: int
+    """Draws of questions of the other side."""
+
+
+def check_source(settings: schema.ReasoningGymTask) -> Source:
+    """The generator that the settings name. Raises TaskError for unknown names, with the nearest ones."""
+    from reasoning_gym.factory import DATASETS
+
+    name, where = settings.dataset, "task.dataset"
+    if name not in DATASETS:
+        raise TaskError(f"reasoning-gym has no data set {name!r}", where=where, fix=_nearest(name, list(DATASETS)))
+    if name in UNSEEDED:
+        raise TaskError(f"{name} does not give the same questions twice", where=where, fix="use another data set")
+    if name in HASH_SEEDED and sys.flags.hash_randomization:
+        raise TaskError(
+            f"{name} gives other questions in every process", where=where, fix="set PYTHONHASHSEED=0 in the environment"
+        )
+    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for key in settings.settings:
+        if key in ("seed", "size"):
+            raise TaskError(f"{key} is not a setting here", where=f"task.settings.{key}", fix=f"set task.{key}")
+        if key not in known:
+            raise TaskError(f"{name} has no setting {key!r}", where=f"task.settings.{key}", fix=_nearest(key, known))
+    return Source(name, json.dumps(settings.settings, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def draw(source: Source, stream: str, side: Side, want: int, seconds: float = ITEM_SECONDS) -> Drawn:
+    """`want` different questions of one side, or as many as there seem to be. A pure function of its arguments.
+
+    `stream` names the seeds: other streams draw in another order. Fewer wanted are the first of more wanted. Raises
+    TaskError if the generator refuses its settings, fails, hangs, or gives a question without a single answer.
+    """
+    where = f"task.dataset = {source.dataset}"
+    try:
+        return run_watched(lambda alive: _draw(source, stream, side, want, alive), seconds)
+    except HungError as error:
+        raise TaskError(
+            f"it made no question in {seconds:g} s with the settings {source.settings}",
+            where=where,
+            fix="change task.settings: there may be no such question (base_conversion between equal bases never ends)",
+        ) from error
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"reasoning-gym fails with the settings {source.settings}: {type(error).__name__}: {error}",
+            where=where,
+            fix="change task.settings",
+        ) from error
+
+
+def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> Drawn:
+    prompts: list[Prompt] = []
+    seen: set[bytes] = set()
+    draws = repeats = other_side = idle = 0
+    for item in _items(source, stream):
+        alive()
+        draws += 1
+        messages = (Message(role="user", content=str(item["question"]).strip()),)
+        digest = question_digest(messages)
+        idle += 1
+        if side_of(digest) is not side:
+            other_side += 1
+        elif digest in seen:
+            repeats += 1
+        else:
+            idle = 0
+            seen.add(digest)
+            prompts.append(_prompt(source.dataset, messages, item))
+        if len(prompts) == want or idle >= max(PATIENCE, 20 * len(prompts)):
+            break
+    return Drawn(tuple(prompts), draws, repeats, other_side)
+
+
+def side_of(digest: bytes) -> Side:
+    """The side of a question by its digest: half of all questions are held out."""
+    return Side(digest[0] & 1)
+
+
+def _items(source: Source, stream: str) -> Iterator[dict[str, Any]]:
+    import reasoning_gym
+
+    settings = json.loads(source.settings)
+    chunk = 0
+    while True:
+        # Generators seed item i with seed + i, so neighbouring seeds share items: these seeds are far apart.
+        seed = seed_for("reasoning_gym", source.dataset, stream, chunk) % 2**31
+        items = reasoning_gym.create_dataset(source.dataset, seed=seed, size=CHUNK, **settings)
+        for index in range(CHUNK):
+            yield items[index]
+        chunk += 1
+
+
+def _prompt(dataset: str, messages: tuple[Message, ...], item: dict[str, Any]) -> Prompt:
+    answer = item["answer"]
+    if not isinstance(answer, str) or not answer.strip():
+        raise TaskError(
+            f"its questions have no single right answer (the reference is {answer!r})",
+            where=f"task.dataset = {dataset}",
+            fix="use another data set, or a task of your own (kind: python)",
+        )
+    digest = hashlib.sha256(json.dumps([messages[0]["content"], answer]).encode()).hexdigest()[:12]
+    return Prompt(f"{dataset}/{digest}", messages, answer, dataset, {"metadata": item.get("metadata", {})})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:12])}"

@@ -1,0 +1,110 @@
+"""A task of one's own: a class in a Python file with the methods of lockstep.types.Task."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from lockstep.config import schema
+from lockstep.data.questions import question_digest
+from lockstep.errors import LockstepError, TaskError
+from lockstep.types import Grade, Prompt, Task
+from lockstep.verifiers.python import check_call, grade_safely
+from lockstep.verifiers.user_code import describe, load_object
+
+METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("prompt", "reply")}
+_EXAMPLE = 'self.name = "my_task"'
+
+
+class UserTask:
+    """Calls the user's task and checks what it returns. Its own mistakes become TaskErrors or unscored replies."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, task: Task, file: Path) -> None:
+        self.name = task.name
+        self._task = task
+        self._file = file
+        self._asked: dict[bytes, str] = {}
+        self._held_out: dict[bytes, str] = {}
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        """Raises TaskError unless the task gives `size` different prompts, none of which it has held out."""
+        prompts = self._prompts(lambda: self._task.batch(step, size), f"batch({step}, {size})", size)
+        self._refuse_shared(prompts, self._asked, self._held_out, "held out")
+        return prompts
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        """Raises TaskError unless the task gives `size` different prompts, none of which it has trained on."""
+        prompts = self._prompts(lambda: self._task.heldout(role, size), f"heldout({role!r}, {size})", size)
+        self._refuse_shared(prompts, self._held_out, self._asked, "trained on")
+        return prompts
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return grade_safely(self._task.grade, prompt, reply, self._file)
+
+    def _prompts(self, call: Callable[[], Sequence[Prompt]], what: str, size: int) -> tuple[Prompt, ...]:
+        where = f"{self._file}, {what}"
+        try:
+            prompts = tuple(call())
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise TaskError(f"it fails: {describe(error, self._file)}", where=where, fix="correct the task") from error
+        strange = next((item for item in prompts if not isinstance(item, Prompt)), None)
+        if strange is not None:
+            raise TaskError(
+                f"it gives a {type(strange).__name__}", where=where, fix="give lockstep.types.Prompt objects"
+            )
+        if len(prompts) != size:
+            raise TaskError(f"it gives {len(prompts)} prompts", where=where, fix=f"give {size}")
+        if len({prompt.id for prompt in prompts}) < size:
+            raise TaskError("two of its prompts have the same id", where=where, fix="give each question one id")
+        return prompts
+
+    def _refuse_shared(
+        self, prompts: tuple[Prompt, ...], mine: dict[bytes, str], others: dict[bytes, str], verb: str
+    ) -> None:
+        for prompt in prompts:
+            digest = question_digest(prompt.messages)
+            if digest in others:
+                raise TaskError(
+                    f"its question {prompt.id} was {verb} as {others[digest]}",
+                    where=str(self._file),
+                    fix="let batch and heldout never give the same question",
+                )
+            mine[digest] = prompt.id
+
+
+def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
+    """An object of the class `file.py:Class`, made with the task's settings, and the run's seed if it takes `seed`.
+
+    Raises TaskError if the class is missing, cannot be made with these settings, or lacks a method of the protocol.
+    """
+    file = Path(settings.path.rpartition(":")[0]).expanduser()
+    made = load_object(settings.path)
+    if not inspect.isclass(made):
+        raise TaskError(f"it is a {type(made).__name__}, not a class", where=settings.path, fix="name a class")
+    arguments: dict[str, object] = dict(settings.settings)
+    if "seed" in inspect.signature(made).parameters:
+        arguments.setdefault("seed", seed)
+    try:
+        task = cast(Task, made(**arguments))  # checked below
+    except Exception as error:
+        raise TaskError(
+            f"it cannot be made with {arguments}: {describe(error, file)}",
+            where=settings.path,
+            fix="correct task.settings",
+        ) from error
+    for method, parameters in METHODS.items():
+        function = getattr(task, method, None)
+        if not callable(function):
+            raise TaskError(
+                f"it has no method {method}", where=settings.path, fix=f"define {method}(self, {', '.join(parameters)})"
+            )
+        check_call(function, parameters, f"{settings.path}.{method}")
+    if not isinstance(getattr(task, "name", None), str) or not task.name:
+        raise TaskError("it has no name", where=settings.path, fix=f"give it one: {_EXAMPLE}")
+    return UserTask(task, file)

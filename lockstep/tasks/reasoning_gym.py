@@ -1,0 +1,80 @@
+"""A procedural data set of reasoning-gym (https://github.com/open-thought/reasoning-gym) as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from lockstep.config import schema
+from lockstep.errors import TaskError
+from lockstep.tasks.base import check_references, draw_batch, no_such_role
+from lockstep.tasks.generator import Drawn, Side, check_source, draw
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.build import build_verifier
+
+_FIRST = 20
+"""Questions made when the task is built, to find mistakes in its settings at once."""
+
+
+class ReasoningGym:
+    """Training questions are one half of all questions, held-out questions the other; see generator.py.
+
+    The held-out questions are the same for every seed, so scores of all runs with these settings can be compared.
+    """
+
+    def __init__(self, settings: schema.ReasoningGymTask, seed: int) -> None:
+        """Raises TaskError if the generator or its settings are wrong or the verifier cannot grade its answers."""
+        self.name = settings.dataset
+        self._settings = settings
+        self._seed = seed
+        self._where = f"task.dataset = {settings.dataset}"
+        self._source = check_source(settings)
+        self._verifier: Verifier = build_verifier(settings.verifier)
+        first = draw(self._source, "heldout", Side.HELDOUT, _FIRST)
+        check_references(self._verifier, first.prompts, self._where)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return draw_batch(self._drawn.prompts, step, size, self._seed, self._where)
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        """`size` held-out questions of the role id_probe, each once.
+
+        Raises TaskError if there are fewer different ones, unless task.repeat_heldout is on: then they come again, as
+        evenly as possible, with ids that end in #2, #3 … and `repeats` in their data.
+        """
+        if role != "id_probe":
+            no_such_role(role, ["id_probe"], self._where)
+        found = draw(self._source, "heldout", Side.HELDOUT, size).prompts
+        check_references(self._verifier, found, self._where)
+        if len(found) < size and not (found and self._settings.repeat_heldout):
+            raise TaskError(
+                f"{size} held-out questions were asked for, but these settings give only {len(found)} different ones",
+                where=self._where,
+                fix=f"set eval.items={len(found)}, or task.settings that allow more, or task.repeat_heldout=true",
+            )
+        return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return self._verifier.grade(prompt, reply)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        drawn = self._drawn
+        return (
+            f"{self.name}: {len(drawn.prompts)} different training questions of {self._settings.size} asked for, from "
+            f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side",
+        )
+
+    @cached_property
+    def _drawn(self) -> Drawn:
+        drawn = draw(self._source, f"train {self._settings.seed}", Side.TRAIN, self._settings.size)
+        check_references(self._verifier, drawn.prompts, self._where)
+        return drawn
+
+
+def _again(prompt: Prompt, times: int) -> Prompt:
+    if times == 0:
+        return prompt
+    return replace(prompt, id=f"{prompt.id}#{times + 1}", data={**prompt.data, "repeats": prompt.id})

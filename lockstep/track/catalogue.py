@@ -1,0 +1,148 @@
+"""The dictionary of metrics: what each name means, in which unit, what is healthy, and what to do when it is not.
+
+`entries.py` holds the metrics themselves. `verdict` judges one value by its absolute range, `drift` by the run's own past.
+docs/metrics.md is `metrics_markdown()`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Literal, TypeAlias
+
+from lockstep.errors import ConfigError
+from lockstep.track.entries import ENTRIES, Drift, Healthy, MetricInfo
+
+__all__ = [
+    "Drift", "Healthy", "Judge", "MetricInfo", "all_metrics", "drift", "explain", "find", "healthy_text", "metrics_markdown",
+    "verdict",
+]  # fmt: skip
+
+Verdict: TypeAlias = Literal["ok", "warn", ""]
+"""warn: outside the healthy range, or not a finite number; "": there is no range to judge by."""
+
+
+def all_metrics() -> tuple[MetricInfo, ...]:
+    """Every metric, grouped by the part of its name before the slash."""
+    return ENTRIES
+
+
+@cache
+def find(name: str) -> MetricInfo | None:
+    """The metric of that name; patterns match too: eval/greedy/accuracy is described by eval/<mode>/accuracy."""
+    exact = [info for info in ENTRIES if info.name == name]
+    fitting = [info for info in ENTRIES if "<" in info.name and _pattern(info.name).fullmatch(name)]
+    return next(iter([*exact, *fitting]), None)
+
+
+def explain(name: str) -> MetricInfo:
+    """The metric of that name. Raises ConfigError with the nearest names if there is none."""
+    info = find(name)
+    if info is None:
+        names = [info.name for info in ENTRIES]
+        tails = [full for full in names if full.rpartition("/")[2] == name]
+        near = list(dict.fromkeys([*tails, *difflib.get_close_matches(name, names, n=3)]))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(_groups())}"
+        raise ConfigError([f"no such metric: {name}; {hint}"], fix="`lockstep metrics list` shows all names")
+    return info
+
+
+def verdict(name: str, value: float, step: int | None = None) -> Verdict:
+    """Judge one value. Ranges that hold for the first steps only are judged up to that step, or if `step` is None."""
+    info = find(name)
+    if info is not None and not math.isfinite(value):
+        return "warn"
+    if info is None or info.healthy is None:
+        return ""
+    healthy = info.healthy
+    if step is not None and healthy.until_step is not None and step > healthy.until_step:
+        return ""
+    too_low = healthy.low is not None and (value < healthy.low or (healthy.open_low and value == healthy.low))
+    too_high = healthy.high is not None and value > healthy.high
+    return "warn" if too_low or too_high else "ok"
+
+
+def drift(name: str, value: float, earlier: Sequence[float]) -> Verdict:
+    """Judge one value against the run's earlier values of it, oldest first; "" while there are too few of them."""
+    info = find(name)
+    if info is None or info.drift is None or not math.isfinite(value):
+        return ""
+    base = baseline(info.drift, earlier)
+    if base is None:
+        return ""
+    low, high = info.drift.low, info.drift.high
+    outside = (low is not None and value < low * base) or (high is not None and value > high * base)
+    return "warn" if outside else "ok"
+
+
+class Judge:
+    """Judges a run's steps in order, by absolute range and by drift; it remembers the values that drift is against."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, list[float]] = {}
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """The names of the metrics that are outside."""
+        outside: list[str] = []
+        for name, value in metrics.items():
+            earlier = self._earlier.setdefault(name, [])
+            if "warn" in (verdict(name, value, step), drift(name, value, earlier)):
+                outside.append(name)
+            earlier.append(value)
+        return outside
+
+
+def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
+    """What a drifting metric is compared with; None while there are too few finite values."""
+    values = [value for value in earlier if math.isfinite(value)]
+    match rule.against:
+        case "start":
+            return statistics.fmean(values[: rule.steps]) if len(values) >= rule.steps else None
+        case "recent":
+            return statistics.median(values[-rule.steps :]) if len(values) >= rule.steps // 2 else None
+
+
+def metrics_markdown() -> str:
+    """The page docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every number that a run writes to `metrics.jsonl`, under these names and in these units, in all trackers too.",
+        "A value outside its healthy range is marked `!` on the console and listed in `report.html`; no range here stops",
+        "a run. A range is a starting point, from the source named beside it: a task may have good reasons to leave it.",
+        "",
+        "This page is generated: `lockstep metrics list --markdown > docs/metrics.md`.",
+    ]
+    for group in _groups():
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| name | unit | meaning | healthy | when it is not |",
+            "|---|---|---|---|---|",
+        ]
+        for info in (info for info in ENTRIES if info.group == group):
+            cells = (f"`{info.name}`", info.unit, info.meaning, healthy_text(info), info.advice or "–")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def healthy_text(info: MetricInfo) -> str:
+    """The metric's ranges in words, with their sources; "–" if it has none."""
+    rules = [rule for rule in (info.healthy, info.drift) if rule is not None]
+    return "; ".join(f"{rule} ({rule.source})" for rule in rules) or "–"
+
+
+def _groups() -> list[str]:
+    return list(dict.fromkeys(info.group for info in ENTRIES))
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+    )

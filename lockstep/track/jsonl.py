@@ -1,0 +1,150 @@
+"""Strict JSON, and files of one JSON object a line that survive being cut off anywhere.
+
+JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf" (`number` reads them back).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+
+NON_FINITE = {"nan", "inf", "-inf"}
+
+
+def strict(value: object) -> Any:
+    """The value in terms of JSON: records become objects, tuples lists, paths text, non-finite numbers strings.
+
+    Raises TypeError for anything else, so that nothing is written as its `repr` by accident.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            return {str(key): strict(item) for key, item in value.items()}
+        case Path():
+            return str(value)
+        case Sequence() | set() | frozenset():
+            return [strict(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return strict(asdict(value))
+        case _:
+            raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """Strict JSON text, ASCII only, so that a lone surrogate in a reply cannot make the file unreadable."""
+    return json.dumps(strict(value), allow_nan=False, indent=indent)
+
+
+def number(value: object) -> float:
+    """Read a number that `strict` wrote. Raises TypeError if it is none."""
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, str) and value in NON_FINITE:
+        return float(value)
+    raise TypeError(f"not a number: {value!r}")
+
+
+def read_json(path: Path) -> Any:
+    """The content of one JSON file. Raises RunDirectoryError if it is missing or broken."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise RunDirectoryError(f"is not JSON: {error}", where=str(path), fix="restore it from a copy") from error
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, in order; an unfinished last line (a write under way, or cut off) is left out.
+
+    A missing file is an empty one. Raises RunDirectoryError, naming the line, if any other line is broken.
+    """
+    if not path.exists():
+        return []
+    body, rest = _split(path.read_bytes())
+    records: list[dict[str, Any]] = []
+    for index, line in enumerate(body.split(b"\n")[:-1], start=1):
+        record = _parse(line)
+        if record is None:
+            fix = "a line in the middle was changed after it was written: restore the file, or delete that line"
+            raise RunDirectoryError(f"not a JSON object: {line[:80]!r}", where=f"{path}:{index}", fix=fix)
+        records.append(record)
+    last = _parse(rest)
+    return records if last is None else [*records, last]
+
+
+class JsonlFile:
+    """A file open for appending. A torn last line, left by a process that was killed, is moved to `<name>.torn` first.
+
+    A last line that only lacks its newline is complete and is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn = _mend(path)
+        """Bytes that were moved aside when the file was opened."""
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Add one line, in one write, and flush it to disk. Raises OSError."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is closed")
+        line = memoryview(dumps(record).encode() + b"\n")
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> JsonlFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """What ends in a newline, and the rest."""
+    end = data.rfind(b"\n") + 1
+    return data[:end], data[end:]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _mend(path: Path) -> int:
+    """Make the file end in a newline; returns the bytes moved to `<name>.torn`."""
+    if not path.exists():
+        return 0
+    body, rest = _split(path.read_bytes())
+    if not rest:
+        return 0
+    if _parse(rest) is not None:
+        with path.open("ab") as file:
+            file.write(b"\n")
+        return 0
+    # The copy is made first: if this process is killed in between, the line is copied twice and nothing is lost.
+    with path.with_name(f"{path.name}.torn").open("ab") as aside:
+        aside.write(rest + b"\n")
+        aside.flush()
+        os.fsync(aside.fileno())
+    os.truncate(path, len(body))
+    return len(rest)

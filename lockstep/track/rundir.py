@@ -1,0 +1,223 @@
+"""A run directory: everything that one run was given, did and left. Layout:
+
+    runs/<name>/  recipe.yaml (resolved)  manifest.json (code, packages, machine, attempts, …)  run.lock
+      metrics.jsonl  events.jsonl  log.txt  report.html
+      rollouts/step_000012.parquet  scores/*.json  checkpoints/step_000010/
+
+One process writes (create, resume); any number read (open). `run.lock` names the writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+from lockstep.track.facts import manifest_facts
+from lockstep.track.files import remove_temporary, write_atomic
+from lockstep.track.jsonl import dumps, read_json
+from lockstep.track.lock import Holder, Lock
+
+__all__ = ["RunDirectory", "manifest_facts"]
+
+FORMAT = 1
+"""Of the layout; a directory of a newer format is refused."""
+LOCK = "run.lock"
+FOLDERS = ("rollouts", "scores", "checkpoints")
+UNFINISHED = {LOCK, "recipe.yaml"}
+"""What a creation that was killed may have left, besides empty folders; manifest.json is written last."""
+
+
+class RunDirectory:
+    """Paths and the manifest of one run. Use `create`, `resume` (both hold the lock) or `open` (reads only)."""
+
+    def __init__(self, path: Path, lock: Lock | None, attempt: int) -> None:
+        self.path = path
+        self._lock = lock
+        self.attempt = attempt
+        """1 for the process that created the run, one more for each that resumed it."""
+
+    @classmethod
+    def create(cls, path: str | Path, recipe_yaml: str, manifest: Mapping[str, object]) -> RunDirectory:
+        """Make the directory of a new run and lock it.
+
+        Raises RunDirectoryError where a run, or anything else, is already; RunLockedError if one is being made there.
+        """
+        path = Path(path)
+        _refuse_existing(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot be made: {error.strerror}"
+            raise RunDirectoryError(what, where=str(path), fix="choose another runs_dir") from error
+        lock = Lock(path / LOCK)
+        try:
+            _refuse_existing(path)  # again: another process may have finished creating it before this one got the lock
+            for folder in FOLDERS:
+                (path / folder).mkdir(exist_ok=True)
+            write_atomic(path / "recipe.yaml", recipe_yaml)
+            run = cls(path, lock, attempt=1)
+            run._write_manifest({"format": FORMAT, **manifest, "attempts": [_attempt(1, manifest)]})
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run, to read. Raises RunDirectoryError if there is none that this version reads."""
+        path = Path(path)
+        manifest = _read_manifest(path)
+        return cls(path, None, attempt=len(manifest["attempts"]))
+
+    @classmethod
+    def resume(cls, path: str | Path, manifest: Mapping[str, object]) -> RunDirectory:
+        """Lock an existing run to continue it. `manifest`, the facts of this process, becomes an entry of `attempts`.
+
+        Removes what interrupted writes left. Raises as `open`, and RunLockedError if another process writes there.
+        """
+        path = Path(path)
+        _read_manifest(path)
+        lock = Lock(path / LOCK)
+        try:
+            current = _read_manifest(path)
+            run = cls(path, lock, attempt=len(current["attempts"]) + 1)
+            for folder in (path, *(path / name for name in FOLDERS)):
+                remove_temporary(folder)
+            run._write_manifest({**current, "attempts": [*current["attempts"], _attempt(run.attempt, manifest)]})
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    # --- paths ---
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def rollouts_path(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def scores_path(self) -> Path:
+        return self.path / "scores"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    # --- content ---
+    def recipe_yaml(self) -> str:
+        """The resolved recipe. Raises RunDirectoryError if it is gone."""
+        try:
+            return self.recipe_path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(self.recipe_path)) from error
+
+    def manifest(self) -> dict[str, Any]:
+        return _read_manifest(self.path)
+
+    def add_to_manifest(self, facts: Mapping[str, object]) -> None:
+        """Set top-level entries (formula, plan, data hashes). Raises RunDirectoryError for a reader or a reserved key."""
+        if mine := facts.keys() & {"format", "attempts"}:
+            what = f"manifest keys {sorted(mine)} are kept by the run directory"
+            raise RunDirectoryError(what, where=str(self.manifest_path))
+        self._write_manifest({**self.manifest(), **facts})
+
+    # --- lock ---
+    @property
+    def writable(self) -> bool:
+        return self._lock is not None and self._lock.held
+
+    @property
+    def taken_from(self) -> Holder | None:
+        """The process that died while it held the lock that this one now holds."""
+        return self._lock.taken_from if self._lock is not None else None
+
+    def require_writable(self) -> None:
+        """Raise RunDirectoryError unless this process holds the lock."""
+        if not self.writable:
+            fix = "use RunDirectory.create or RunDirectory.resume"
+            raise RunDirectoryError("is open for reading only", where=str(self.path), fix=fix)
+
+    def close(self) -> None:
+        """Let go of the lock. Twice is once."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write_manifest(self, manifest: Mapping[str, object]) -> None:
+        self.require_writable()
+        write_atomic(self.manifest_path, dumps(manifest, indent=2) + "\n")
+
+
+def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:
+    """What may differ between the processes of one run; the rest stands once at the top of the manifest."""
+    kept = facts if number > 1 else {key: facts[key] for key in ("time", "host", "pid", "command") if key in facts}
+    return {"attempt": number, **kept}
+
+
+def _refuse_existing(path: Path) -> None:
+    if (path / "manifest.json").exists():
+        fix = f"continue it with `lockstep train --resume {path}`, or choose another name"
+        raise RunDirectoryError("a run is already there", where=str(path), fix=fix)
+    if path.exists() and not path.is_dir():
+        raise RunDirectoryError("is a file", where=str(path), fix="choose another name or runs_dir")
+    foreign = [entry.name for entry in path.iterdir() if not _is_unfinished(entry)] if path.exists() else []
+    if foreign:
+        what = f"holds files that are not of a run: {', '.join(sorted(foreign)[:5])}"
+        raise RunDirectoryError(what, where=str(path), fix="choose another name or runs_dir")
+
+
+def _is_unfinished(entry: Path) -> bool:
+    if entry.name in FOLDERS and entry.is_dir():
+        return not any(entry.iterdir())
+    return entry.name in UNFINISHED or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        near = sorted(entry.parent.name for entry in path.parent.glob("*/manifest.json"))
+        fix = f"runs in {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
+        raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
+    if not (path / "manifest.json").exists():
+        fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
+        raise RunDirectoryError("is not a run directory: it has no manifest.json", where=str(path), fix=fix)
+    manifest = read_json(path / "manifest.json")
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int) or not manifest.get("attempts"):
+        raise RunDirectoryError("is not a manifest of Lockstep", where=str(path / "manifest.json"))
+    if manifest["format"] > FORMAT:
+        what = f"has format {manifest['format']}; this version reads up to {FORMAT}"
+        raise RunDirectoryError(what, where=str(path), fix="update lockstep")
+    return manifest

@@ -1,0 +1,56 @@
+"""Text of unknown origin (model replies, file names) made safe to show."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+KEPT = {"\n", "\t"}
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories that a terminal may act on, or that do not show: controls, direction marks, surrogates, …"""
+
+
+def visible(text: str) -> str:
+    """The text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
+
+    Newlines and tabs stay; so do all letters, marks and emoji of any script.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in KEPT or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+
+
+def one_line(text: str, width: int = 0) -> str:
+    """`visible` on one line, newlines as ⏎; cut to `width` characters with … if that is above 0."""
+    shown = visible(text).replace("\t", " ").replace("\n", "⏎")
+    return shown[: width - 1] + "…" if 0 < width < len(shown) else shown
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in aligned text; columns of numbers are right-aligned. Raises ValueError if a row has another length."""
+    cells = [[one_line(cell) for cell in row] for row in (columns, *rows)]
+    by_column = list(zip(*cells, strict=True))
+    widths = [max(cell_width(cell) for cell in column) for column in by_column]
+    right = [bool(rows) and all(_numeric(cell) for cell in column[1:]) for column in by_column]
+    padded = [[_pad(*cell) for cell in zip(row, widths, right, strict=True)] for row in cells]
+    lines = ["  ".join(row).rstrip() for row in padded]
+    return "\n".join([*([title] if title else []), lines[0], "  ".join("─" * width for width in widths), *lines[1:]])
+
+
+def cell_width(text: str) -> int:
+    """Columns that the text takes in a terminal: wide characters take two, combining marks none."""
+    wide = {"W", "F"}
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in wide else 1 for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _pad(cell: str, width: int, right: bool) -> str:
+    space = " " * (width - cell_width(cell))
+    return space + cell if right else cell + space
+
+
+def _numeric(cell: str) -> bool:
+    return not cell or cell in "–-" or cell.strip(" +-–−%[]()<>≤≥,.=0123456789ept") == ""

@@ -1,0 +1,168 @@
+"""metrics.jsonl and events.jsonl: written by one process, appended to by the next attempt, read by everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+from lockstep.track.jsonl import JsonlFile, number, read_jsonl, strict
+from lockstep.track.rollouts import RolloutRow, read_rollouts, write_rollouts
+from lockstep.track.rundir import RunDirectory
+from lockstep.types import Probe, Proof
+
+__all__ = [
+    "Event", "RolloutRow", "RunWriter", "StepRecord", "proof_from_json", "read_events", "read_metrics", "read_rollouts",
+    "write_rollouts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The numbers of one step. Step 0 is the base model: evaluated, not trained."""
+
+    step: int
+    attempt: int
+    time: str
+    """UTC, with milliseconds."""
+    metrics: dict[str, float]
+    """By the names of `lockstep metrics list`."""
+    proof: dict[str, Any] | None = None
+    """lockstep.types.Proof in terms of JSON; `proof_from_json` reads it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. Example: Event("…", 2, "lock_taken_over", None, "process 4711 on node7 died", {})"""
+
+    time: str
+    attempt: int
+    kind: str
+    step: int | None
+    message: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class RunWriter:
+    """Appends to the metrics and events of a run whose lock this process holds.
+
+    Opening it logs what the last process left undone: `lock_taken_over`, `torn_line`.
+    Raises RunDirectoryError if the run was opened for reading.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        run.require_writable()
+        self._attempt = run.attempt
+        self._metrics = JsonlFile(run.metrics_path)
+        self._events = JsonlFile(run.events_path)
+        if run.taken_from is not None:
+            how = "which is gone" if run.taken_from.alive is False else "which this host cannot look at"
+            self.event("lock_taken_over", f"from {run.taken_from}, {how}", holder=run.taken_from)
+        for file in (self._metrics, self._events):
+            if file.torn:
+                name = file.path.name
+                message = f"the last line of {name} was cut off; its {file.torn} bytes are in {name}.torn"
+                self.event("torn_line", message, file=name, bytes=file.torn)
+
+    def step(self, step: int, metrics: Mapping[str, float], proof: Proof | None = None) -> StepRecord:
+        """Append one row and return it; it is on disk then. Raises OSError; TypeError for a value that is no number."""
+        values = {name: _as_float(name, value) for name, value in metrics.items()}
+        shown = None if proof is None else {**strict(proof), "passed": proof.passed}
+        record = StepRecord(step, self._attempt, _now(), values, shown)
+        self._metrics.append(asdict(record))
+        return record
+
+    def event(self, kind: str, message: str = "", *, step: int | None = None, **facts: object) -> Event:
+        """Append one event; `facts` are whatever JSON can hold. Raises OSError, TypeError."""
+        event = Event(_now(), self._attempt, kind, step, message, strict(facts))
+        self._events.append(asdict(event))
+        return event
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_metrics(run: RunDirectory) -> list[StepRecord]:
+    """One record a step, in order of steps. Where attempts overlap the last one wins: see `lineage`.
+
+    Raises RunDirectoryError, naming the line, if the file was damaged elsewhere than at its end.
+    """
+    rows: list[StepRecord] = []
+    for index, row in enumerate(read_jsonl(run.metrics_path), start=1):
+        try:
+            metrics = {name: number(value) for name, value in row["metrics"].items()}
+            rows.append(StepRecord(int(row["step"]), int(row["attempt"]), str(row["time"]), metrics, row["proof"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            where = f"{run.metrics_path}:{index}"
+            raise RunDirectoryError(f"is not a row of metrics: {error!r}", where=where) from error
+    return lineage(rows)
+
+
+def lineage(rows: Iterable[StepRecord]) -> list[StepRecord]:
+    """The rows of the weights that the run ended with.
+
+    An attempt that starts at step s continues the weights of step s - 1, so rows of earlier attempts from s on belong
+    to weights that no longer exist: they are left out, even if this attempt has not come as far again. Rows of one
+    attempt with the same step are one row.
+    """
+    by_attempt: dict[int, dict[int, StepRecord]] = {}
+    for row in rows:
+        steps = by_attempt.setdefault(row.attempt, {})
+        before = steps.get(row.step)
+        steps[row.step] = row if before is None else _merge(before, row)
+    kept: dict[int, StepRecord] = {}
+    for _, steps in sorted(by_attempt.items()):
+        start = min(steps)
+        kept = {step: row for step, row in kept.items() if step < start} | steps
+    return [kept[step] for step in sorted(kept)]
+
+
+def read_events(run: RunDirectory) -> list[Event]:
+    """All events of all attempts, as they happened. Raises RunDirectoryError as `read_metrics`."""
+    events: list[Event] = []
+    for index, row in enumerate(read_jsonl(run.events_path), start=1):
+        try:
+            events.append(Event(**row))
+        except TypeError as error:
+            raise RunDirectoryError(f"is not an event: {error!r}", where=f"{run.events_path}:{index}") from error
+    return events
+
+
+def proof_from_json(row: Mapping[str, Any]) -> Proof:
+    """The proof as a record again. Raises KeyError or TypeError if the row is none."""
+    probe = row["probe"]
+    kept = ("mean", "p99", "max", "tolerance")
+    return Proof(
+        version=int(row["version"]),
+        fingerprint=str(row["fingerprint"]),
+        tensors=int(row["tensors"]),
+        bytes=int(row["bytes"]),
+        mismatched=tuple(row["mismatched"]),
+        changed=int(row["changed"]),
+        probe=None if probe is None else Probe(int(probe["tokens"]), *(number(probe[key]) for key in kept)),
+        seconds=number(row["seconds"]),
+    )
+
+
+def _merge(before: StepRecord, after: StepRecord) -> StepRecord:
+    proof = before.proof if after.proof is None else after.proof
+    return StepRecord(after.step, after.attempt, after.time, {**before.metrics, **after.metrics}, proof)
+
+
+def _as_float(name: str, value: object) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"metric {name} is text, not a number: {value!r}")
+    return float(value)  # type: ignore[arg-type]  # numbers of numpy and torch convert; anything else raises TypeError
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

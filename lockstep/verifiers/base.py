@@ -1,0 +1,44 @@
+"""What every verifier is, and the grade that the built-in ones give."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.extract import Answer
+
+MAX_SHOWN = 200
+"""Characters of an answer that are kept in a Grade or shown in an error."""
+
+
+class Verifier(Protocol):
+    """Grades one reply. Pure: the grade depends on the arguments alone."""
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        """Never raises for a bad answer. `Grade.reward is None` means that the reply could not be scored."""
+
+
+def shown(text: str) -> str:
+    """Text that is safe to store as UTF-8, cut to MAX_SHOWN characters."""
+    safe = text[:MAX_SHOWN].encode("utf-8", "replace").decode("utf-8")
+    return safe + "…" if len(text) > MAX_SHOWN else safe
+
+
+def verdict(answer: Answer, correct: bool) -> Grade:
+    """Grade of a reply that was read: 1 or 0, with the diagnostics of docs/verifiers.md."""
+    return Grade(
+        reward=float(correct),
+        metrics={
+            "correct": float(correct),
+            "has_answer": float(bool(answer.text)),
+            "boxed": float(answer.method == "boxed"),
+            "boxed_in_final": float(answer.boxed_in_final),
+        },
+        extracted=None if answer.text is None else shown(answer.text),
+        method=answer.method,
+    )
+
+
+def unscored(error: str) -> Grade:
+    """Grade of a reply that could not be scored, through no fault of the reply."""
+    return Grade(reward=None, error=error)

@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint import store
+from lockstep.checkpoint.store import (
+    check_space,
+    clean,
+    list_checkpoints,
+    open_checkpoint,
+    prune,
+    save,
+    step_name,
+    verify_checkpoint,
+)
+from lockstep.errors import CheckpointError, CorruptCheckpointError
+from tests.checkpoint.saving import block, saved, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def folders(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+# --- saving and opening ---------------------------------------------------------------------------------------------
+def test_what_is_saved_is_opened(tmp_path: Path):
+    meta = {
+        "version": 10,
+        "fingerprint": "00ff",
+        "position": [3, 4.5],
+        "metrics": {"eval/accuracy": 0.25},
+        "none": None,
+    }
+    path = save(tmp_path, 10, lambda folder: write(folder, 10, files=2), meta)
+    assert path == tmp_path / "checkpoints" / "step_000010"
+    info = open_checkpoint(tmp_path)
+    assert (info.step, info.path, info.complete, info.notes) == (10, path, True, ())
+    assert info.meta == meta
+    assert info.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "COMMIT.json")
+    assert (path / "part_1.safetensors").read_bytes() == block(10, 1)
+    assert folders(tmp_path) == ["step_000010"]
+
+
+def test_the_manifest_has_size_and_hash_of_each_file(tmp_path: Path):
+    path = saved(tmp_path, 1)
+    commit = json.loads((path / "COMMIT.json").read_text())
+    assert set(commit["files"]) == {file.name for file in path.iterdir()} - {"COMMIT.json"}
+    for name, entry in commit["files"].items():
+        digest = subprocess.run(["sha256sum", path / name], capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ]
+        assert entry == {"sha256": digest, "bytes": (path / name).stat().st_size}
+
+
+def test_files_in_folders_are_part_of_a_checkpoint(tmp_path: Path):
+    def writer(folder: Path) -> None:
+        (folder / "adapter" / "deep").mkdir(parents=True)
+        (folder / "adapter" / "deep" / "a.json").write_text("{}")
+
+    path = save(tmp_path, 3, writer, {})
+    open_checkpoint(tmp_path)
+    flip(path / "adapter" / "deep" / "a.json", 3)
+    with pytest.raises(CorruptCheckpointError, match=r"adapter/deep/a\.json: its SHA-256"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_newest_is_opened_or_the_one_asked_for(tmp_path: Path):
+    for step in (5, 20, 100):
+        saved(tmp_path, step)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [5, 20, 100]
+    assert open_checkpoint(tmp_path).step == 100
+    assert open_checkpoint(tmp_path, 20).step == 20
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; there are 5, 20, 100"):
+        open_checkpoint(tmp_path, 7)
+
+
+def test_steps_beyond_six_digits_keep_their_order(tmp_path: Path):
+    for step in (999_999, 1_000_000):
+        saved(tmp_path, step)
+    assert open_checkpoint(tmp_path).step == 1_000_000
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path: Path):
+    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / ".tmp-step_000001").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint; \.tmp-step_000001 was passed over: its save did not finish"
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": {1, 2}}, {"x": (1, 2)}, {"x": {1: 2}}])
+def test_meta_that_json_would_change_is_refused(tmp_path: Path, meta: dict[str, object]):
+    with pytest.raises(CheckpointError, match="meta"):
+        save(tmp_path, 1, lambda folder: None, meta)  # type: ignore[arg-type]
+    assert folders(tmp_path) == []
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+def test_any_flipped_bit_in_any_file_is_found_and_the_file_named(tmp_path: Path):
+    path = saved(tmp_path, 8)
+    rng = random.Random(8)
+    names = sorted(file.name for file in path.iterdir())
+    assert len(names) == 6
+    for _ in range(20):
+        for name in names:
+            bit = rng.randrange(8 * (path / name).stat().st_size)
+            flip(path / name, bit)
+            with pytest.raises(CorruptCheckpointError, match=f"^{re.escape(str(path))}: {re.escape(name)}: "):
+                open_checkpoint(tmp_path)
+            flip(path / name, bit)
+    assert open_checkpoint(tmp_path).step == 8
+
+
+def test_any_truncation_or_added_byte_is_found_and_the_file_named(tmp_path: Path):
+    path = saved(tmp_path, 8)
+    rng = random.Random(9)
+    for _ in range(20):
+        for file in sorted(path.iterdir()):
+            content = file.read_bytes()
+            file.write_bytes(content + b"\0" if rng.random() < 0.2 else content[: rng.randrange(len(content))])
+            with pytest.raises(CorruptCheckpointError, match=f": {re.escape(file.name)}: "):
+                open_checkpoint(tmp_path)
+            file.write_bytes(content)
+    assert open_checkpoint(tmp_path).step == 8
+
+
+def test_a_missing_file_is_named_by_the_listing_too(tmp_path: Path):
+    path = saved(tmp_path, 8)
+    (path / "part_1.safetensors").unlink()
+    (info,) = list_checkpoints(tmp_path)
+    assert not info.complete
+    assert "part_1.safetensors" in info.problem
+    with pytest.raises(CorruptCheckpointError, match=r"part_1\.safetensors: missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_without_commit_is_not_one(tmp_path: Path):
+    (saved(tmp_path, 8) / "COMMIT.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"COMMIT\.json: missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_renamed_checkpoint_is_found(tmp_path: Path):
+    saved(tmp_path, 8).rename(tmp_path / "checkpoints" / "step_000009")
+    with pytest.raises(CorruptCheckpointError, match="checkpoint of step 8, renamed"):
+        open_checkpoint(tmp_path)
+    assert not list_checkpoints(tmp_path)[0].complete
+
+
+def test_the_one_before_is_used_only_if_allowed_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for step in (4, 6, 8):
+        saved(tmp_path, step)
+    for step in (6, 8):
+        flip(tmp_path / "checkpoints" / step_name(step) / "part_0.safetensors", 5000)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert "step_000008: part_0.safetensors" in str(caught.value)
+    assert "step 4, which is intact, with --allow-fallback" in caught.value.fix
+    info = open_checkpoint(tmp_path, allow_fallback=True)
+    assert info.step == 4
+    assert info.notes == (
+        "step 8 is damaged: part_0.safetensors: its SHA-256 is not the one that was written",
+        "step 6 is damaged: part_0.safetensors: its SHA-256 is not the one that was written",
+    )
+    assert "step 8 is damaged" in caplog.text
+    assert "using step 4" in caplog.text
+    assert open_checkpoint(tmp_path, 6, allow_fallback=True).step == 4
+
+
+def test_without_an_intact_one_nothing_is_used(tmp_path: Path):
+    for step in (4, 6):
+        flip(saved(tmp_path, step) / "config.json", 9)
+    with pytest.raises(CorruptCheckpointError, match="no earlier checkpoint is intact"):
+        open_checkpoint(tmp_path, allow_fallback=True)
+
+
+# --- saving again ---------------------------------------------------------------------------------------------------
+def test_an_intact_checkpoint_is_not_overwritten_unasked(tmp_path: Path):
+    path = saved(tmp_path, 5)
+    before = (path / "COMMIT.json").read_bytes()
+    with pytest.raises(CheckpointError, match="step 5 is already saved"):
+        saved(tmp_path, 5, files=1)
+    assert (path / "COMMIT.json").read_bytes() == before
+    saved(tmp_path, 5, files=1, overwrite=True)
+    assert len(list(path.iterdir())) == 4
+    assert folders(tmp_path) == ["step_000005"]
+    assert open_checkpoint(tmp_path).step == 5
+
+
+def test_a_damaged_checkpoint_is_replaced(tmp_path: Path):
+    path = saved(tmp_path, 5)
+    flip(path / "part_2.safetensors", 9999)
+    saved(tmp_path, 5)
+    assert open_checkpoint(tmp_path).step == 5
+
+
+def test_two_saves_of_the_same_content_are_the_same_bytes(tmp_path: Path):
+    first = {file.name: file.read_bytes() for file in saved(tmp_path / "a", 5).iterdir()}
+    second = {file.name: file.read_bytes() for file in saved(tmp_path / "b", 5).iterdir()}
+    assert first == second
+
+
+def test_a_replacement_killed_half_way_loses_nothing(tmp_path: Path):
+    """Between the two renames of a replacement: the old one is aside, the new one not yet in place."""
+    path = saved(tmp_path, 5)
+    path.rename(path.with_name(".old-step_000005"))
+    (path.parent / ".tmp-step_000005").mkdir()
+    assert open_checkpoint(tmp_path).path.name == ".old-step_000005"
+    assert [info.complete for info in list_checkpoints(tmp_path)] == [False, True]
+    assert clean(tmp_path) == (".old-step_000005: put back as step_000005", ".tmp-step_000005: removed")
+    assert open_checkpoint(tmp_path).path == path
+
+
+def test_a_replacement_killed_at_its_end_keeps_the_new_one(tmp_path: Path):
+    path = saved(tmp_path, 5)
+    shutil.copytree(path, path.with_name(".old-step_000005"))
+    infos = list_checkpoints(tmp_path)
+    assert [(info.path.name, info.complete) for info in infos] == [(".old-step_000005", False), ("step_000005", True)]
+    assert open_checkpoint(tmp_path).path == path
+    clean(tmp_path)
+    assert folders(tmp_path) == ["step_000005"]
+
+
+# --- failures while saving ------------------------------------------------------------------------------------------
+def test_a_full_disk_leaves_the_others_and_no_rest(tmp_path: Path):
+    saved(tmp_path, 1)
+
+    def writer(folder: Path) -> None:
+        write(folder, 2)
+        with Path("/dev/full").open("wb") as file:  # the kernel answers ENOSPC
+            file.write(b"x" * 100_000)
+
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*No space left") as caught:
+        save(tmp_path, 2, writer, {})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert folders(tmp_path) == ["step_000001"]
+    assert open_checkpoint(tmp_path).step == 1
+
+
+FULL_DISK = """
+import sys, errno
+from pathlib import Path
+import torch
+from lockstep.checkpoint.state import CheckpointState, ModelFiles, save_state
+from lockstep.checkpoint.store import open_checkpoint
+from lockstep.checkpoint import store
+from lockstep.errors import CheckpointError
+store.SPARE = 0
+run = Path(sys.argv[1])
+state = CheckpointState(1, {"w": torch.ones(100_000)}, {})
+save_state(run, state, ModelFiles())
+big = CheckpointState(2, {"w": torch.ones(700_000)}, {"m": torch.ones(1000)})
+try:
+    save_state(run, big, ModelFiles())
+    sys.exit("the preflight let it through")
+except CheckpointError as error:
+    assert "need 0.00 GiB" in error.what, error
+type(big).bytes = property(lambda self: 0)  # an estimate that was wrong
+for _ in range(20):
+    try:
+        save_state(run, big, ModelFiles())
+        sys.exit("it fitted")
+    except CheckpointError as error:
+        assert "No space left" in str(error), error
+assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+assert open_checkpoint(run).step == 1
+"""
+
+
+def test_a_disk_that_fills_up_for_real(tmp_path: Path):
+    """A 2 MiB file system of our own, in a user namespace where that is allowed."""
+    command = f'mount -t tmpfs -o size=2m tmpfs "{tmp_path}" && exec "{sys.executable}" -c "$0" "{tmp_path}"'
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, FULL_DISK], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path):
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(CheckpointError, match=r"need \d+\.\d\d GiB, \d+\.\d\d GiB free"):
+        save(tmp_path, 1, lambda folder: pytest.fail("the writer was called"), {}, bytes_needed=free + 1)
+    assert folders(tmp_path) == []
+    check_space(tmp_path, max(0, free - (1 << 30)))
+
+
+def test_an_error_of_the_writer_is_passed_on_and_leaves_no_rest(tmp_path: Path):
+    def writer(folder: Path) -> None:
+        write(folder, 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1, writer, {})
+    assert folders(tmp_path) == []
+
+
+def test_a_rest_of_a_killed_save_is_named_ignored_and_cleaned_by_the_next(tmp_path: Path):
+    saved(tmp_path, 7)
+    rest = tmp_path / "checkpoints" / ".tmp-step_000008"
+    rest.mkdir()
+    write(rest, 8)
+    assert [(info.step, info.complete) for info in list_checkpoints(tmp_path)] == [(7, True), (8, False)]
+    info = open_checkpoint(tmp_path)
+    assert info.step == 7
+    assert rest.exists()
+    saved(tmp_path, 9)
+    assert folders(tmp_path) == ["step_000007", "step_000009"]
+
+
+def test_the_newer_rest_is_in_the_notes(tmp_path: Path):
+    saved(tmp_path, 7)
+    for step in (5, 8):
+        (tmp_path / "checkpoints" / f".tmp-{step_name(step)}").mkdir()
+    assert open_checkpoint(tmp_path).notes == (".tmp-step_000008 was passed over: its save did not finish",)
+
+
+def test_cleaning_leaves_strangers_alone(tmp_path: Path):
+    for name in (".keep-step_000001", "notes", ".tmp-other", "step_1"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert clean(tmp_path) == ()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_kill_at_random_moments_never_harms_a_finished_checkpoint(tmp_path: Path):
+    """A process that does nothing but save is killed 20 times; each time the finished steps are whole, byte for byte."""
+    rng = random.Random(4)
+    first, rests = 1, 0
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.saving", str(tmp_path), str(first)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert process.stdout is not None
+        done = int(process.stdout.readline())  # one is finished: from now on any moment will do
+        time.sleep(rng.uniform(0, 0.08))
+        process.send_signal(signal.SIGKILL)
+        printed = [int(line) for line in process.stdout.read().split()]
+        process.wait()
+        done = max([done, *printed])
+        infos = list_checkpoints(tmp_path)
+        rests += sum(not info.complete for info in infos)
+        assert all(info.path.name.startswith(".tmp-") for info in infos if not info.complete)
+        newest = open_checkpoint(tmp_path)
+        assert newest.step in (done, done + 1)  # the kill may come between the rename and the print
+        for info in infos:
+            if info.complete:
+                verify_checkpoint(info.path)
+                assert (info.path / "part_5.safetensors").read_bytes() == block(info.step, 5)
+        complete = [info.step for info in infos if info.complete]
+        assert complete == list(range(complete[0], newest.step + 1))
+        prune(tmp_path, keep_last=2)
+        first = newest.step + 1
+    assert rests > 0, "no kill hit a save: the test shows nothing"
+
+
+@pytest.mark.parametrize("place", ["writer", "COMMIT.json", "rename"])
+def test_kill_at_chosen_moments_of_a_save(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch):
+    """Killed inside the writer, after the last file before COMMIT.json, and after COMMIT.json before the rename."""
+    saved(tmp_path, 1)
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def writer(folder: Path) -> None:
+        write(folder, 2)
+        if place == "writer":
+            die()
+
+    child = os.fork()
+    if not child:
+        try:
+            if place == "COMMIT.json":
+                monkeypatch.setattr(store, "commit", die)
+            if place == "rename":
+                monkeypatch.setattr(store, "_publish", die)
+            save(tmp_path, 2, writer, {})
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert (tmp_path / "checkpoints" / ".tmp-step_000002" / "COMMIT.json").exists() == (place == "rename")
+    info = open_checkpoint(tmp_path)
+    assert info.step == 1
+    assert info.notes == (".tmp-step_000002 was passed over: its save did not finish",)
+    saved(tmp_path, 2)
+    assert folders(tmp_path) == ["step_000001", "step_000002"]
+
+
+# --- pruning --------------------------------------------------------------------------------------------------------
+def test_the_newest_and_the_best_are_kept(tmp_path: Path):
+    for step in range(1, 7):
+        saved(tmp_path, step)
+    assert prune(tmp_path, keep_last=2, keep_best=3) == [1, 2, 4]
+    assert folders(tmp_path) == ["step_000003", "step_000005", "step_000006"]
+    assert prune(tmp_path, keep_last=2, keep_best=6) == [3]
+    assert prune(tmp_path, keep_last=2) == []
+    assert prune(tmp_path, keep_last=1) == [5]
+    assert prune(tmp_path, keep_last=5) == []
+
+
+def test_incomplete_ones_do_not_count_as_kept(tmp_path: Path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_000003" / "config.json").unlink()
+    assert prune(tmp_path, keep_last=1) == [1]
+    assert folders(tmp_path) == ["step_000002", "step_000003"]
+
+
+def test_pruning_never_deletes_everything(tmp_path: Path):
+    saved(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="keep_last = 0"):
+        prune(tmp_path, keep_last=0)
+    with pytest.raises(CheckpointError, match="step 9, is not there"):
+        prune(tmp_path, keep_last=1, keep_best=9)
+    assert folders(tmp_path) == ["step_000001"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.commands.config import facts
+from lockstep.config.load import dump, load
+
+
+def test_show_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "show", "smoke", "steps=7"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == dump(load(["smoke", "steps=7"]))
+    file = tmp_path / "shown.yaml"
+    file.write_text(shown)
+    assert load([str(file)]).steps == 7
+
+
+def test_check_prints_what_a_recipe_amounts_to(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        "steps=30",
+        "prompts_per_step=4",
+        "samples_per_prompt=8",
+        "update.samples_per_update=16",
+        "update.epochs=2",
+    ]
+    assert main(["config", "check", "smoke", *overrides, "optimizer.warmup_steps=5", "eval.at_start=false"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ok: smoke\n")
+    assert "32 a step = 4 prompts x 8 samples" in out
+    assert "at most 768 a step = 32 x 24" in out
+    assert "120 = 30 steps x 4 of 16 samples each" in out
+    assert "2e-05 (default for this adapter), constant, after 5 warm-up steps" in out
+    assert "greedy (T=0 x 1), at steps 20, 30" in out
+
+
+def test_facts_are_those_in_force() -> None:
+    known = dict(
+        facts(load(["optimizer.lr=1e-5", "steps=100", "eval.every=10", "eval.at_start=true", "save.every=50"]))
+    )
+    assert known["learning rate"].startswith("1e-05 (set)")
+    assert known["evaluation"].endswith("at steps 0, 10, 20, 30, …, 100")
+    assert known["checkpoints"].startswith("at steps 50, 100;")
+    assert dict(facts(load(["eval.enabled=false"])))["evaluation"] == "never (eval.enabled: false)"
+    assert dict(facts(load(["adapter.kind=none"])))["learning rate"].startswith("1e-06 (default")
+
+
+def test_check_prints_every_mistake_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "smoke", "stepz=7", "optimizer.lr=-1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "lockstep: 2 mistakes in smoke stepz=7 optimizer.lr=-1:\n"
+        "  optimizer.lr = -1: must be at least 0\n"
+        "  stepz = 7: no such setting; did you mean steps?\n"
+    )
+
+
+def test_help_lists_settings_by_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "help", "rollout.top_"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()] == ["rollout:", "rollout.top_k", "rollout.top_p"]
+    assert main(["config", "help", "rolout"]) == 2
+    assert "did you mean rollout" in capsys.readouterr().err
+    assert main(["config", "help"]) == 0
+    assert "eval.modes.N.temperature" in capsys.readouterr().out
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Recipe"
+
+
+def test_every_built_in_recipe_passes_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml")):
+        assert main(["config", "check", str(path)]) == 0, path
+        assert capsys.readouterr().out.startswith("ok: ")

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field, model_validator
+
+from lockstep.config.help import groups
+from lockstep.config.load import load, load_mapping
+from lockstep.config.mistakes import ELSEWHERE
+from lockstep.config.schema import NumericVerifier, PythonVerifier, Recipe
+from lockstep.errors import ConfigError
+
+
+def mistakes(*args: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(args)
+    return caught.value.mistakes
+
+
+def test_all_mistakes_at_once_with_file_line_path_value_reason_and_nearest_name(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("""\
+steps: many
+optimizer:
+  lrr: 3e-6
+  eps: 0
+rollout: {lr: 1}
+adapter:
+  kind: lorra
+track:
+  sinks: [wandb, tensorbord]
+steps: 3
+health: {warn_unscored: 0.5}
+""")
+    assert mistakes(str(file), "eval.items=0", "samples_per_prompt=1") == [
+        f"{file}:10: steps: written twice, first in line 1",
+        f'{file}:1: steps = "many": must be a whole number',
+        f'{file}:7: adapter.kind = "lorra": must be none or lora; did you mean lora?',
+        f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr?",
+        f"{file}:4: optimizer.eps = 0: must be above 0",
+        f"{file}:3: optimizer.lrr = 3e-06: no such setting; did you mean optimizer.lr?",
+        "eval.items = 0: must be at least 1",
+        f'{file}:9: track.sinks.1 = "tensorbord": must be wandb or trackio or tensorboard; did you mean tensorboard?',
+        "samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2",
+        f"{file}:11: health.warn_unscored is above health.max_unscored: the warning could never come first",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arg", "hint"),
+    [
+        ("stepz=3", "did you mean steps?"),
+        ("optimiser.lr=1", "did you mean optimizer?"),
+        ("rollout.max_token=3", "did you mean rollout.max_tokens?"),
+        ("Rollout.slots=3", "did you mean rollout?"),
+        ("lr=3", "did you mean optimizer.lr?"),
+        ("kl.coef=3", "did you mean algorithm.kl?"),
+        ("model.lr=3", "did you mean optimizer.lr?"),
+        ("learning_rate=3", "did you mean optimizer.lr?"),
+        ("rollout.max_new_tokens=3", "did you mean rollout.max_tokens?"),
+        ("group_size=4", "did you mean samples_per_prompt?"),
+        ("eval.modes.0.nmae=x", "did you mean eval.modes.0.name?"),
+        ("algorithm.kl.ceof=1", "did you mean algorithm.kl.coef?"),
+        ("sync.zzz=1", "known here: transport, probe_first, probe_every, probe_sequences, probe_tokens"),
+        ("adapter.rank=4", "with kind: none; it belongs to adapter (kind: lora)"),
+        ("task.heldout_rows=4", "with kind: reasoning_gym; it belongs to task (kind: file)"),
+    ],
+)
+def test_nearest_names(arg: str, hint: str) -> None:
+    (line,) = mistakes(arg)
+    assert hint in line
+
+
+def test_names_of_other_systems_lead_to_settings_that_exist() -> None:
+    known = {setting.path for group in groups() for setting in group.settings}
+    assert set(ELSEWHERE.values()) <= known
+    assert not ELSEWHERE.keys() & known
+
+
+def test_paths_have_no_variant_tags_even_if_a_key_is_called_like_one() -> None:
+    lines = mistakes("adapter={kind: lora, lora: {rank: 3}, rank: -1, targets: [a, 3]}")
+    assert [line.partition(" =")[0] for line in lines] == ["adapter.rank", "adapter.targets.1", "adapter.lora"]
+
+
+def test_alternatives_of_a_value_are_one_mistake() -> None:
+    assert mistakes("adapter={kind: lora, targets: 5}") == ["adapter.targets = 5: must be all-linear or must be a list"]
+
+
+def test_a_variant_written_as_a_text_is_understood() -> None:
+    assert mistakes("adapter=lora") == ['adapter = "lora": must be a mapping of settings; did you mean kind: lora?']
+
+
+def test_required_settings_are_named() -> None:
+    assert mistakes("task.kind=file") == ["task.path: required"]
+    assert mistakes("chat.examples=[{user: a}]") == ["chat.examples.0.assistant: required"]
+
+
+def test_every_broken_rule_is_reported_not_only_the_first() -> None:
+    lines = mistakes(
+        "samples_per_prompt=1", "update.samples_per_update=3", "optimizer.warmup_steps=200", "health.warn_unscored=1"
+    )
+    assert [line.split()[0] for line in lines] == [
+        "update.samples_per_update",
+        "samples_per_prompt",
+        "optimizer.warmup_steps",
+        "health.warn_unscored",
+    ]
+
+
+def test_rules_that_read_a_broken_setting_are_not_judged() -> None:
+    assert mistakes("steps=x", "optimizer.warmup_steps=60") == ['steps = "x": must be a whole number']
+    assert len(mistakes("steps=x", "samples_per_prompt=1")) == 2
+
+
+def test_values_that_are_no_data_are_refused_by_path() -> None:
+    tree = {"task": {"settings": {"a": [1, float("nan")]}}, "chat": {"system": "\ud800"}, "seed": {3}, "steps": 0}
+    with pytest.raises(ConfigError) as caught:
+        load_mapping(tree)
+    lines = caught.value.mistakes
+    assert [line.partition(" = ")[0] for line in lines] == ["task.settings.a.1", "chat.system", "seed", "steps"]
+    assert lines[0] == "task.settings.a.1 = .nan: must be a finite number"
+
+
+def test_a_flood_of_mistakes_is_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_mapping({f"k{n}": n for n in range(5000)})
+    assert len(caught.value.mistakes) == 101
+    assert caught.value.mistakes[-1] == "and 4900 more"
+
+
+class Extended(Recipe):
+    """A recipe with what the schema does not have yet: a required union, another kind of bound, a rule with a bug."""
+
+    other: NumericVerifier | PythonVerifier = Field(discriminator="kind")
+    """Required."""
+    even: int = Field(default=2, multiple_of=2)
+    """An even number."""
+
+    @model_validator(mode="after")
+    def _has_a_bug(self) -> Extended:
+        if self.steps == 13:
+            raise AttributeError("a bug")
+        return self
+
+
+def test_kinds_of_mistakes_that_the_schema_does_not_have_yet() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_mapping({"other": {}, "even": 3}, Extended)
+    assert caught.value.mistakes == ["other.kind: required", "even = 3: input should be a multiple of 2"]
+    with pytest.raises(ConfigError) as caught:
+        load_mapping({"steps": 13, "even": 3, "other": {"kind": "numeric"}, "seed": -1}, Extended)
+    assert [line.split()[0] for line in caught.value.mistakes] == ["seed", "even"]
+
+
+def test_a_bug_in_a_rule_is_no_mistake_of_the_user() -> None:
+    with pytest.raises(AttributeError, match="a bug"):
+        load_mapping({"steps": 13, "other": {"kind": "numeric"}}, Extended)
+
+
+def test_a_whole_number_too_large_for_a_float() -> None:
+    assert mistakes(f"optimizer.lr={2**1024 - 1}")[0].endswith(": must be a finite number")
+    assert mistakes(f"optimizer.lr={2**1025}")[0].endswith(": must be a finite number")
+    assert mistakes(f"optimizer.lr={'9' * 5000}")[0].endswith(": must be a finite number")

@@ -1,0 +1,328 @@
+"""Some hundred mutated recipes, made from valid ones by rules: each is refused, each message names the path, none loads torch.
+
+The work is done by this file run as a script, so that a fresh process shows what it imports.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.help import groups
+from lockstep.config.load import dump, load, load_mapping
+from lockstep.errors import ConfigError
+
+Tree = dict[str, Any]
+At = tuple[str | int, ...]
+
+GIVEN: Tree = {
+    "name": "full",
+    "runs_dir": "runs",
+    "seed": 3,
+    "device": "cpu",
+    "threads": 2,
+    "steps": 40,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 8,
+    "model": {"path": "org/model", "revision": "main", "dtype": "fp32", "trust_remote_code": False},
+    "adapter": {"kind": "lora", "rank": 8, "alpha": 16.0, "targets": ["q_proj", "v_proj"]},
+    "task": {
+        "kind": "reasoning_gym",
+        "dataset": "chain_sum",
+        "settings": {"min_terms": 2},
+        "seed": 1,
+        "size": 100,
+        "verifier": {"kind": "numeric", "fallback": "last_number", "tolerance": 0.001},
+    },
+    "chat": {
+        "system": "Be brief.",
+        "examples": [{"user": "1 + 1 =", "assistant": "2"}],
+        "suffix": "!",
+        "template_kwargs": {"enable_thinking": False},
+    },
+    "rollout": {
+        "engine": "native",
+        "slots": 32,
+        "max_tokens": 48,
+        "temperature": 0.9,
+        "top_k": 5,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "stop": ["\n"],
+        "ignore_eos": False,
+    },
+    "algorithm": {
+        "kind": "grpo",
+        "divide_by_std": False,
+        "std_eps": 1e-5,
+        "std_ddof": 0,
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "aggregation": "token-mean",
+        "kl": {"coef": 0.01, "estimator": "k1"},
+        "entropy_coef": 0.001,
+    },
+    "optimizer": {
+        "lr": 3e-6,
+        "betas": [0.9, 0.95],
+        "eps": 1e-9,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "schedule": "cosine",
+        "warmup_steps": 4,
+        "min_lr_ratio": 0.1,
+    },
+    "update": {
+        "samples_per_update": 16,
+        "epochs": 2,
+        "tokens_per_microbatch": 4096,
+        "share_prompts": False,
+        "drop_zero_advantage": False,
+        "recompute": True,
+        "max_skipped": 5,
+    },
+    "sync": {"transport": "copy", "probe_first": 3, "probe_every": 5, "probe_sequences": 2, "probe_tokens": 16},
+    "eval": {
+        "enabled": True,
+        "every": 10,
+        "at_start": False,
+        "items": 50,
+        "role": "ood_probe",
+        "modes": [
+            {"name": "greedy", "temperature": 0.0, "samples": 1},
+            {"name": "hot", "temperature": 1.0, "samples": 4},
+        ],
+        "max_tokens": 96,
+    },
+    "save": {"every": 10, "keep_last": 3, "keep_best": "eval/greedy/accuracy"},
+    "track": {"sinks": ["wandb"], "project": "p", "tags": ["a"], "rollouts_every": 2},
+    "health": {"max_unscored": 0.1, "warn_unscored": 0.05},
+}
+FILE_TASK: Tree = {
+    "kind": "file",
+    "path": "train.jsonl",
+    "heldout": {"id_probe": "test.jsonl"},
+    "heldout_rows": 10,
+    "prompt": "question",
+    "answer": "result",
+    "id": "key",
+    "verifier": {"kind": "text", "fallback": "last_line"},
+}
+PYTHON_TASK: Tree = {"kind": "python", "path": "my.py:Mine", "settings": {"level": 3}}
+
+SETTINGS = {setting.path: setting for group in groups() for setting in group.settings}
+
+
+def _complete(given: Tree) -> Tree:
+    """With every setting that `given` leaves out: a setting that is added to the schema is mutated without a change here."""
+    return yaml.safe_load(dump(load_mapping(given)))
+
+
+FULL = _complete(GIVEN)
+FULL_FILE = _complete(GIVEN | {"task": FILE_TASK})
+FULL_PYTHON = _complete(GIVEN | {"task": PYTHON_TASK})
+
+
+@dataclass(frozen=True)
+class Mutation:
+    text: str
+    """The recipe."""
+    path: str
+    """What the message must name."""
+
+
+def mutations() -> list[Mutation]:
+    """All mutations in a fixed order, each recipe once."""
+    return list({mutation.text: mutation for mutation in _mutations()}.values())
+
+
+def _mutations() -> Iterator[Mutation]:
+    yield from _mutated(FULL, ())
+    for other in (FULL_FILE, FULL_PYTHON):
+        yield from _mutated(other, ("task",))
+    for overrides, path in IMPOSSIBLE:
+        tree = copy.deepcopy(FULL)
+        for at, value in overrides.items():
+            _set(tree, tuple(at.split(".")), value)
+        yield Mutation(yaml.safe_dump(tree), path)
+    for key in ("steps", "rollout", "seed"):
+        yield Mutation(yaml.safe_dump(FULL, sort_keys=False) + f"{key}: 1\n", key)
+
+
+IMPOSSIBLE: tuple[tuple[Tree, str], ...] = (
+    ({"update.samples_per_update": 5}, "update.samples_per_update"),
+    ({"update.samples_per_update": 33}, "update.samples_per_update"),
+    ({"update.samples_per_update": 64}, "update.samples_per_update"),
+    ({"prompts_per_step": 3}, "update.samples_per_update"),
+    ({"samples_per_prompt": 1}, "samples_per_prompt"),
+    ({"samples_per_prompt": 1, "update.samples_per_update": 3}, "samples_per_prompt"),
+    ({"optimizer.warmup_steps": 160}, "optimizer.warmup_steps"),
+    ({"optimizer.warmup_steps": 4, "steps": 1}, "optimizer.warmup_steps"),
+    ({"health.warn_unscored": 0.2}, "health.warn_unscored"),
+    ({"eval.modes": []}, "eval.modes"),
+    ({"eval.modes": [{"name": "a"}, {"name": "a"}]}, "eval"),
+    ({"eval.modes": [{"samples": 2}]}, "eval.modes.0"),
+    ({"eval.modes": [{"name": "a"}, {"name": "Not A Name"}]}, "eval.modes.1.name"),
+    ({"adapter.kind": "none"}, "adapter.rank"),
+    ({"adapter": {"rank": 4}}, "adapter.rank"),
+    ({"adapter.kind": "loraa"}, "adapter.kind"),
+    ({"adapter": "lora"}, "adapter"),
+    ({"task.kind": "file"}, "task.dataset"),
+    ({"task.kind": "python"}, "task.size"),
+    ({"task": {"kind": "file"}}, "task.path"),
+    ({"task": {"kind": "python", "path": "mine.py"}}, "task.path"),
+    ({"task": {"kind": "file", "path": "a", "heldout": {"test": "b"}}}, "task.heldout.test"),
+    ({"task.verifier.kind": "text"}, "task.verifier.tolerance"),
+    ({"task.verifier": {"kind": "python"}}, "task.verifier.path"),
+    ({"task.settings": {"a": float("nan")}}, "task.settings.a"),
+    ({"chat.template_kwargs": {"a": [1, float("inf")]}}, "chat.template_kwargs.a.1"),
+    ({"algorithm.kind": "ppo"}, "algorithm.kind"),
+    ({"algorithm.std_ddof": 2}, "algorithm.std_ddof"),
+    ({"optimizer.betas": [0.9]}, "optimizer.betas"),
+    ({"optimizer.betas": [0.9, 0.9, 0.9]}, "optimizer.betas"),
+    ({"optimizer.betas": [0.9, 1.0]}, "optimizer.betas.1"),
+    ({"adapter.rank": 1025}, "adapter.rank"),
+    ({"rollout.top_p": 1.01}, "rollout.top_p"),
+    ({"rollout.temperature": 0}, "rollout.temperature"),
+    ({"rollout.slots": 5000}, "rollout.slots"),
+    ({"rollout.stop": ["a", 3]}, "rollout.stop.1"),
+    ({"seed": 2**31}, "seed"),
+    ({"seed": 10**40}, "seed"),
+    ({"name": ""}, "name"),
+    ({"name": "../up"}, "name"),
+    ({"model.path": ""}, "model.path"),
+    ({"learning_rate": 1e-6}, "learning_rate"),
+    ({"rollout.lr": 1e-6}, "rollout.lr"),
+    ({"optimizer.lora": {"rank": 3}}, "optimizer.lora"),
+)
+"""Settings that are each fine or nearly so, but impossible together, and bad variants."""
+
+
+def _mutated(base: Tree, under: At) -> Iterator[Mutation]:
+    for at, value in _nodes(base, ()):
+        if at[: len(under)] != under:
+            continue
+        parent, key = at[:-1], at[-1]
+        if isinstance(key, str):
+            wrong = key[:-1] if len(key) > 2 else f"{key}e"
+            tree = copy.deepcopy(base)
+            section = _get(tree, parent)
+            section[wrong] = section.pop(key)
+            yield _mutation(tree, (*parent, wrong))
+        for bad in _bad_values(_pattern(at), value):
+            tree = copy.deepcopy(base)
+            _set(tree, at, bad)
+            yield _mutation(tree, at)
+
+
+def _bad_values(path: str, value: Any) -> list[Any]:
+    setting = SETTINGS.get(path)
+    bad = [] if setting and "null" in setting.type else [None]
+    below = [-1, -0.5] if setting and ">" in setting.allowed else []
+    match value:
+        case bool():
+            return ["maybe", 3, [True], *bad]
+        case int():
+            return ["many", 1.5, True, [3], {"a": 1}, float("nan"), *below[:1], *bad]
+        case float():
+            return ["much", True, [0.5], float("inf"), *below[1:], *bad]
+        case str():
+            return [3, ["a"], {"a": "b"}, *bad]
+        case list():
+            return ["abc", 3, *bad]
+        case dict():
+            return [3, [1], True, *bad]
+        case _:
+            return [[[{"a": {}}]]]
+
+
+def _nodes(value: Any, at: At) -> Iterator[tuple[At, Any]]:
+    """Every section and setting with its path; the keys of a mapping that is one setting belong to the user."""
+    if at:
+        yield at, value
+    if isinstance(value, dict) and _pattern(at) not in SETTINGS:
+        for key, inner in value.items():
+            yield from _nodes(inner, (*at, key))
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, inner in enumerate(value):
+            yield from _nodes(inner, (*at, index))
+
+
+def _get(tree: Any, at: At) -> Any:
+    for part in at:
+        tree = tree[part]
+    return tree
+
+
+def _set(tree: Tree, at: At, value: Any) -> None:
+    _get(tree, at[:-1])[at[-1]] = value
+
+
+def _dotted(at: At) -> str:
+    return ".".join(str(part) for part in at)
+
+
+def _pattern(at: At) -> str:
+    return ".".join("N" if isinstance(part, int) else part for part in at)
+
+
+def _mutation(tree: Tree, at: At) -> Mutation:
+    return Mutation(yaml.safe_dump(tree), _dotted(at))
+
+
+def complaint(mutation: Mutation, file: Path) -> str:
+    """What is wrong with how a mutation is refused; "" if it is refused well."""
+    file.write_text(mutation.text)
+    try:
+        load([str(file)])
+    except ConfigError as error:
+        heads = [line.removeprefix(f"{file}:").partition(": ")[2] or line for line in error.mistakes]
+        named = any(head.startswith((f"{mutation.path}:", f"{mutation.path} ")) for head in [*heads, *error.mistakes])
+        odd = [
+            line for line in error.mistakes if not line.isprintable() or "adapter.lora." in line or "list[str]" in line
+        ]
+        if named and not odd and error.exit_code == 2:
+            return ""
+        return f"{mutation.path} is not named well in {error.mistakes}"
+    return f"{mutation.path}: accepted\n{mutation.text}"
+
+
+def complaints() -> tuple[int, list[str]]:
+    """The number of mutations, and what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = [complaint(mutation, Path(folder) / "mutated.yaml") for mutation in mutations()]
+    return len(found), [text for text in found if text]
+
+
+def test_every_setting_is_mutated(tmp_path: Path) -> None:
+    """The recipes that are mutated are valid and have every setting but those of other variants."""
+    covered = {_pattern(at) for tree in (FULL, FULL_FILE, FULL_PYTHON) for at, _ in _nodes(tree, ())}
+    assert SETTINGS.keys() - covered == {"task.verifier.path"}
+    for tree in (FULL, FULL_FILE, FULL_PYTHON):
+        file = tmp_path / "full.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        assert dump(load([str(file)])) == dump(load_mapping(tree))
+
+
+def test_every_mutation_is_refused_by_its_path_and_none_loads_torch() -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert int(result.stdout.split()[0]) >= 200
+
+
+if __name__ == "__main__":
+    total, bad = complaints()
+    heavy = sorted({"torch", "transformers", "numpy", "peft"} & sys.modules.keys())
+    print(f"{total} recipes refused, {len(bad)} badly, heavy imports: {heavy}", *bad[:5], sep="\n")
+    sys.exit(bool(bad or heavy))

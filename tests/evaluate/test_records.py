@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import EvaluationError
+from lockstep.evaluate import read_score, score_path, stored_score, write_score
+from lockstep.evaluate.codec import CodecError, from_json, to_json
+from lockstep.types import Score
+from tests.evaluate.scores import score
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, Score]:
+    original = score([True, False, None, True], step=20)
+    path = score_path(tmp_path / "run", 20, "greedy")
+    write_score(path, original)
+    return path, original
+
+
+def test_where_scores_lie(tmp_path: Path) -> None:
+    assert score_path(tmp_path, 0, "greedy") == tmp_path / "scores" / "step_000000_greedy.json"
+    assert score_path(tmp_path, 1234567, "pass@8").name == "step_1234567_pass@8.json"
+    for step, mode in [(-1, "greedy"), (0, "../x"), (0, ""), (0, "sampled(T=1)")]:
+        with pytest.raises(EvaluationError, match="no file name"):
+            score_path(tmp_path, step, mode)
+
+
+def test_a_record_reads_back_equal_with_its_proof(written: tuple[Path, Score]) -> None:
+    path, original = written
+    back = read_score(path)
+    assert back == original
+    assert back.proof is not None
+    assert back.proof.probe is not None
+    assert back.proof.probe.tolerance == 1e-4
+    assert isinstance(back.results, tuple)
+    assert [p.name for p in path.parent.iterdir()] == ["step_000020_greedy.json"]  # no temporary file left
+
+
+def test_a_record_without_proof_and_with_strange_text_reads_back(tmp_path: Path) -> None:
+    odd = score([True])
+    text = 'lone \ud800 surrogate, é, \u2028, "quotes", \\boxed{}\x00'
+    result = dataclasses.replace(odd.results[0], text=text, extracted=text)
+    odd = dataclasses.replace(odd, proof=None, results=(result,))
+    write_score(tmp_path / "a.json", odd)
+    assert read_score(tmp_path / "a.json") == odd
+
+
+def test_writing_again_replaces_the_record(written: tuple[Path, Score]) -> None:
+    path, _ = written
+    write_score(path, score([True], step=20))
+    assert read_score(path).items == 1
+
+
+def test_a_number_that_is_not_finite_is_refused_and_leaves_the_old_record(written: tuple[Path, Score]) -> None:
+    path, original = written
+    with pytest.raises(EvaluationError, match="not finite"):
+        write_score(path, dataclasses.replace(original, seconds=math.nan))
+    assert read_score(path) == original
+
+
+def test_every_single_changed_byte_is_noticed_or_harmless(written: tuple[Path, Score]) -> None:
+    path, original = written
+    raw = path.read_bytes()
+    noticed = 0
+    for place in range(0, len(raw), 7):
+        changed = bytearray(raw)
+        changed[place] ^= 1
+        path.write_bytes(bytes(changed))
+        if (error := refusal(path)) is None:
+            assert read_score(path) == original  # only white space between values may change
+        else:
+            assert str(path) in error
+            noticed += 1
+    assert noticed > 200
+
+
+def refusal(path: Path) -> str | None:
+    try:
+        read_score(path)
+    except EvaluationError as error:
+        return str(error)
+    return None
+
+
+def test_a_changed_value_is_named_as_damage(written: tuple[Path, Score]) -> None:
+    path, _ = written
+    path.write_text(path.read_text().replace('"numerics": "fp32"', '"numerics": "bf16"'))
+    with pytest.raises(EvaluationError, match="checksum is not that of its content"):
+        read_score(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "no record of format lockstep.score"),
+        ('{"accuracy": 0.7331}', "no record of format lockstep.score"),
+        ('{"format": "lockstep.score", "version": 2}', "version 2; this Lockstep reads version 1"),
+        ('{"format": "lockstep.score", "version": 1}', "checksum"),
+        ('{"format": NaN}', "NaN is no JSON number"),
+    ],
+)
+def test_foreign_files_are_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_text(text)
+    with pytest.raises(EvaluationError, match=says) as caught:
+        read_score(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_files_and_folders_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"none\.json: cannot be read: No such file"):
+        read_score(tmp_path / "none.json")
+    with pytest.raises(EvaluationError, match="cannot be read"):
+        read_score(tmp_path)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(EvaluationError, match="not JSON"):
+        read_score(tmp_path / "x.json")
+
+
+def test_fields_are_read_strictly() -> None:
+    good = to_json(score([True]))
+    assert from_json(Score, good) == score([True])
+
+    def broken(change: str) -> str:
+        body = json.loads(json.dumps(good))
+        exec_change(body, change)
+        with pytest.raises(CodecError) as caught:
+            from_json(Score, body)
+        return str(caught.value)
+
+    assert broken("missing") == "Score: missing field items"
+    assert broken("unknown") == "conditions: unknown field gpu"
+    assert broken("type") == "results[0].tokens: expected int, got str"
+    assert broken("bool for int") == "items: expected int, got bool"
+    assert broken("null") == "conditions.model: expected str, got null"
+    assert broken("scalar for list") == "results: expected a list, got str"
+    assert broken("scalar for record") == "proof: expected fields, got int"
+
+
+def test_a_whole_number_reads_as_a_float_where_one_is_meant() -> None:
+    body = to_json(score([True]))
+    body["accuracy"] = 1
+    assert type(from_json(Score, body).accuracy) is float
+
+
+def exec_change(body: dict[str, object], change: str) -> None:
+    match change:
+        case "missing":
+            del body["items"]
+        case "unknown":
+            body["conditions"]["gpu"] = "h200"  # type: ignore[index]
+        case "type":
+            body["results"][0]["tokens"] = "4"  # type: ignore[index]
+        case "bool for int":
+            body["items"] = True
+        case "null":
+            body["conditions"]["model"] = None  # type: ignore[index]
+        case "scalar for list":
+            body["results"] = "abc"
+        case "scalar for record":
+            body["proof"] = 3
+        case _:
+            raise AssertionError(change)
+
+
+def test_a_stored_score_is_reused_only_under_equal_conditions(written: tuple[Path, Score]) -> None:
+    path, original = written
+    assert stored_score(path, original.conditions) == original
+    assert stored_score(path, dataclasses.replace(original.conditions, weights="b" * 16)) is None
+    assert stored_score(path, dataclasses.replace(original.conditions, max_tokens=17)) is None
+    assert stored_score(path.with_name("none.json"), original.conditions) is None
+    path.write_text("{}")
+    with pytest.raises(EvaluationError):
+        stored_score(path, original.conditions)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lockstep.config.schema import Model
+from lockstep.errors import ModelError
+from lockstep.models import ResolvedModel, end_token_ids, load_model, load_tokenizer, resolve, resolve_dtype
+
+
+@pytest.fixture
+def resolved(tiny_model_dir: Path, tmp_path: Path) -> ResolvedModel:
+    """A copy of the tiny model that a test may spoil."""
+    return resolve(Model(path=shutil.copytree(tiny_model_dir, tmp_path / "model").as_posix()))
+
+
+def rewrite(path: Path, **entries: object) -> None:
+    content = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_have_the_dtype_and_the_files_values(resolved: ResolvedModel, dtype: torch.dtype) -> None:
+    model = load_model(resolved, dtype=dtype)
+    assert not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}, "rotary frequencies must not be rounded"
+    files = load_file(resolved.path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, files[name].to(dtype)), name
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight, "the tie is gone"
+
+
+def test_attention_is_the_one_asked_for(resolved: ResolvedModel) -> None:
+    assert load_model(resolved, dtype=torch.float32).config._attn_implementation == "sdpa"
+    assert load_model(resolved, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(resolved, dtype=torch.float32, attention="no_such_attention")
+
+
+def test_a_missing_tensor_is_an_error_not_a_random_one(resolved: ResolvedModel) -> None:
+    weights = load_file(resolved.path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, resolved.path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 tensor \(model.layers.1.mlp.up_proj.weight\) missing"):
+        load_model(resolved, dtype=torch.float32)
+
+
+def test_a_tensor_of_another_shape_is_an_error(resolved: ResolvedModel) -> None:
+    rewrite(resolved.path / "config.json", intermediate_size=96)
+    with pytest.raises(ModelError, match=r"6 tensors \(model.layers.0.mlp.down_proj.weight.* of another shape"):
+        load_model(resolved, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("entry", [{"hidden_act": "zzz"}, {"num_hidden_layers": "two"}, {"model_type": "own"}])
+def test_a_config_that_transformers_cannot_use_is_an_error(resolved: ResolvedModel, entry: dict[str, object]) -> None:
+    rewrite(resolved.path / "config.json", **entry)
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load_model(resolved, dtype=torch.float32)
+    assert "\n" not in caught.value.what
+
+
+def test_a_tensor_that_no_parameter_takes_is_reported(
+    resolved: ResolvedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = load_file(resolved.path / "model.safetensors") | {"model.extra.weight": torch.zeros(2)}
+    save_file(weights, resolved.path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        load_model(resolved, dtype=torch.float32)
+    assert "1 tensor (model.extra.weight)" in caplog.text
+
+
+def test_damaged_weights_are_an_error_that_names_the_folder(resolved: ResolvedModel) -> None:
+    (resolved.path / "model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load_model(resolved, dtype=torch.float32)
+    assert caught.value.where == str(resolved.path)
+
+
+def test_loading_prints_nothing_and_leaves_the_settings_of_transformers(
+    resolved: ResolvedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    transformers.logging.enable_progress_bar()
+    level = transformers.logging.get_verbosity()
+    load_model(resolved, dtype=torch.float32)
+    assert capfd.readouterr() == ("", "")
+    assert transformers.logging.is_progress_bar_enabled()
+    assert transformers.logging.get_verbosity() == level
+
+
+def test_the_tokenizer_pads_left_and_has_the_template(resolved: ResolvedModel) -> None:
+    tokenizer = load_tokenizer(resolved)
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.chat_template.startswith("{% for message in messages %}")
+    assert tokenizer(["4", "4 + 3"], padding=True)["input_ids"][0][0] == tokenizer.pad_token_id
+
+
+def test_a_missing_pad_token_is_the_end_token_and_a_missing_end_token_an_error(resolved: ResolvedModel) -> None:
+    settings = resolved.path / "tokenizer_config.json"
+    rewrite(settings, pad_token=None)
+    assert load_tokenizer(resolved).pad_token == "<|im_end|>"
+    rewrite(settings, eos_token=None)
+    with pytest.raises(ModelError, match="no end token"):
+        load_tokenizer(resolved)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(resolved: ResolvedModel) -> None:
+    (resolved.path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="the tokenizer cannot be read"):
+        load_tokenizer(resolved)
+
+
+@pytest.mark.parametrize(("listed", "expected"), [(2, {2}), ([2, 0], {0, 2}), ([0], {0, 2}), (None, {2})])
+def test_end_tokens_are_those_of_the_tokenizer_and_the_generation_config(
+    resolved: ResolvedModel, listed: object, expected: set[int]
+) -> None:
+    rewrite(resolved.path / "generation_config.json", eos_token_id=listed)
+    assert end_token_ids(resolved, load_tokenizer(resolved)) == expected
+    (resolved.path / "generation_config.json").unlink()
+    assert end_token_ids(resolved, load_tokenizer(resolved)) == {2}
+
+
+def test_auto_dtype_is_fp32_on_cpu_and_bf16_on_a_gpu() -> None:
+    assert resolve_dtype("auto", "cpu") == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda", 1)) == torch.bfloat16
+    assert resolve_dtype("bf16", "cpu") == torch.bfloat16
+    assert resolve_dtype("fp32", "cuda") == torch.float32

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import RunDirectoryError
+from lockstep.evaluate.records import score_path, write_score
+from lockstep.report.gather import choose_samples, find_outside, gather
+from lockstep.report.html import write_report
+from lockstep.track.rollouts import read_rollouts, write_rollouts
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import RunWriter, StepRecord
+from tests.evaluate.scores import score
+from tests.track.runs import FACTS, HOSTILE, RECIPE, finished_run, group, metrics, proof, write_steps
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+OPTIONAL_END = {"li", "p", "td", "tr", "th"}
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page; fails on tags that do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.titles: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open and self.open[-1] == "h2":
+            self.titles.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    path = write_report(run)
+    assert path == run / "report.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_all_its_parts(page: Page) -> None:
+    assert page.titles == [
+        "Base against trained", "Curves", "Outside the healthy range", "Proof of sync", "Objective", "Samples", "Events",
+        "Provenance",
+    ]  # fmt: skip
+    assert "30 of 30 steps · 2 attempts" in page.text
+    assert "LoRA rank 16" in page.text
+    assert FACTS["formula"] in page.text
+    assert "0123456789ab, 2 files changed" in page.text
+
+
+def test_it_needs_no_network_and_no_script(page: Page, run: Path) -> None:
+    assert not {"script", "link", "iframe", "object", "img", "base", "form"} & set(page.tags)
+    names = {name for name, _ in page.attributes}
+    assert not {name for name in names if name.startswith("on")}
+    assert not names & {"src", "href", "srcset", "action", "background"}
+    source = (run / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in source
+    assert "https://" not in source
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "prefers-color-scheme: dark" in source
+
+
+def test_hostile_replies_are_text(page: Page, run: Path) -> None:
+    assert "alert(1)" in page.text
+    assert "<script>alert(1)</script>" in page.text  # as words of the page
+    assert page.tags.count("b") == 4  # the verdicts of four samples; the question's <b>5</b> is text
+    assert "What is <b>5</b> + 2?" in page.text
+    source = (run / "report.html").read_bytes()
+    assert not {0x00, 0x07, 0x1B} & set(source)
+    assert "\\x1b[2J" in page.text
+    assert "\\u202etxet" in page.text
+
+
+def test_base_against_trained_is_the_paired_comparison(page: Page) -> None:
+    assert "25.0 % [14.2, 40.2]" in page.text  # 10 of 40, Wilson
+    assert "70.0 %" in page.text
+    assert "+45.0" in page.text
+    assert page.text.count("improved") == 2
+    assert "greedy" in page.text
+    assert "sampled" in page.text
+
+
+def test_the_curves_are_there_and_empty_ones_are_not(page: Page, run: Path) -> None:
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert labels == [
+        "Held-out accuracy", "Reward", "Answers", "Response length", "Truncated and unscored", "Groups without a difference",
+        "Entropy", "Gradient norm before clipping", "Learning rate", "Rollout against learner", "Policy loss", "Memory",
+        "Time of a step by phase",
+    ]  # fmt: skip
+    source = (run / "report.html").read_text(encoding="utf-8")
+    assert "norm, step 17: 250" in source
+    assert "greedy, step 0: 0.25 [0.142, 0.402]" in source  # from the score
+    assert "greedy, step 10: 0.467 [0.367, 0.617]" in source  # from the metrics
+    assert source.count("<polygon") == 4  # rollout, grade, update, sync; nothing was evaluated or saved in these steps
+
+
+def test_warnings_name_the_steps_and_the_remedy(page: Page) -> None:
+    assert "3 steps, 28 to 30" in page.text
+    assert "grad/norm" in page.text
+    assert "Raise rollout.max_tokens" in page.text
+
+
+def test_the_proof_is_summed_up(page: Page) -> None:
+    assert "30, of which 30 passed" in page.text
+    assert f"version 30, fingerprint {30:016x}" in page.text
+    assert "No step has a proof" not in page.text
+
+
+def test_samples_show_question_reply_extraction_answer_and_reward(page: Page) -> None:
+    assert "4 replies of step 30" in page.text
+    assert "extracted “7” (boxed), answer “7”, reward 1, advantage 0.5" in page.text
+    assert "State the final answer: 4 + 3 = (step 30)" in page.text
+    assert "not scored: the verifier's worker was killed after 2 s" in page.text
+
+
+def test_a_failed_proof_and_steps_without_one_are_said(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run, RunWriter(run) as writer:
+        writer.step(1, metrics(1))
+        assert "No step has a proof" in Page(write_report(run.path).read_text(encoding="utf-8")).text
+        writer.step(2, metrics(2), proof(2, mismatched=("model.layers.0.mlp.up_proj.weight: values differ",)))
+        writer.step(3, metrics(3), proof(3, mean=0.5))
+        text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert "2, of which 0 passed" in text
+    assert "Step 2: 1 tensors differ: model.layers.0.mlp.up_proj.weight: values differ" in text
+    assert "Step 3: probe mean 0.5 exceeds 0.0001" in text
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, {}) as run:
+        page = Page(write_report(run).read_text(encoding="utf-8"))
+    assert "no step yet" in page.text
+    assert page.titles == ["Provenance"]
+
+
+def test_what_cannot_be_read_or_compared_is_a_note(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", "name: a\nstepps: 3\n", FACTS) as run:
+        write_steps(run, 1, 3)
+        marks = [True, False] * 20
+        write_score(score_path(run.path, 0, "greedy"), score(marks))
+        write_score(score_path(run.path, 2, "greedy"), score(marks, step=2, weights="b" * 16, max_tokens=99))
+        write_score(score_path(run.path, 9, "greedy"), score(marks, step=9, weights="c" * 16))
+        damaged = score_path(run.path, 3, "greedy")
+        damaged.write_text(score_path(run.path, 2, "greedy").read_text().replace('"accuracy": 0.5', '"accuracy": 0.9'))
+        (run.rollouts_path / "step_000003.parquet").write_bytes(b"PAR1")
+    facts = gather(RunDirectory.open(run.path))
+    assert facts.rows == ()
+    assert facts.samples is None
+    notes = "\n".join(facts.notes)
+    assert "step_000003_greedy.json is left out: its checksum" in notes
+    assert "step_000009_greedy.json is left out: its weights belong to an attempt" in notes
+    assert "not compared" in notes
+    assert "max_tokens: 16 against 99" in notes
+    assert "not a recipe of this version" in notes
+    assert "rollouts of step 3 are left out" in notes
+    text = Page(write_report(run.path).read_text(encoding="utf-8")).text
+    assert "max_tokens: 16 against 99" in text
+    assert "50.0 % [35.2, 64.8]" in text  # the scores are still listed, each for itself
+
+
+def test_the_last_step_is_that_of_the_attempt_that_counts(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
+        write_steps(run, 1, 9)
+    with RunDirectory.resume(tmp_path / "a", FACTS) as run:
+        write_steps(run, 4, 5)
+    facts = gather(RunDirectory.open(run.path))
+    assert [record.step for record in facts.records] == [1, 2, 3, 4, 5]
+    assert facts.samples is not None
+    assert facts.samples.step == 5
+
+
+def test_metrics_outside_are_found_in_order_of_how_often() -> None:
+    steps = [StepRecord(i, 1, "t", {"length/truncated": 0.9, "grad/norm": 0.0 if i == 2 else 1.0}) for i in (1, 2, 3)]
+    assert [(row.name, row.steps, row.first) for row in find_outside(steps)] == [
+        ("length/truncated", (1, 2, 3), 0.9),
+        ("grad/norm", (2,), 0.0),
+    ]
+
+
+def test_samples_are_a_mix_of_different_prompts(tmp_path: Path) -> None:
+    right = [group(f"right/{i}", "?", [("a", True), ("b", True), ("c", True)]) for i in range(6)]
+    mixed = [group(f"wrong/{i}", "?", [("d", False)]) for i in range(3)] + [group("none", "?", [("e", None)])]
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
+        write_rollouts(run, 1, right + mixed, [[0.0] * 3] * 6 + [[0.0]] * 4)
+    chosen = choose_samples(read_rollouts(run, 1))
+    assert [row.prompt_id for row in chosen] == [
+        "none", "wrong/0", "right/0", "wrong/1", "right/1", "wrong/2", "right/2", "right/3", "right/4", "right/5",
+    ]  # fmt: skip
+
+
+def test_a_long_reply_is_cut_with_a_count(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
+        write_rollouts(run, 1, [group("long", "?", [("x" * 10_000, True)])], [[0.0]])
+        source = write_report(run).read_text(encoding="utf-8")
+    assert "x" * 6000 in source
+    assert "x" * 6001 not in source
+    assert "4000 more characters" in source
+
+
+def test_no_run_no_page(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no such run"):
+        write_report(tmp_path / "nothing")
+
+
+def test_making_the_page_loads_no_torch(run: Path) -> None:
+    program = (
+        "import sys; from lockstep.report.html import write_report; write_report(sys.argv[1]);"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def test_hostile_text_in_every_place_stays_text(tmp_path: Path) -> None:
+    recipe, facts = f"name: a # {HOSTILE[:60]!a}\n", {**FACTS, "formula": HOSTILE}
+    values = {HOSTILE: 1.0, f"eval/{HOSTILE[6:14]}/accuracy": 0.5, "length/truncated": 1.0}
+    with RunDirectory.create(tmp_path / "<b>", recipe, facts) as run:
+        with RunWriter(run) as writer:
+            writer.event(HOSTILE, HOSTILE)
+            writer.step(1, values, proof(1, mismatched=(HOSTILE,)))
+        write_rollouts(run, 1, [group(HOSTILE, HOSTILE, [(HOSTILE, None)])], [[0.0]])
+        page = Page(write_report(run).read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert "<script>, step 1: 0.5" in page.text

@@ -1,0 +1,130 @@
+"""The command line as a shell sees it: exit codes, streams, what it imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import cli
+from lockstep.cli import COMMANDS, main
+from lockstep.errors import HealthStop
+
+ROOT = Path(__file__).parents[1]
+PRESENT = sorted(path.stem for path in (ROOT / "lockstep" / "commands").glob("*.py") if path.stem != "__init__")
+
+
+def shell(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-c", code] if code else ["-m", "lockstep"]), *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+
+
+def test_every_command_module_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(PRESENT) <= set(COMMANDS)
+    assert sorted(cli.commands()) == PRESENT
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {name} " in shown for name in PRESENT)
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: lockstep {name}")
+
+
+def test_starting_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from lockstep.cli import main; code = main(sys.argv[1:])\n"
+        "print(code, sorted({'torch', 'transformers', 'numpy', 'peft', 'pyarrow', 'rich'} & sys.modules.keys()))"
+    )
+    result = shell("config", "check", "smoke", code=code)
+    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
+
+
+def test_version_goes_to_stdout() -> None:
+    result = shell("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"lockstep {lockstep.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["confg"], "there is no 'confg'; did you mean config?"),
+        (["config", "chek", "smoke"], "there is no 'chek'; did you mean check?"),
+        (["zzz"], "there is no 'zzz'; choose from"),
+        ([], "COMMAND"),
+        (["config", "check"], "required"),
+        (["config", "show", "smoke", "--frob"], "--frob"),
+    ],
+)
+def test_wrong_usage_exits_2_with_a_hint(args: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert hint in captured.err
+
+
+def test_errors_are_text_without_traceback() -> None:
+    result = shell("config", "check", "smoke", "steps=0")
+    assert result.returncode == 2
+    assert result.stderr == "lockstep: 1 mistake in smoke steps=0:\n  steps = 0: must be at least 1\n"
+
+
+def command(run: object) -> types.ModuleType:
+    module = types.ModuleType("lockstep.commands.probe")
+    vars(module).update(add_parser=lambda subparsers: subparsers.add_parser("probe"), run=run)
+    return module
+
+
+def stops(args: object) -> int:
+    raise HealthStop("entropy fell to 0", where="step 7", fix="lower optimizer.lr")
+
+
+def is_interrupted(args: object) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("SIGINT did not arrive")
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "text"),
+    [
+        (lambda args: 5, 5, ""),
+        (stops, 3, "lockstep: step 7: entropy fell to 0\n  to fix: lower optimizer.lr\n"),
+        (is_interrupted, 130, "lockstep: interrupted\n"),
+    ],
+)
+def test_a_command_ends_with_its_exit_code(
+    run: object, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "commands", lambda: {"probe": command(run)})
+    assert main(["probe"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(args: object) -> int:
+        raise BrokenPipeError("of something else than stdout")
+
+    monkeypatch.setattr(cli, "commands", lambda: {"probe": command(fails)})
+    with pytest.raises(BrokenPipeError, match="something else"):
+        main(["probe"])
+
+
+@pytest.mark.parametrize("args", ["config help", "config show smoke"])
+def test_a_closed_pipe_ends_quietly(args: str) -> None:
+    """`config help` is larger than the output buffer and fails while printing, `config show` fails at the last flush."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lockstep", *args.split()]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env, timeout=60)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")

@@ -1,0 +1,156 @@
+"""What the project says about itself: dependencies, versions, commands, layers, and the size of its parts."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lockstep
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted((ROOT / "lockstep").rglob("*.py"))
+LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+EXEMPT = ("lockstep/config/schema.py",)  # every setting in one file, on purpose
+
+
+def requirements() -> dict[str, Requirement]:
+    """Everything that the project may ask for, extras included, by canonical name."""
+    lines = [*PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of all packages that a module imports, at the top or inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The heavy packages in sys.modules after a fresh interpreter ran `statement`."""
+    script = f"{statement}\nimport sys; print(*({{'torch', 'transformers', 'peft'}} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+COMMANDS = "import pkgutil, importlib, lockstep.commands as c\nfor m in pkgutil.iter_modules(c.__path__): "
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import lockstep.types, lockstep.errors, lockstep.seeds",
+        "import lockstep.config.schema, lockstep.config.load, lockstep.config.help",
+        "import lockstep.models",
+        "import lockstep.cli",
+        COMMANDS + "importlib.import_module('lockstep.commands.' + m.name)",
+    ],
+)
+def test_what_a_user_types_first_loads_no_torch(statement: str) -> None:
+    assert loaded_by(statement) == set()
+
+
+def test_the_torch_check_can_fail() -> None:
+    assert "torch" in loaded_by("import torch")
+
+
+def test_every_import_is_declared() -> None:
+    declared, owners = requirements(), packages_distributions()
+    missing = {}
+    for path in MODULES:
+        for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            if name in sys.stdlib_module_names or name in ("lockstep", "__future__"):
+                continue
+            distributions = {canonicalize_name(owner) for owner in owners.get(name, [name])}
+            if not distributions & declared.keys():
+                missing[name] = str(path.relative_to(ROOT))
+    assert missing == {}
+
+
+def test_every_dependency_is_used() -> None:
+    names = {name for path in MODULES for name in imported(ast.parse(path.read_text(encoding="utf-8")))}
+    owners = packages_distributions()
+    used = {canonicalize_name(owner) for name in names for owner in owners.get(name, [])}
+    declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    assert declared - used == set()
+
+
+def test_the_tested_versions_are_pinned_and_within_the_ranges() -> None:
+    pinned = pins()
+    assert pinned["torch"] == "2.13.0"
+    for extra in ("dev", "trackers"):
+        for line in PROJECT["optional-dependencies"][extra]:
+            assert canonicalize_name(Requirement(line).name) in pinned, line
+    for name, requirement in requirements().items():
+        if name in pinned:
+            assert requirement.specifier.contains(pinned[name]), f"{requirement} but {pinned[name]} was tested"
+    for line in PROJECT["dependencies"]:
+        assert canonicalize_name(Requirement(line).name) in pinned, line
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.11.0"), ("torch", "2.13.0"), ("transformers", "5.17.0")])
+def test_the_promised_versions_are_admitted(name: str, version: str) -> None:
+    assert requirements()[name].specifier.contains(version)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lockstep.__version__)
+    assert f"version: {lockstep.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {lockstep.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_command_exists_and_knows_its_version() -> None:
+    module, function = PROJECT["scripts"]["lockstep"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    command = [sys.executable, "-m", "lockstep", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert lockstep.__version__ in done.stdout
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
+    assert "\nmake test\n" in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST_FILE or str(path.relative_to(ROOT)) in EXEMPT
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION]
+    assert long == []
+
+
+def test_nothing_can_run_code_from_a_file() -> None:
+    """No pickle, eval, exec, torch.load or marshal anywhere in the package."""
+    found = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "torch.load", "yaml.load"):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)}")
+            if {"pickle", "marshal", "shelve", "dill"} & set(imported(node)):
+                found.append(f"{path.relative_to(ROOT)} imports a pickle")
+    assert found == []
