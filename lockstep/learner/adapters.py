@@ -59,11 +59,14 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
 def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    from lockstep.learner.lora_linear import LoraLinear
+
     targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     config = LoraConfig(
         r=adapter.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"  # type: ignore[arg-type]
     )
+    config._register_custom_module({torch.nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

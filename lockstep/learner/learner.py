@@ -19,6 +19,7 @@ from lockstep.errors import LearnerError
 from lockstep.learner.optimizer import MasterAdamW, learning_rate
 from lockstep.learner.packing import Packed, as_sequence, microbatches, pack
 from lockstep.learner.statistics import UpdateStatistics
+from lockstep.models.attention import require_attention_only
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.weights import clean_name, named_weights
 from lockstep.types import Batch, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
@@ -57,8 +58,9 @@ class TorchLearner:
         self._skipped_in_a_row = 0
         self._settings, self._plan, self._reference = recipe.optimizer, Plan.of(recipe), reference
         base = base_model(model)
+        require_attention_only(base)
         if recipe.update.recompute:
-            base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            _recompute_layers(base)
         self._device = next(base.parameters()).device
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
@@ -176,6 +178,15 @@ class _adapters_off:
 def base_model(model: nn.Module) -> Any:
     """The transformers model, without PEFT around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _recompute_layers(base: Any) -> None:
+    """Have each decoder layer compute its activations again in the backward pass."""
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in base.modules():
+        # transformers recomputes in training mode alone. Only the layer's own flag is set: no dropout, which sits inside, wakes.
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
 
 
 def _forward(model: nn.Module, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,9 @@ def learning_rate(settings: AdamW, peak: float, step: int, total: int) -> float:
             return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step did."""
@@ -103,21 +106,37 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over `tensors()` of an earlier process. Raises CheckpointError if the parameters are not the same ones."""
-        known = {key.split(".", 1)[1] for key in state}
-        if known - set(self._parameters):
-            raise CheckpointError(
-                f"the optimizer state names {len(known - set(self._parameters))} parameters that this model does not train",
-                where=min(known - set(self._parameters)),
-                fix="resume with the recipe that the run was started with",
-            )
+        """Take over `tensors()` of an earlier process, bit by bit.
+
+        Raises CheckpointError, before anything is changed, if it is not of these very parameters.
+        """
+        self._check(state)
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 master.copy_(state[f"master.{name}"])
                 self._parameters[name].copy_(master)
-            values = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
-            if values:
-                self._adamw.state[master] = {key: value.clone() for key, value in values.items()}
+            if f"step.{name}" in state:
+                self._adamw.state[master] = {
+                    key: state[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS
+                }
+
+    def _check(self, state: Mapping[str, Tensor]) -> None:
+        """The state of no step holds at most masters, any other holds everything, in the parameters' shapes."""
+        masters = {f"master.{name}" for name, master in self._masters.items() if master is not self._parameters[name]}
+        moments = {f"{key}.{name}" for key in _MOMENTS for name in self._masters}
+        expected = masters | moments if state.keys() - masters else masters
+        shapes = {name: master.shape for name, master in self._masters.items()}
+        wrong = {
+            key
+            for key in expected & state.keys()
+            if not key.startswith("step.") and state[key].shape != shapes[key.split(".", 1)[1]]
+        }
+        if problems := sorted((expected ^ state.keys()) | wrong):
+            raise CheckpointError(
+                f"{len(problems)} tensors of the optimizer state are missing, unknown or of another shape",
+                where=problems[0],
+                fix="resume with the recipe that the run was started with",
+            )
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)

@@ -124,7 +124,7 @@ def microbatches(sequences: Sequence[TrainSequence], budget: int, *, share_promp
     tokens, group = 0, -1
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].group):
         sequence = sequences[index]
-        response = len(sequence.ids) - 1
+        response = _fed(sequence)
         shared = share_prompts and sequence.group == group
         cost = response if shared else response + len(sequence.prompt_ids)
         if not chunks or tokens + cost > budget:
@@ -148,7 +148,7 @@ def pack(
     last_row, group = 0, None
     for place, index in enumerate(chosen):
         sequence = sequences[index]
-        prompt, fed = len(sequence.prompt_ids), len(sequence.ids) - 1
+        prompt, fed = len(sequence.prompt_ids), _fed(sequence)
         if not (share_prompts and sequence.group == group):
             group, branch = sequence.group, (prompt, list[int]())
             branches.append(branch)
@@ -168,6 +168,11 @@ def pack(
     tensors = (torch.tensor(values, device=device) for values in (ids, positions, rows, targets, owner))
     ids_T, positions_T, rows_R, targets_R, sequence_R = tensors
     return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))
+
+
+def _fed(sequence: TrainSequence) -> int:
+    """Response tokens that the model reads: the last one is only predicted."""
+    return max(0, len(sequence.ids) - 1)
 
 
 def as_sequence(ids: TokenIds, group: int) -> TrainSequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
 from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts
@@ -32,7 +33,14 @@ class Keeper:
 
 
 def best_so_far(recipe: Recipe, journal: Journal) -> tuple[float, int] | None:
-    """The best step of the records that a resumed run continues."""
+    """The best step of the records that a resumed run continues, among those whose checkpoint was completed."""
     name = recipe.save.keep_best
-    rows = [(row.metrics[name], row.step) for row in read_metrics(journal.run) if name in row.metrics] if name else []
+    if name is None:
+        return None
+    saved = {info.step for info in list_checkpoints(journal.run.path) if info.complete}
+    rows = [
+        (row.metrics[name], row.step)
+        for row in read_metrics(journal.run)
+        if name in row.metrics and row.step in saved
+    ]
     return max(rows, key=lambda row: (row[0], -row[1])) if rows else None

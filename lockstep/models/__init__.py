@@ -3,14 +3,13 @@
     resolve(settings)   built-in name, hub id or folder  →  ResolvedModel: a checked folder on this machine
     load_tokenizer      ResolvedModel  →  tokenizer
     load_model          ResolvedModel  →  model with weights of one dtype on one device
-    end_token_ids       ResolvedModel, tokenizer  →  the ids that end a reply
 
 Importing this loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from lockstep.models.load import end_token_ids, load_model, load_tokenizer, resolve_dtype
+from lockstep.models.load import load_model, load_tokenizer, resolve_dtype
 from lockstep.models.resolve import ResolvedModel, Source, resolve
 
-__all__ = ["ResolvedModel", "Source", "end_token_ids", "load_model", "load_tokenizer", "resolve", "resolve_dtype"]
+__all__ = ["ResolvedModel", "Source", "load_model", "load_tokenizer", "resolve", "resolve_dtype"]

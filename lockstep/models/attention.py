@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from lockstep.errors import EngineError
+from lockstep.errors import EngineError, ModelError
 
 NAME = "lockstep"
 SMALL = 2**16
@@ -74,6 +74,23 @@ def lockstep_attention(
 
 
 AttentionInterface.register(NAME, lockstep_attention)
+
+
+def require_attention_only(model: nn.Module) -> None:
+    """Raise ModelError for a model in which tokens meet otherwise than a Layout says: by recurrence, convolution or chunks.
+
+    On a packed stream such a layer would silently mix neighbouring sequences.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False):
+        kinds.add("recurrent")
+    if kinds:
+        raise ModelError(
+            f"it has {', '.join(sorted(kinds))} layers, which cannot run on packed sequences",
+            where=type(model).__name__,
+            fix="choose a model with full or sliding-window attention in every layer",
+        )
 
 
 def dense_attention(

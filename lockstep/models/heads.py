@@ -1,7 +1,7 @@
 """Token log-probabilities and entropies from hidden states, without a tokens × vocabulary matrix.
 
-The head runs over a few hundred rows at a time; only one number per token is kept, and the backward pass computes each
-block of logits again. Peak memory is one block, whatever the number of tokens.
+The head runs over a tile of rows and vocabulary entries at a time; only a few numbers per token are kept, and the backward
+pass computes each tile of logits again. Peak memory is one tile, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from lockstep.errors import ModelError
 
-BLOCK_BYTES = {"cpu": 10 * 2**20, "cuda": 256 * 2**20}
-"""Size of one block of fp32 logits: on a CPU it should stay in the cache, on a GPU it should fill the machine."""
+TILES = {"cpu": (512, 2048), "cuda": (4096, 32768)}
+"""Rows × vocabulary entries of logits that exist at once. On a CPU such a tile and its slice of the weight stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer of a decoder: logits = cap(hidden @ weight.T + bias) * scale."""
+    """The output layer of a decoder: logits = cap(scale * (hidden @ weight.T + bias))."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -28,6 +28,11 @@ class Head:
     """Gemma 2: softcap * tanh(logits / softcap)."""
     scale: float = 1.0
     """Cohere multiplies (logit_scale), Granite divides (logits_scaling)."""
+
+    def slice(self, entries: slice) -> Head:
+        """The head of a part of the vocabulary."""
+        bias = None if self.bias_V is None else self.bias_V[entries]
+        return Head(self.weight_VH[entries], bias, self.softcap, self.scale)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] in fp32 (in fp64 for a float64 model)."""
@@ -49,7 +54,7 @@ def head_of(model: nn.Module) -> Head:
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
         raise ModelError(f"the model's head is {type(layer).__name__}, not a linear layer", where=type(model).__name__)
-    config: Any = model.config
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
 
@@ -79,25 +84,16 @@ class _TokenLogprobs(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VH, bias_V, softcap, scale)
-        tokens = hidden_TH.shape[0]
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-        logprobs_T = hidden_TH.new_empty(tokens, dtype=dtype)
-        entropy_T = hidden_TH.new_empty(tokens, dtype=dtype)
-        lse_T = hidden_TH.new_empty(tokens, dtype=dtype)
-        for rows in _blocks(hidden_TH, weight_VH.shape[0]):
-            logits_BV = _tempered(head, hidden_TH[rows], temperature)
-            top_B1 = logits_BV.amax(-1, keepdim=True)
-            logits_BV -= top_B1  # in place: a fresh block costs more than the arithmetic on it
-            target_B = logits_BV.gather(-1, targets_T[rows, None])[:, 0]
-            mass_BV = logits_BV.exp()
-            total_B = mass_BV.sum(-1)
-            lse_B = total_B.log()
-            lse_T[rows] = lse_B + top_B1[:, 0]
-            logprobs_T[rows] = target_B - lse_B
-            entropy_T[rows] = lse_B - torch.linalg.vecdot(mass_BV, logits_BV) / total_B
+        lse_T, target_T, entropy_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
+        for rows in _spans(hidden_TH.shape[0], _tile(hidden_TH)[0]):
+            summary = _Summary(hidden_TH[rows], targets_T[rows], dtype)
+            for entries in _spans(weight_VH.shape[0], _tile(hidden_TH)[1]):
+                summary.add(_tempered(head.slice(entries), hidden_TH[rows], temperature), entries)
+            lse_T[rows], target_T[rows], entropy_T[rows] = summary.result()
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T)
         ctx.temperature, ctx.softcap, ctx.scale = temperature, softcap, scale
-        return logprobs_T, entropy_T
+        return target_T - lse_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,47 +102,93 @@ class _TokenLogprobs(torch.autograd.Function):
         head = Head(weight_VH, bias_V, ctx.softcap, ctx.scale)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         with_entropy = bool(grad_entropy_T.count_nonzero())
-        grad_hidden_TH = torch.empty_like(hidden_TH) if need_hidden else None
+        # Sums over tiles are kept wide: a bf16 running sum would lose small terms.
+        grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=lse_T.dtype) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_T.dtype) if need_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=lse_T.dtype) if need_bias else None
-        for rows in _blocks(hidden_TH, weight_VH.shape[0]):
-            logits_BV = _tempered(head, hidden_TH[rows], ctx.temperature)
-            slope_BV = _cap_slope(head, logits_BV, ctx.temperature)
-            logits_BV -= lse_T[rows, None]  # log p
-            # d logprob_target / d logit = 1[target] - p ; d entropy / d logit = -p (log p + entropy)
-            entropy_part = None
-            if with_entropy:
-                entropy_part = grad_entropy_T[rows, None] * logits_BV.exp() * (logits_BV + entropy_T[rows, None])
-            grad_BV = logits_BV.exp_().mul_(-grad_logprobs_T[rows, None])
-            grad_BV.scatter_add_(1, targets_T[rows, None], grad_logprobs_T[rows, None])
-            if entropy_part is not None:
-                grad_BV -= entropy_part
-            grad_BV = (grad_BV if slope_BV is None else grad_BV.mul_(slope_BV)).to(hidden_TH.dtype)
-            if grad_hidden_TH is not None:
-                grad_hidden_TH[rows] = grad_BV @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += grad_BV.T @ hidden_TH[rows]
-            if grad_bias_V is not None:
-                grad_bias_V += grad_BV.sum(0)
+        for rows in _spans(hidden_TH.shape[0], _tile(hidden_TH)[0]):
+            for entries in _spans(weight_VH.shape[0], _tile(hidden_TH)[1]):
+                logits_BC = _tempered(head.slice(entries), hidden_TH[rows], ctx.temperature)
+                slope_BC = _cap_slope(head, logits_BC, ctx.temperature)
+                logits_BC -= lse_T[rows, None]  # log p
+                # d logprob_target / d logit = 1[target] - p ; d entropy / d logit = -p (log p + entropy)
+                entropy_part = None
+                if with_entropy:
+                    entropy_part = grad_entropy_T[rows, None] * logits_BC.exp() * (logits_BC + entropy_T[rows, None])
+                grad_BC = logits_BC.exp_().mul_(-grad_logprobs_T[rows, None])
+                row_K, column_K = _targets_within(targets_T[rows], entries)
+                grad_BC[row_K, column_K] += grad_logprobs_T[rows][row_K]
+                if entropy_part is not None:
+                    grad_BC -= entropy_part
+                grad_BC = (grad_BC if slope_BC is None else grad_BC.mul_(slope_BC)).to(hidden_TH.dtype)
+                if grad_hidden_TH is not None:
+                    grad_hidden_TH[rows] += grad_BC @ weight_VH[entries]
+                if grad_weight_VH is not None:
+                    grad_weight_VH[entries] += grad_BC.T @ hidden_TH[rows]
+                if grad_bias_V is not None:
+                    grad_bias_V[entries] += grad_BC.sum(0)
+        hidden = None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype)
         weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_TH, weight, bias, None, None, None, None
+        return hidden, weight, bias, None, None, None, None
+
+
+class _Summary:
+    """Running logsumexp, target logit and entropy of a block of rows, tile by tile over the vocabulary."""
+
+    def __init__(self, hidden_BH: Tensor, targets_B: Tensor, dtype: torch.dtype) -> None:
+        rows = hidden_BH.shape[0]
+        self._targets_B = targets_B
+        self._top_B = hidden_BH.new_full((rows,), -torch.inf, dtype=dtype)
+        self._mass_B = hidden_BH.new_zeros(rows, dtype=dtype)
+        """Σ exp(logit - top)"""
+        self._moment_B = hidden_BH.new_zeros(rows, dtype=dtype)
+        """Σ exp(logit - top) · (logit - top)"""
+        self._target_B = hidden_BH.new_zeros(rows, dtype=dtype)
+
+    def add(self, logits_BC: Tensor, entries: slice) -> None:
+        """Take in one tile, which is overwritten."""
+        row_K, column_K = _targets_within(self._targets_B, entries)
+        self._target_B[row_K] = logits_BC[row_K, column_K]
+        top_B = torch.maximum(self._top_B, logits_BC.amax(-1))
+        shift_B = torch.where(self._top_B.isinf(), 0.0, self._top_B - top_B)
+        shrink_B = shift_B.exp()
+        self._moment_B = (self._moment_B + shift_B * self._mass_B) * shrink_B
+        self._mass_B = self._mass_B * shrink_B
+        logits_BC -= top_B[:, None]
+        mass_BC = logits_BC.exp()
+        self._mass_B += mass_BC.sum(-1)
+        self._moment_B += torch.linalg.vecdot(mass_BC, logits_BC)
+        self._top_B = top_B
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp, target logit, entropy."""
+        log_mass_B = self._mass_B.log()
+        return self._top_B + log_mass_B, self._target_B, log_mass_B - self._moment_B / self._mass_B
+
+
+def _targets_within(targets_B: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in a tile, and its column there."""
+    row_K = ((targets_B >= entries.start) & (targets_B < entries.stop)).nonzero()[:, 0]
+    return row_K, targets_B[row_K] - entries.start
 
 
 def _tempered(head: Head, hidden_BH: Tensor, temperature: float) -> Tensor:
-    logits_BV = head.logits(hidden_BH)
-    return logits_BV if temperature == 1.0 else logits_BV / temperature
+    logits_BC = head.logits(hidden_BH)
+    return logits_BC if temperature == 1.0 else logits_BC / temperature
 
 
-def _cap_slope(head: Head, tempered_BV: Tensor, temperature: float) -> Tensor | None:
+def _cap_slope(head: Head, tempered_BC: Tensor, temperature: float) -> Tensor | None:
     """Derivative of the tempered logits with respect to hidden @ weight.T; None stands for 1."""
     factor = head.scale / temperature
     if head.softcap is None:
-        return None if factor == 1.0 else tempered_BV.new_tensor(factor)
-    return (1 - (tempered_BV * (temperature / head.softcap)) ** 2) * factor
+        return None if factor == 1.0 else tempered_BC.new_tensor(factor)
+    return (1 - (tempered_BC * (temperature / head.softcap)) ** 2) * factor
 
 
-def _blocks(hidden_TH: Tensor, vocabulary: int) -> list[slice]:
-    tokens = hidden_TH.shape[0]
-    size = max(16, BLOCK_BYTES.get(hidden_TH.device.type, 2**26) // (4 * vocabulary) // 16 * 16)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+def _tile(hidden_TH: Tensor) -> tuple[int, int]:
+    return TILES.get(hidden_TH.device.type, TILES["cuda"])
+
+
+def _spans(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
-from lockstep.models.folder import read_json
 from lockstep.models.resolve import ResolvedModel
 
 if TYPE_CHECKING:
@@ -92,14 +91,6 @@ def load_model(
         parameter.data = parameter.data.to(dtype)
     placed: PreTrainedModel = model.to(device).eval()
     return placed
-
-
-def end_token_ids(resolved: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a reply: the tokenizer's end token and those of generation_config.json, which may list several."""
-    path = resolved.path / "generation_config.json"
-    listed = read_json(path).get("eos_token_id") if path.is_file() else None
-    more = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    return frozenset({int(tokenizer.eos_token_id), *map(int, more)})
 
 
 def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:

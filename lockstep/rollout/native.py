@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import EngineError, StaleWeightsError
-from lockstep.models.attention import Layout
+from lockstep.models.attention import Layout, require_attention_only
 from lockstep.models.heads import head_of, token_logprobs
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.sampler import sample, uniforms
@@ -58,10 +58,14 @@ class NativeEngine:
     def __init__(
         self, model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
     ) -> None:
-        """`decode` turns ids into text, only to look for stop strings. `model` may be a PEFT model."""
+        """`decode` turns ids into text, only to look for stop strings. `model` may be a PEFT model.
+
+        Raises ModelError for a model that cannot run here.
+        """
         self.version = -1
         self._model, self._stop_ids, self._decode = model, stop_ids, decode
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        require_attention_only(base)
         self._decoder, self._head = base.get_decoder(), head_of(base)
         config = base.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -74,23 +78,29 @@ class NativeEngine:
         self._waiting: Counter[str] = Counter()
         self._prompts: dict[str, _Prompt] = {}
         self._active: list[_Sequence] = []
+        self._done: deque[Completion] = deque()
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
+        prompts = {request.group: request.prompt_ids for request in self._queue}
         for request in requests:
             self._check(request)
+            if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
+                raise EngineError(f"group {request.group} has another prompt already", where=request.id)
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
         longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
         self._slots.reserve(longest)
 
     def completed(self) -> Iterator[Completion]:
-        """Yield completions as they finish, until nothing is queued or running."""
-        while self._queue or self._active:
-            yield from self._admit()
+        """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
+        while self._queue or self._active or self._done:
+            self._admit()
             if self._active:
-                yield from self._step()
+                self._step()
+            while self._done:
+                yield self._done.popleft()
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -110,9 +120,8 @@ class NativeEngine:
 
     def close(self) -> None:
         self._slots.release()
-        self._queue.clear()
-        self._active.clear()
-        self._prompts.clear()
+        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts):
+            kept.clear()
 
     # --- admission ------------------------------------------------------------------------------------------------
     def _check(self, request: Request) -> None:
@@ -134,7 +143,7 @@ class NativeEngine:
             )
 
     @torch.no_grad()
-    def _admit(self) -> Iterator[Completion]:
+    def _admit(self) -> None:
         """Move requests from the queue into free slots and sample their first tokens."""
         count = min(self._capacity - len(self._active), len(self._queue))
         if not count:
@@ -148,7 +157,7 @@ class NativeEngine:
         places: dict[str, list[int]] = {}
         for sequence in sequences:
             if reason := self._finish(sequence):
-                yield self._completion(sequence, reason)
+                self._done.append(self._completion(sequence, reason))
             else:
                 places.setdefault(sequence.request.group, []).append(used + sum(map(len, places.values())))
         for group, slots in places.items():
@@ -181,7 +190,7 @@ class NativeEngine:
 
     # --- decoding -------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def _step(self) -> Iterator[Completion]:
+    def _step(self) -> None:
         """One token for every active sequence."""
         active = self._active
         positions = [s.cached for s in active]
@@ -196,7 +205,7 @@ class NativeEngine:
                 if last is not sequence:  # the last slot's sequence moves into the free one: used slots stay the first
                     self._slots.move(len(active), slot, last.cached)
                     active[slot] = last
-                yield self._completion(sequence, reason)
+                self._done.append(self._completion(sequence, reason))
 
     def _forward(self, ids: list[int], positions: list[int], layout: Layout) -> Tensor:
         """Hidden states [T, H] of a stream, padded to a multiple of STREAM_MULTIPLE."""

@@ -80,7 +80,7 @@ def drift(name: str, value: float, earlier: Sequence[float]) -> Verdict:
 
 
 class Judge:
-    """Judges a run's steps in order, by absolute range and by drift; it remembers the values that drift is against."""
+    """Judges a run's steps in order, by absolute range and by drift; it remembers what drift is measured against."""
 
     def __init__(self) -> None:
         self._earlier: dict[str, list[float]] = {}
@@ -89,10 +89,12 @@ class Judge:
         """The names of the metrics that are outside."""
         outside: list[str] = []
         for name, value in metrics.items():
-            earlier = self._earlier.setdefault(name, [])
+            earlier = self._earlier.get(name, [])
             if "warn" in (verdict(name, value, step), drift(name, value, earlier)):
                 outside.append(name)
-            earlier.append(value)
+            info = find(name)
+            if info is not None and info.drift is not None and math.isfinite(value):
+                self._earlier[name] = _window(info.drift, [*earlier, value])
         return outside
 
 
@@ -104,6 +106,11 @@ def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
             return statistics.fmean(values[: rule.steps]) if len(values) >= rule.steps else None
         case "recent":
             return statistics.median(values[-rule.steps :]) if len(values) >= rule.steps // 2 else None
+
+
+def _window(rule: Drift, values: list[float]) -> list[float]:
+    """Of all finite values so far, those that the rule's baseline needs."""
+    return values[: rule.steps] if rule.against == "start" else values[-rule.steps :]
 
 
 def metrics_markdown() -> str:

@@ -163,11 +163,17 @@ LOSS = (
     MetricInfo(
         "loss/policy",
         "–",
-        "Policy part of the loss. Not a measure of progress: with one update a rollout it is near 0.",
+        "The batch loss that is minimised, all terms included. No measure of progress: with one update a rollout it is near 0.",
     ),
-    MetricInfo("loss/kl", "nats a token", "KL penalty before its coefficient; absent when algorithm.kl.coef is 0."),
     MetricInfo(
-        "loss/entropy", "nats a token", "Entropy before its coefficient; absent when algorithm.entropy_coef is 0."
+        "loss/kl",
+        "nats a token",
+        "KL penalty as it stands in the loss, coefficient included; absent when algorithm.kl.coef is 0.",
+    ),
+    MetricInfo(
+        "loss/entropy",
+        "nats a token",
+        "Entropy term as it stands in the loss, negative; absent when algorithm.entropy_coef is 0.",
     ),
     MetricInfo(
         "ratio/max",
@@ -179,7 +185,7 @@ LOSS = (
     MetricInfo(
         "ratio/clip_share",
         "share of tokens",
-        "Trained tokens whose ratio lies outside the clip range.",
+        "Trained tokens whose gradient the clip range stopped.",
         Healthy(high=0.2, source=NOTES),
         advice=_RATIO,
     ),
@@ -281,7 +287,7 @@ _SLOW = Drift("recent", 20, high=2)
 _SLOW_ADVICE = "Something else uses the machine, or replies grew: compare with length/mean and batch/tokens_processed."
 
 TIME = (
-    MetricInfo("time/step", "s", "Wall time of the whole step; the other times are its parts."),
+    MetricInfo("time/step", "s", "Wall time of the step, without saving; the other times are its parts."),
     MetricInfo("time/rollout", "s", "Sampling.", drift=_SLOW, advice=_SLOW_ADVICE),
     MetricInfo("time/grade", "s", "Grading."),
     MetricInfo("time/update", "s", "Log-probabilities, gradients and optimizer.", drift=_SLOW, advice=_SLOW_ADVICE),
@@ -289,8 +295,8 @@ TIME = (
     MetricInfo("time/evaluate", "s", "Evaluation, in steps that have one."),
     MetricInfo("time/save", "s", "Writing the checkpoint, in steps that have one."),
     MetricInfo("throughput/rollout_tokens_per_s", "tokens/s", "batch/tokens_generated over time/rollout."),
-    MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_processed over time/update."),
-    MetricInfo("memory/rss_gib", "GiB", "Largest resident memory of the process so far."),
+    MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_trained over time/update."),
+    MetricInfo("memory/rss_gib", "GiB", "Resident memory of the process at the end of the step."),
     MetricInfo("memory/gpu_gib", "GiB", "Largest GPU memory allocated so far; absent on a CPU."),
 )
 
@@ -307,7 +313,7 @@ EVAL = (
     ),
     MetricInfo(
         "eval/<mode>/unscored",
-        "replies",
+        "share of replies",
         "Replies that could not be scored; they are left out of the accuracy.",
         Healthy(high=0, source="a score should cover all its items"),
         advice="See `results` of the score in scores/*.json, and the grader.",

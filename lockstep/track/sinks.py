@@ -37,10 +37,7 @@ def build_sinks(
     Raises ConfigError, with the pip line, for packages that are not installed, and for a sink that cannot be set up.
     """
     run.require_writable()
-    missing = [name for name in track.sinks if importlib.util.find_spec(name) is None]
-    if missing:
-        mistakes = [f"track.sinks: {name} is not installed" for name in missing]
-        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or take it out of track.sinks")
+    check_installed(track)
     sinks: list[Tracker] = []
     for name in dict.fromkeys(track.sinks):
         try:
@@ -53,6 +50,14 @@ def build_sinks(
             mistake = f"track.sinks: {name} cannot be set up: {type(error).__name__}: {error}"
             raise ConfigError([mistake], fix="mend it, or take it out of track.sinks") from error
     return sinks
+
+
+def check_installed(track: Track) -> None:
+    """Raise ConfigError, with the pip line, for trackers whose package is missing. To be asked before a run is created."""
+    missing = [name for name in track.sinks if importlib.util.find_spec(name) is None]
+    if missing:
+        mistakes = [f"track.sinks: {name} is not installed" for name in missing]
+        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or take it out of track.sinks")
 
 
 class Guarded:

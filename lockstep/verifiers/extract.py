@@ -161,19 +161,18 @@ def last_number(text: str, *, first_may_be_cut: bool = False) -> str | None:
     """
     text = text.translate(MINUS)
     found: str | None = None
-    i = done = 0
+    i = 0
     while i < len(text):
         if text[i] not in DIGITS:
             i += 1
             continue
-        start = i - 1 if i > done and text[i - 1] == "-" else i
+        start = i - 1 if i > 0 and text[i - 1] == "-" else i
         while i < len(text) and (text[i] in DIGITS or text[i] == ","):
             i += 1
         if i + 1 < len(text) and text[i] == "." and text[i + 1] in DIGITS:
             i += 1
             while i < len(text) and text[i] in DIGITS:
                 i += 1
-        done = i
         if start > 0 or not first_may_be_cut:
             found = text[start:i].rstrip(",")
     return found

@@ -87,7 +87,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ('{"prompt": [], "answer": 1}', "'prompt' must end with a user message"),
         ('{"prompt": ["p"], "answer": 1}', "prompt[0] must have role and content, and nothing else"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "prompt[0] must have role and content"),
-        ('{"prompt": [{"role": "bot", "content": "p"}], "answer": 1}', "prompt[0].role must be one of system, user, assistant, not"),
+        ('{"prompt": [{"role": "bot", "content": "p"}], "answer": 1}', "prompt[0].role must be one of system, user, assistant"),
         ('{"prompt": [{"role": ["user"], "content": "p"}], "answer": 1}', "prompt[0].role must be one of"),
         ('{"prompt": [{"role": "user", "content": 3}], "answer": 1}', "prompt[0].content must be text, this is a number"),
         ('{"prompt": [{"role": "user", "content": ""}], "answer": 1}', "'prompt[0].content' is empty"),

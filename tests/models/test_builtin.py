@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config.schema import Model
 from lockstep.errors import ModelError
-from lockstep.models import Source, end_token_ids, load_model, load_tokenizer, resolve
+from lockstep.models import Source, load_model, load_tokenizer, resolve
 from lockstep.models.builtin import BUILTINS
 from lockstep.models.cache import MANIFEST
 
@@ -30,7 +30,7 @@ def test_it_is_the_published_model_and_speaks(smollm2_dir: Path) -> None:
     model = load_model(resolved, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert model.config.rms_norm_eps == 1e-5
-    assert end_token_ids(resolved, tokenizer) == {2}
+    assert tokenizer.eos_token_id == 2
     assert model.generation_config.eos_token_id == 2
 
     question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.config.schema import Model
 from lockstep.errors import ModelError
-from lockstep.models import ResolvedModel, end_token_ids, load_model, load_tokenizer, resolve, resolve_dtype
+from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
+from lockstep.models.attention import NAME as REGISTERED
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def test_parameters_have_the_dtype_and_the_files_values(resolved: ResolvedModel,
 def test_attention_is_the_one_asked_for(resolved: ResolvedModel) -> None:
     assert load_model(resolved, dtype=torch.float32).config._attn_implementation == "sdpa"
     assert load_model(resolved, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
+    assert load_model(resolved, dtype=torch.float32, attention=REGISTERED).config._attn_implementation == REGISTERED
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(resolved, dtype=torch.float32, attention="no_such_attention")
 
@@ -115,16 +117,6 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(resolved: ResolvedModel) ->
     (resolved.path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="the tokenizer cannot be read"):
         load_tokenizer(resolved)
-
-
-@pytest.mark.parametrize(("listed", "expected"), [(2, {2}), ([2, 0], {0, 2}), ([0], {0, 2}), (None, {2})])
-def test_end_tokens_are_those_of_the_tokenizer_and_the_generation_config(
-    resolved: ResolvedModel, listed: object, expected: set[int]
-) -> None:
-    rewrite(resolved.path / "generation_config.json", eos_token_id=listed)
-    assert end_token_ids(resolved, load_tokenizer(resolved)) == expected
-    (resolved.path / "generation_config.json").unlink()
-    assert end_token_ids(resolved, load_tokenizer(resolved)) == {2}
 
 
 def test_auto_dtype_is_fp32_on_cpu_and_bf16_on_a_gpu() -> None:

@@ -109,6 +109,16 @@ def test_the_judge_remembers_what_it_saw() -> None:
     assert Judge().step(26, {"grad/norm": 30.0}) == []
 
 
+def test_the_judge_of_a_long_run_agrees_with_the_whole_history() -> None:
+    judge, history = Judge(), list[float]()
+    for step in range(1, 300):
+        value = math.nan if step % 11 == 0 else (1.0 + step % 7) * (0.02 if step % 29 == 0 else 1.0)
+        for name in ("entropy/mean", "length/mean", "grad/norm"):
+            outside = "warn" in (verdict(name, value, step), drift(name, value, history))
+            assert (name in judge.step(step, {name: value})) == outside, (step, name)
+        history.append(value)
+
+
 def test_the_committed_page_is_the_generated_one() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert page.read_text(encoding="utf-8") == metrics_markdown(), (

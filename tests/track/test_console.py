@@ -26,6 +26,7 @@ from lockstep.track.console import Console
 with Console(Path(sys.argv[1])) as console:
     for i in range(20000):
         console.message(f"line {i}")
+print("what others print must not fail either")
 """
 
 

@@ -32,12 +32,15 @@ child = os.fork()
 print(child or "held", flush=True)
 time.sleep(600)
 """
+KEEP_IN_CHILD = "kept = os.dup(lock._descriptor); child = os.fork()"
 
 
 def hold(path: Path, program: str = HOLD) -> subprocess.Popen[str]:
+    """Start a process that takes the lock; returns when it, and a child that it may have, say that they are ready."""
     process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline()
+    for _ in range(2 if "fork" in program else 1):
+        assert process.stdout.readline()
     return process
 
 
@@ -50,6 +53,32 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> No
     finally:
         other.kill()
         other.wait()
+
+
+def test_the_kernels_lock_holds_even_if_the_file_lost_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    other = hold(path)
+    try:
+        os.truncate(path, 0)
+        with pytest.raises(RunLockedError, match="another process"):
+            Lock(path)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_dead_holder_whose_child_keeps_the_lock_is_said_to_be_dead(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    parent = hold(path, HOLD_WITH_CHILD.replace("child = os.fork()", KEEP_IN_CHILD))
+    children = psutil.Process(parent.pid).children()
+    try:
+        parent.kill()
+        parent.wait()
+        with pytest.raises(RunLockedError, match=f"end the children of process {parent.pid}"):
+            Lock(path)
+    finally:
+        for child in children:
+            child.kill()
 
 
 def test_the_same_process_cannot_take_it_twice(tmp_path: Path) -> None:

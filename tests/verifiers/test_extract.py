@@ -90,6 +90,12 @@ def test_last_number_is_the_pattern(text):
     assert last_number(text) == (matches[-1].rstrip(",") if matches else None)
 
 
+def test_last_number_at_the_edges():
+    assert [last_number(text) for text in ("4-", "-4", "-", "4,", "4.", ".4", "1.2.3", "7--8")] == [
+        *("4", "-4", None, "4", "4", "4", "3", "-8")
+    ]
+
+
 def brute_force_last_box(text: str) -> str | None:
     """The content of the last-starting box whose braces balance, by counting from every start."""
     for start in reversed([m.end() for m in re.finditer(r"\\boxed\{", text)]):

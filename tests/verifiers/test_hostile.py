@@ -86,13 +86,9 @@ def test_hostile_references_are_refused_not_raised():
 
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
-LATEX = st.lists(
-    st.sampled_from(
-        [*"{}$\\4,.-/%e^ \n\ud800٤", "\\boxed{", "\\frac{", "\\text{", "\\times 10^"]
-        + ["<think>", "</think>", "<|channel|>final", "<|message|>"]
-    ),
-    max_size=60,
-).map("".join)
+PIECES = (*"{}$\\4,.-/%e^ \n\ud800٤", "\\boxed{", "\\frac{", "\\text{", "\\times 10^")
+TAGS = ("<think>", "</think>", "<|channel|>final", "<|message|>")
+LATEX = st.lists(st.sampled_from([*PIECES, *TAGS]), max_size=60).map("".join)
 
 
 @given(

@@ -1,0 +1,260 @@
+"""What `lockstep eval` and `lockstep sample` are pointed at, and how its weights get into an engine with proof.
+
+    find_target(NAME)    a run, one of its checkpoints, or a model  →  Target: recipe, step, verified checkpoint. Loads no torch
+    build_rig(recipe)    Target's recipe  →  Rig: model with the base's weights, task, engine
+    rig.prove(), rig.prove_checkpoint(info)    base's or a checkpoint's weights in the engine  →  Proof
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lockstep.checkpoint.manifest import COMMIT
+from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
+from lockstep.config.load import load
+from lockstep.config.schema import Recipe
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    EvaluationError,
+    LearnerError,
+    SyncError,
+)
+from lockstep.track.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.loops.parts import Policy
+    from lockstep.rollout.native import NativeEngine
+    from lockstep.sync.transports import CopySync, SharedSync
+    from lockstep.tasks.base import BuiltTask
+    from lockstep.types import Batch, Loss, Metrics, Proof, TokenIds, WeightStream
+
+STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Weights to be evaluated or sampled, and the recipe that says how."""
+
+    label: str
+    """Example: "runs/mine at step 40"."""
+    recipe: Recipe
+    """Its model and adapter are those of the weights."""
+    step: int
+    """Trained steps behind the weights; 0 is a model that the recipe did not train."""
+    checkpoint: CheckpointInfo | None = None
+    """Every byte verified; None for the model's own weights."""
+    run: Path | None = None
+    trained: Recipe | None = None
+    """The run's own recipe, without overrides."""
+    rival: Recipe | None = None
+    """The recipe of the model that a recipe names, when the target is another model."""
+    notes: tuple[str, ...] = ()
+    """What a user should read: damaged checkpoints that were passed over."""
+
+
+def find_target(
+    name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), step: int | None = None
+) -> Target:
+    """Say what `name` means: a run directory, a checkpoint folder, or a model (built-in name, hub id, folder).
+
+    A run's recipe is its own, with `overrides`; with `recipes` the task and all else come from there, but model and adapter
+    stay the run's. A model needs `recipes`. Without `step` a run stands for its newest intact checkpoint; step 0 is its
+    base. Raises RunDirectoryError, CheckpointError or ConfigError.
+    """
+    path = Path(name)
+    place = STEP_NAME.fullmatch(path.resolve().name)
+    run = path.resolve().parent.parent
+    if place and path.resolve().parent.name == FOLDER and (run / "manifest.json").is_file():
+        _refuse_step(name, step)
+        return _of_run(path.parent.parent if path.parent.name == FOLDER else run, recipes, overrides, int(place[1]))
+    if (path / "manifest.json").is_file():
+        return _of_run(path, recipes, overrides, step)
+    if (path / COMMIT).is_file():
+        _refuse_step(name, step)
+        return _of_lone_checkpoint(path, recipes, overrides)
+    return _of_model(name, recipes, overrides, step)
+
+
+def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
+    run = RunDirectory.open(path)
+    trained = load([str(run.recipe_path)])
+    if recipes:
+        asked = load([*recipes, *overrides])
+        recipe = asked.model_copy(update={"model": trained.model, "adapter": trained.adapter})
+    else:
+        recipe = load([str(run.recipe_path), *overrides])
+    if step == 0:
+        return Target(f"{path} at step 0, its base", recipe, 0, run=path, trained=trained)
+    info = _checkpoint(path, step, trained)
+    label = f"{path} at step {info.step}"
+    return Target(label, _in_saved_precision(recipe, info), info.step, info, path, trained, notes=info.notes)
+
+
+def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
+    if not list_checkpoints(run):
+        raise CheckpointError(
+            "the run has no checkpoint yet",
+            where=str(run),
+            fix=f"wait for the first (save.every = {trained.save.every}), or take its base with --step 0",
+        )
+    try:
+        return open_checkpoint(run, step, allow_fallback=step is None)
+    except CorruptCheckpointError as error:
+        others = ", ".join(str(info.step) for info in list_checkpoints(run) if info.complete and info.step != step)
+        fix = f"choose another with --step: {others}" if others else "there is no other: train the run again"
+        raise CorruptCheckpointError(error.what, where=error.where, fix=fix) from error
+
+
+def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Target:
+    if not recipes:
+        raise ConfigError([f"{path}: a checkpoint outside of its run needs --recipe RECIPE"], fix=_NEEDS)
+    info = verify_checkpoint(path)
+    recipe = load([*recipes, *overrides])
+    return Target(f"{path}, step {info.step}", _in_saved_precision(recipe, info), info.step, info)
+
+
+def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
+    path = Path(name)
+    if not recipes:
+        if not path.exists() and any(path.parent.glob("*/manifest.json")):
+            RunDirectory.open(path)  # raises, naming the runs that are there
+        what = f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task"
+        raise ConfigError([what], fix=_NEEDS)
+    if step:
+        raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
+    named = load([*recipes])
+    own = named.model.path == name
+    # A model is taken as it is: the recipe's adapter, revision and trust were meant for the recipe's own model.
+    reset = [] if own else ["model.revision=null", "model.trust_remote_code=false"]
+    recipe = load([*recipes, f"model.path={json.dumps(name)}", *reset, "adapter={kind: none}", *overrides])
+    rival = None if own else load([*recipes, "adapter={kind: none}", *overrides])
+    return Target(name, recipe, 0, rival=rival)
+
+
+_NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
+
+
+def _refuse_step(name: str, step: int | None) -> None:
+    if step is not None:
+        raise ConfigError([f"--step {step}: {name} is one checkpoint already"], fix="give the run, or leave --step out")
+
+
+def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
+    """`dtype: auto` may mean something else on this machine than where the checkpoint was made."""
+    if recipe.model.dtype != "auto":
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": info.meta["numerics"]})})
+
+
+class Holder:
+    """Weights that are read and never trained: the side of types.Learner that a proof of sync needs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.version = 0
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
+        import torch
+
+        from lockstep.learner.learner import base_model
+        from lockstep.learner.packing import as_sequence, pack
+        from lockstep.models.heads import head_of, token_logprobs
+
+        base = base_model(self.model)
+        plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
+        packed = pack(plain, range(len(plain)), share_prompts=False, device=next(base.parameters()).device)
+        with torch.no_grad():
+            ids_1T, positions_1T = packed.ids_T[None], packed.positions_T[None]
+            output = base.get_decoder()(
+                input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout
+            )
+            hidden_RH = output.last_hidden_state[0].index_select(0, packed.rows_R)
+            logprobs_R, _ = token_logprobs(head_of(base), hidden_RH, packed.targets_R)
+        values = iter(logprobs_R.tolist())
+        return [tuple(next(values) for _ in sequence.ids) for sequence in plain]
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics:
+        raise LearnerError("an evaluation never trains")
+
+    def weights(self) -> WeightStream:
+        from lockstep.models.weights import named_weights
+
+        return named_weights(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A model in memory with an engine on it and a task to ask. It begins with the base's weights."""
+
+    policy: Policy
+    task: BuiltTask
+    engine: NativeEngine
+    sync: SharedSync | CopySync
+    holder: Holder
+
+    def prove(self) -> Proof:
+        """Give the engine the weights that are in place (at first the base's) and prove it. Raises SyncError."""
+        proof = self.sync.push(self.holder, self.engine)
+        if proof.changed < 0:  # the first proof of this rig: show that it would notice a false tensor
+            self.sync.negative_control(self.holder, self.engine)
+        return proof
+
+    def prove_checkpoint(self, info: CheckpointInfo) -> Proof:
+        """Put a checkpoint's weights in place and prove that the engine has them, and that they are those that were saved.
+
+        Raises EvaluationError if the model under an adapter, the precision or a tensor is not what the checkpoint was
+        saved with; SyncError if the engine has other weights than were read.
+        """
+        from lockstep.loops.state import read_weights
+        from lockstep.models.weights import load_weights
+
+        weights, state = read_weights(info)
+        meta: Any = state.meta
+        if meta["numerics"] != self.policy.numerics:
+            _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {self.policy.numerics}")
+        try:
+            load_weights(self.policy.model, iter(weights.items()))
+        except SyncError as error:
+            _misfit(info, f"does not fit the model: {error.where}: {error.what}", error)
+        self.holder.version = meta["counters"]["version"]
+        proof = self.prove()
+        if proof.fingerprint != meta["fingerprint"]:
+            _misfit(info, f"had weights {meta['fingerprint']} when it was saved, the engine now holds {proof.fingerprint}")
+        return proof
+
+
+def build_rig(recipe: Recipe) -> Rig:
+    """Load model and task of a recipe. Raises LockstepError for whatever would fail later."""
+    from lockstep.learner.learner import base_model
+    from lockstep.loops.parts import build_engine, build_policy, build_task_of
+    from lockstep.models.weights import frozen_names
+    from lockstep.sync.transports import build_sync
+
+    task = build_task_of(recipe)
+    policy = build_policy(recipe)
+    sync = build_sync(
+        recipe.sync.model_copy(update={"transport": "shared"}),
+        vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
+        numerics=policy.numerics,
+        special=policy.tokenizer.all_special_ids,
+        frozen=frozen_names(policy.model),
+    )
+    return Rig(policy, task, build_engine(policy, recipe), sync, Holder(policy.model))
+
+
+def _misfit(info: CheckpointInfo, what: str, cause: Exception | None = None) -> NoReturn:
+    raise EvaluationError(
+        f"the checkpoint {what}",
+        where=str(info.path),
+        fix="use the model, revision, precision and adapter that it was trained with; nothing was evaluated",
+    ) from cause

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import schema
+from lockstep.data.questions import question_digest
+from lockstep.errors import DataError, TaskError
+from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.build import build_task
+
+
+def write(path: Path, rows: list[tuple[str, object]]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text, answer in rows))
+    return path
+
+
+def sums(numbers: range) -> list[tuple[str, object]]:
+    return [(f"What is {n} + 1?", n + 1) for n in numbers]
+
+
+def build(path: Path, **settings: object) -> BuiltTask:
+    return build_task(schema.FileTask.model_validate({"path": str(path), **settings}), 0)
+
+
+def test_rows_are_held_out_by_hash(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(300)))
+    task = build(path, heldout_rows=100)
+    assert task.name == "sums"
+    held = {question_digest(p.messages) for p in task.heldout("id_probe", 100)}
+    asked = {question_digest(p.messages) for step in range(20) for p in task.batch(step, 10)}
+    assert (len(held), len(asked), len(held & asked)) == (100, 200, 0)
+    assert task.notes == (
+        f"sums: 300 rows in {path}",
+        "sums: 100 questions held out by hash as id_probe, 200 rows left to train on, "
+        "0 more rows dropped because they repeat a held-out question",
+        "sums: 100 held-out rows for id_probe, none of them in training",
+    )
+    assert [p.id for p in task.heldout("id_probe", 20)] == [p.id for p in task.heldout("id_probe", 100)][:20]
+
+
+def test_two_builds_are_equal(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(300)))
+    first, second = build(path), build(path)
+    assert [first.batch(step, 8) for step in range(5)] == [second.batch(step, 8) for step in range(5)]
+    assert first.heldout("id_probe", 200) == second.heldout("id_probe", 200)
+
+
+def test_files_for_roles(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(50)))
+    probe = write(tmp_path / "probe.jsonl", sums(range(100, 120)))
+    hard = write(tmp_path / "hard.jsonl", sums(range(1000, 1005)))
+    task = build(path, heldout={"id_probe": str(probe), "ood_probe": str(hard)})
+    assert {p.id for p in task.batch(0, 50)} == {f"sums/{row}" for row in range(1, 51)}
+    assert [p.id for p in task.heldout("id_probe", 2)] == ["sums@id_probe/1", "sums@id_probe/2"]
+    assert [p.answer for p in task.heldout("ood_probe", 5)] == ["1001", "1002", "1003", "1004", "1005"]
+    assert task.heldout("ood_probe", 1)[0].task == "sums"
+    assert task.grade(task.heldout("ood_probe", 1)[0], "\\boxed{1,001}").reward == 1.0
+
+
+def test_overlap_is_refused(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(50)))
+    probe = write(tmp_path / "probe.jsonl", [*sums(range(100, 120)), (" what is 7 +  1?", 8)])
+    with pytest.raises(DataError) as error:
+        build(path, heldout={"id_probe": str(probe)})
+    assert "1 of 21 held-out questions are also training questions: sums@id_probe/21 = sums/8" in str(error.value)
+    assert f"{path} and {probe}" in str(error.value)
+
+
+def test_too_few_rows_are_errors(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(50)))
+    with pytest.raises(DataError, match="200 questions are to be held out, but there are only 50"):
+        build(path)
+    task = build(path, heldout_rows=10)
+    with pytest.raises(TaskError, match="200 held-out questions were asked for, id_probe has 10"):
+        task.heldout("id_probe", 200)
+    with pytest.raises(TaskError, match="there are only 40 to train on"):
+        task.batch(0, 41)
+    with pytest.raises(TaskError, match="no held-out questions for sanity; it has id_probe"):
+        task.heldout("sanity", 1)
+    with pytest.raises(TaskError, match="no held-out questions for id_probe; it has none"):
+        build(path, heldout_rows=0).heldout("id_probe", 1)
+
+
+def test_answers_that_the_verifier_cannot_read(tmp_path):
+    path = write(tmp_path / "sums.jsonl", [*sums(range(50)), ("What is the capital of France?", "Paris")])
+    with pytest.raises(TaskError) as error:
+        build(path, heldout_rows=0)
+    assert "the verifier cannot grade 1 of 51 questions" in str(error.value)
+    assert "sums/51: the reference 'Paris' in a box cannot be scored" in str(error.value)
+    build(path, heldout_rows=0, verifier={"kind": "text"})
+
+
+def test_bad_rows_stop_the_build(tmp_path):
+    path = write(tmp_path / "sums.jsonl", [("", 1), *sums(range(50))])
+    with pytest.raises(DataError, match=r"sums.jsonl:1: 'prompt' is empty"):
+        build(path)
+
+
+def test_columns_are_settings():
+    path = Path(__file__).parents[1] / "data" / "files" / "sums.jsonl"
+    task = build(path, prompt="question", id="key", heldout_rows=1)
+    ids = {p.id for p in [*task.batch(0, 3), *task.heldout("id_probe", 1)]}
+    assert ids == {"sums/a1", "sums/a2", "sums/a3", "sums/a4"}
