@@ -57,7 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `eval TARGET...`."""
     parser = subparsers.add_parser("eval", help="score a run, a checkpoint or a model, its base beside it")
     add_target_arguments(parser)
-    parser.add_argument("--mode", default="all", help="greedy, sampled, all, or a mode's name in the recipe (default all)")
+    parser.add_argument(
+        "--mode", default="all", help="greedy, sampled, all, or a mode's name in the recipe (default all)"
+    )
     parser.add_argument("--items", type=positive, metavar="N", help="held-out problems, instead of the recipe's number")
     parser.add_argument("--no-base", action="store_true", help="do not evaluate the base model beside")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the scores, instead of the run's own")
@@ -86,7 +88,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="which task, as for train; needed for a model, else the run's own",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of the recipe")
-    parser.add_argument("--step", type=int, metavar="N", help="a run's checkpoint, instead of the newest; 0 is its base")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="a run's checkpoint, instead of the newest; 0 is its base"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,14 +127,16 @@ def evaluate_target(target: Target, mode: str, out: Path | None, *, base: bool, 
         rival = evaluate_target(model, mode, out, base=False, mismatch=False)
     rig = build_rig(target.recipe)
     plan = eval_plan(target.recipe, rig.policy.numerics, rig.policy.context)
-    measuring = Measuring(target, rig, plan, choose_modes(target.recipe, mode), out, notes=list(target.notes))
+    measuring = Measuring(target, rig, plan, choose_modes(target.recipe, mode), out)
+    measuring.notes += [f"warning: {note}" for note in target.notes]
     before = rival.scores if rival else ()
     if target.checkpoint is None:
         proof = rig.prove()
     else:
+        saved = rig.read(target.checkpoint)  # first of all: what does not fit is refused before anything slow
         if base:
             before = _measure(measuring, rig.prove(), 0, reuse=True)
-        proof = rig.prove_checkpoint(target.checkpoint)
+        proof = rig.prove_saved(saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(rival.files if rival else ()), *measuring.files)
     return Outcome(target, proof, scores, before, files, tuple(measuring.notes))

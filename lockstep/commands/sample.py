@@ -72,7 +72,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
         prompts = heldout_items(rig.task, replace(plan, items=count))
     except (TaskError, EvaluationError) as error:  # they speak of an evaluation's setting
         raise type(error)(error.what, where=error.where, fix=error.fix.replace("eval.items=", "-n ")) from error
-    proof = rig.prove_checkpoint(target.checkpoint) if target.checkpoint else rig.prove()
+    proof = rig.prove_saved(rig.read(target.checkpoint)) if target.checkpoint else rig.prove()
     mode = EvalMode(name="sample", temperature=heat)
     rig.engine.submit(eval_requests(prompts, rig.policy.chat, mode, plan, proof.version))
     found = collect(rig.engine, prompts, 1, proof)
@@ -112,7 +112,9 @@ def word(sample: Sample) -> str:
 def summary(samples: list[Sample]) -> str:
     """How many there are of each kind."""
     words = [word(sample) for sample in samples]
-    return f"{len(samples)} replies: " + ", ".join(f"{words.count(kind)} {kind}" for kind in ("right", "wrong", "unscored"))
+    return f"{len(samples)} replies: " + ", ".join(
+        f"{words.count(kind)} {kind}" for kind in ("right", "wrong", "unscored")
+    )
 
 
 def temperature(text: str) -> float:

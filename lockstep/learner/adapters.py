@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -62,6 +63,8 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
     from lockstep.learner.lora_linear import LoraLinear
 
     targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    if not isinstance(targets, str):
+        _require_linear(model, targets)
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     config = LoraConfig(
         r=adapter.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"  # type: ignore[arg-type]
@@ -69,15 +72,23 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
     config._register_custom_module({torch.nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise ModelError(
-                str(error).splitlines()[0], where="adapter.targets", fix=f"linear layers here: {', '.join(names)}"
-            ) from error
+        attached = get_peft_model(model, config, autocast_adapter_dtype=False)
     dtype = next(model.parameters()).dtype
     for parameter in attached.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return attached.eval()
+
+
+def _require_linear(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raise ModelError unless every target names linear layers: PEFT passes over a name that nothing has."""
+    modules = list(model.named_modules())
+    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
+    for target in targets:
+        matched = [name for name, _ in modules if f".{name}".endswith(f".{target}")]
+        if not matched or set(matched) - set(linear):
+            raise ModelError(
+                f"{target!r} names no linear layer of {type(model).__name__}",
+                where="adapter.targets",
+                fix=f"linear layers here: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in linear}))}",
+            )

@@ -165,7 +165,7 @@ def pack(
                 targets.append(token)
                 owner.append(place)
     layout = PackedLayout([Branch(prompt, tuple(responses)) for prompt, responses in branches], device)
-    tensors = (torch.tensor(values, device=device) for values in (ids, positions, rows, targets, owner))
+    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, rows, targets, owner))
     ids_T, positions_T, rows_R, targets_R, sequence_R = tensors
     return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))
 

@@ -13,7 +13,7 @@ from lockstep.config.schema import Recipe
 from lockstep.track.console import Console
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.sinks import build_sinks
-from lockstep.track.writer import RunWriter
+from lockstep.track.writer import RunWriter, read_metrics
 from lockstep.types import Metrics, Proof
 
 
@@ -38,6 +38,13 @@ class Journal:
     def add(self, step: int, metrics: Metrics) -> None:
         """Numbers that came after a step's row was stored; they are merged into it."""
         self.writer.step(step, metrics)
+
+    def at_start(self, step: int, metrics: Metrics, proof: Proof) -> None:
+        """The evaluation of weights that were there before this process: row 0, or what a stop left out of a step's row."""
+        row = next((row for row in read_metrics(self.run) if row.step == step), None)
+        before = row.metrics if row and step else {}
+        if not metrics.keys() <= before.keys():
+            self.writer.step(step, before | metrics, proof)
 
     def event(self, kind: str, message: str, *, step: int | None = None, **facts: object) -> None:
         self.writer.event(kind, message, step=step, **facts)

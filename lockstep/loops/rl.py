@@ -11,6 +11,7 @@ from lockstep.learner.learner import with_old_logprobs, with_ref_logprobs
 from lockstep.loops.evaluation import evaluate_modes
 from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Clock, Journal
+from lockstep.loops.keeper import Keeper
 from lockstep.loops.parts import Parts
 from lockstep.loops.rollouts import (
     check_scored,
@@ -20,7 +21,6 @@ from lockstep.loops.rollouts import (
     rollout_metrics,
     sample_groups,
 )
-from lockstep.loops.keeper import Keeper
 from lockstep.sync.record import proof_line
 from lockstep.track.rollouts import write_rollouts
 from lockstep.types import Batch, Group, Metrics, Proof
@@ -37,9 +37,9 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
     with StopRequest() as stop:
         if start in due:
             metrics = evaluate_modes(parts, recipe, journal, start, proof)
-            if start == 0:
-                journal.writer.step(0, metrics, proof)
-            keeper.note(start, metrics)
+            journal.at_start(start, metrics, proof)
+            if start:  # the base has no checkpoint that could be kept
+                keeper.note(start, metrics)
         journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
             done, clock = step + 1, Clock()
@@ -70,7 +70,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                 with clock("save"):
                     keeper.save(done, proof)
                 journal.add(done, {"time/save": clock.seconds["time/save"]})
-            if stop and done < recipe.steps:
+            if stop:  # after the last step too: its evaluation and the report are still to come
                 raise Interrupted(
                     f"{stop.name} after step {done} of {recipe.steps}; a checkpoint was saved",
                     fix=f"lockstep train --resume {journal.run.path}",

@@ -57,7 +57,9 @@ def sample_groups(
 def check_prompts(chat: ChatFormat, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
     """Raise ChatError for a prompt that leaves no room for a reply."""
     for prompt in prompts:
-        check_length(prompt.id, len(chat.render_prompt(prompt)), max_tokens, context)
+        tokens = len(chat.render_prompt(prompt))
+        if context is not None:
+            check_length(prompt.id, tokens, max_tokens, context)
 
 
 def grade_groups(

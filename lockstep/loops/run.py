@@ -35,8 +35,9 @@ def resume_run(path: Path, *, allow_fallback: bool = False) -> RunDirectory:
     run = RunDirectory.resume(path, manifest_facts())
     with run:
         recipe = load([str(run.recipe_path)])
-        complete = [info for info in list_checkpoints(run.path) if info.complete or info.bytes]
-        info = open_checkpoint(run.path, allow_fallback=allow_fallback) if complete else None
+        # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
+        there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
+        info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
         _run(run, recipe, info)
     return run
 

@@ -2,14 +2,16 @@
 
     find_target(NAME)    a run, one of its checkpoints, or a model  →  Target: recipe, step, verified checkpoint. Loads no torch
     build_rig(recipe)    Target's recipe  →  Rig: model with the base's weights, task, engine
-    rig.prove(), rig.prove_checkpoint(info)    base's or a checkpoint's weights in the engine  →  Proof
+    rig.prove()          the base's weights in the engine  →  Proof
+    rig.read(checkpoint), rig.prove_saved(…)    a checkpoint's weights, checked against what was saved  →  Proof
+
+Importing this loads no torch.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,19 +19,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
 from lockstep.config.load import load
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Model, NoAdapter, Recipe
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
     EvaluationError,
     LearnerError,
-    SyncError,
 )
 from lockstep.track.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from lockstep.loops.parts import Policy
     from lockstep.rollout.native import NativeEngine
@@ -131,13 +132,18 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         raise ConfigError([what], fix=_NEEDS)
     if step:
         raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
-    named = load([*recipes])
-    own = named.model.path == name
-    # A model is taken as it is: the recipe's adapter, revision and trust were meant for the recipe's own model.
-    reset = [] if own else ["model.revision=null", "model.trust_remote_code=false"]
-    recipe = load([*recipes, f"model.path={json.dumps(name)}", *reset, "adapter={kind: none}", *overrides])
-    rival = None if own else load([*recipes, "adapter={kind: none}", *overrides])
-    return Target(name, recipe, 0, rival=rival)
+    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    if named.path == name:
+        return Target(name, asked.model_copy(update={"adapter": NoAdapter()}), 0)
+    # The recipe's adapter, revision and trust were meant for the recipe's own model; those of overrides are for this one.
+    model = Model(
+        path=name,
+        dtype=asked.model.dtype,
+        revision=None if asked.model.revision == named.revision else asked.model.revision,
+        trust_remote_code=asked.model.trust_remote_code and not named.trust_remote_code,
+    )
+    recipe = asked.model_copy(update={"model": model, "adapter": NoAdapter()})
+    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}))
 
 
 _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
@@ -193,6 +199,16 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint's weights in memory, found to be those that were saved."""
+
+    weights: Mapping[str, Tensor]
+    version: int
+    fingerprint: str
+    """Of the whole model with these weights in place."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rig:
     """A model in memory with an engine on it and a task to ask. It begins with the base's weights."""
 
@@ -209,27 +225,37 @@ class Rig:
             self.sync.negative_control(self.holder, self.engine)
         return proof
 
-    def prove_checkpoint(self, info: CheckpointInfo) -> Proof:
-        """Put a checkpoint's weights in place and prove that the engine has them, and that they are those that were saved.
-
-        Raises EvaluationError if the model under an adapter, the precision or a tensor is not what the checkpoint was
-        saved with; SyncError if the engine has other weights than were read.
-        """
+    def read(self, info: CheckpointInfo) -> Saved:
+        """The weights of a checkpoint, not yet in place. Raises EvaluationError if they and this model are not what was saved."""
         from lockstep.loops.state import read_weights
-        from lockstep.models.weights import load_weights
+        from lockstep.models.weights import named_weights
+        from lockstep.sync.fingerprint import fingerprint
 
         weights, state = read_weights(info)
         meta: Any = state.meta
         if meta["numerics"] != self.policy.numerics:
             _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {self.policy.numerics}")
-        try:
-            load_weights(self.policy.model, iter(weights.items()))
-        except SyncError as error:
-            _misfit(info, f"does not fit the model: {error.where}: {error.what}", error)
-        self.holder.version = meta["counters"]["version"]
+        own = dict(named_weights(self.policy.model))
+        if strange := sorted(weights.keys() - own.keys()):
+            _misfit(info, f"has {len(strange)} tensors that the model lacks, such as {strange[0]}")
+        found = fingerprint(iter((own | weights).items())).combined
+        if found != meta["fingerprint"]:
+            _misfit(info, f"had weights {meta['fingerprint']} when it was saved; with this model they are {found}")
+        return Saved(weights, meta["counters"]["version"], found)
+
+    def prove_saved(self, saved: Saved) -> Proof:
+        """Put a checkpoint's weights in place and prove that the engine has them. Raises SyncError, EvaluationError."""
+        from lockstep.models.weights import load_weights
+
+        load_weights(self.policy.model, iter(saved.weights.items()))
+        self.holder.version = saved.version
         proof = self.prove()
-        if proof.fingerprint != meta["fingerprint"]:
-            _misfit(info, f"had weights {meta['fingerprint']} when it was saved, the engine now holds {proof.fingerprint}")
+        if proof.fingerprint != saved.fingerprint:
+            raise EvaluationError(
+                f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
+                where=f"version {saved.version}",
+                fix="report this: the weights in memory are not those that were read",
+            )
         return proof
 
 
@@ -252,9 +278,9 @@ def build_rig(recipe: Recipe) -> Rig:
     return Rig(policy, task, build_engine(policy, recipe), sync, Holder(policy.model))
 
 
-def _misfit(info: CheckpointInfo, what: str, cause: Exception | None = None) -> NoReturn:
+def _misfit(info: CheckpointInfo, what: str) -> NoReturn:
     raise EvaluationError(
         f"the checkpoint {what}",
         where=str(info.path),
         fix="use the model, revision, precision and adapter that it was trained with; nothing was evaluated",
-    ) from cause
+    )

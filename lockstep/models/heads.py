@@ -85,15 +85,15 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VH, bias_V, softcap, scale)
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-        lse_T, target_T, entropy_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
+        lse_T, logprobs_T, entropy_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
         for rows in _spans(hidden_TH.shape[0], _tile(hidden_TH)[0]):
             summary = _Summary(hidden_TH[rows], targets_T[rows], dtype)
             for entries in _spans(weight_VH.shape[0], _tile(hidden_TH)[1]):
                 summary.add(_tempered(head.slice(entries), hidden_TH[rows], temperature), entries)
-            lse_T[rows], target_T[rows], entropy_T[rows] = summary.result()
+            lse_T[rows], logprobs_T[rows], entropy_T[rows] = summary.result()
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T)
         ctx.temperature, ctx.softcap, ctx.scale = temperature, softcap, scale
-        return target_T - lse_T, entropy_T
+        return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,9 +162,10 @@ class _Summary:
         self._top_B = top_B
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """logsumexp, target logit, entropy."""
+        """logsumexp, log-probability of the target, entropy."""
         log_mass_B = self._mass_B.log()
-        return self._top_B + log_mass_B, self._target_B, log_mass_B - self._moment_B / self._mass_B
+        logprob_B = (self._target_B - self._top_B) - log_mass_B  # in this order: the logsumexp of large logits is coarse
+        return self._top_B + log_mass_B, logprob_B, log_mass_B - self._moment_B / self._mass_B
 
 
 def _targets_within(targets_B: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

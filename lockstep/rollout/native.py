@@ -237,7 +237,7 @@ class NativeEngine:
             if sequence.ids[-1] in self._stop_ids:
                 return FinishReason.STOP
             if sampling.stop:
-                longest = max(map(len, sampling.stop))
+                longest = 4 * max(map(len, sampling.stop))  # a character may take four tokens, one for each of its bytes
                 text = self._decode(sequence.ids[-max(STOP_WINDOW, longest + 8) :])
                 if any(stop in text for stop in sampling.stop):
                     return FinishReason.STOP

@@ -1,0 +1,248 @@
+"""`lockstep eval`: what it says, stores and refuses, and that it measures what training measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.commands.eval import choose_modes, share_range
+from lockstep.config.load import load
+from lockstep.errors import ConfigError
+from lockstep.evaluate.records import read_score, score_path
+from lockstep.track.rundir import RunDirectory
+from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, weights, words
+from tests.tiny import write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eval")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    (home / "model").mkdir()
+    write_tiny_model(home / "model")
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path, model: Path) -> RunDirectory:
+    """Evaluated in training at steps 0, 2 and 3."""
+    return trained(home, model, *LORA, "eval.every=2", "name=finished", "save.keep_last=3")
+
+
+@pytest.fixture
+def run(finished: RunDirectory, tmp_path: Path) -> Path:
+    """A copy that may be written to."""
+    shutil.copytree(finished.path, tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["eval", *map(str, args)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_fresh_process_measures_what_training_measured(run: Path, finished: RunDirectory, tmp_path: Path) -> None:
+    """X-1: to the item, greedy and sampled, at a checkpoint in the middle and at the last, beside the same base."""
+    command = [sys.executable, "-m", "lockstep", "eval", str(run), str(run / "checkpoints" / "step_000002")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False, env=env, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for step in (0, 2, 3):
+        for mode in ("greedy", "sampled"):
+            inside = read_score(score_path(finished.path, step, mode))
+            outside = read_score(tmp_path / "out" / f"mine_step_{step:06d}_{mode}.json")
+            assert outside.results == inside.results
+            assert outside.conditions == inside.conditions
+            assert outside.step == inside.step
+            assert outside.version == inside.version
+    assert result.stdout.count("all 8 replies are those of the stored score") == 4
+
+
+def test_base_and_trained_stand_side_by_side(
+    run: Path, finished: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in (run / "scores").iterdir()}
+    code, out, _ = said(capsys, str(run))
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == f"{run} at step 3: weights {fingerprints(finished)[3]}, as saved, in fp32"
+    assert lines[1].startswith("sync v3: 62/62 tensors equal, 28 changed")
+    head = next(line for line in lines if line.startswith("task "))
+    assert head.split() == ["task", "mode", "items", "base", "trained", "difference", "changed", "p", "verdict"]
+    assert sum(" greedy " in line and "[" in line for line in lines) == 1
+    assert f"greedy at step 0: measured before under the same conditions ({score_path(run, 0, 'greedy')})" in lines
+    assert {path: path.read_bytes() for path in (run / "scores").iterdir()} == before
+
+
+def test_a_run_that_never_evaluated_is_evaluated_with_its_base(
+    home: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = trained(tmp_path, model, NO_EVAL, "steps=2", "save.every=2")
+    files = weights(never, 2)
+    code, _, _ = said(capsys, str(never.path), "--mode", "greedy")
+    assert code == 0
+    base, last = (read_score(score_path(never.path, step, "greedy")) for step in (0, 2))
+    assert last.conditions.weights == fingerprints(never)[2]
+    assert base.proof is not None
+    assert base.proof.passed
+    assert base.proof.changed == -1
+    assert weights(never, 2) == files
+
+
+def test_scores_under_other_conditions_do_not_mix_with_the_runs_own(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = sorted(path.name for path in (run / "scores").iterdir())
+    assert said(capsys, str(run), "--items", "5", "--mode", "greedy")[0] == 0
+    (folder,) = [path for path in (run / "scores").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000000_greedy.json", "step_000003_greedy.json"]
+    assert read_score(folder / "step_000003_greedy.json").items == 5
+    assert said(capsys, str(run), "eval.items=5", "--mode", "greedy", "--step", "2")[0] == 0  # the same, otherwise put
+    assert len(list(folder.iterdir())) == 3
+    assert sorted(path.name for path in (run / "scores").iterdir() if path.is_file()) == own
+
+
+def test_a_score_outside_of_the_range_ends_with_7(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy = read_score(score_path(run, 3, "sampled")).accuracy
+    assert 0 < accuracy < 1
+    good = f"{accuracy - 0.01}:{accuracy + 0.01}"
+    assert said(capsys, str(run), "--mode", "sampled", "--no-base", "--expect", good)[0] == 0
+    code, out, err = said(capsys, str(run), "--mode", "sampled", "--no-base", "--expect", f"{accuracy + 0.01}:")
+    assert code == 7
+    assert "accuracy" in out  # the table comes all the same
+    assert f"{run} at step 3: sampled(T=1) is {accuracy:.1%}" in err
+
+
+def test_without_its_base_a_score_stands_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, str(run), "--no-base", "--step", "2", "--set", "seed=9")
+    assert code == 0
+    assert "verdict" not in out
+    assert "at step 0" not in out
+    (score,) = [line for line in out.splitlines() if " sampled(T=1) " in line]
+    assert "%" in score
+
+
+def test_a_model_is_scored_on_a_recipes_task(
+    home: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = words(tmp_path, model, *LORA, "eval.items=4")
+    code, out, _ = said(capsys, str(model), "--recipe", *recipe, "--mode", "greedy")
+    assert code == 0
+    assert "of the model's own files" in out
+    assert "verdict" not in out
+    (stored,) = (tmp_path / "runs" / "scores").iterdir()
+    assert f"stored: {stored}" in out
+    assert read_score(stored).conditions.model == str(model)
+
+
+def test_two_models_are_compared_only_when_asked(
+    home: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path / "other", seed=3)
+    recipe = words(tmp_path, model)
+    code, out, _ = said(capsys, str(tmp_path / "other"), "--recipe", *recipe, "--mode", "sampled")
+    assert (code, "verdict" in out) == (0, False)
+    code, out, _ = said(capsys, str(tmp_path / "other"), "--recipe", *recipe, "--mode", "sampled", "--allow-mismatch")
+    assert (code, "verdict" in out) == (0, True)
+    assert "compared across different model because you said so" in out
+
+
+def test_another_base_is_refused_before_anything_is_measured(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path / "other", seed=3)
+    before = sorted((run / "scores").rglob("*"))
+    code, out, err = said(capsys, str(run), "--set", f"model.path={tmp_path}/other")
+    assert (code, out) == (7, "")
+    assert "with this model they are" in err
+    assert "Traceback" not in err
+    assert sorted((run / "scores").rglob("*")) == before
+
+
+def test_a_changed_reply_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stored score of the same weights that does not say the same is a warning, and stays as it was."""
+    import dataclasses
+
+    from lockstep.evaluate.records import write_score
+
+    path = score_path(run, 3, "greedy")
+    score = read_score(path)
+    first = dataclasses.replace(score.results[0], text="something else")
+    write_score(path, dataclasses.replace(score, results=(first, *score.results[1:])))
+    stored = path.read_bytes()
+    code, out, _ = said(capsys, str(run), "--mode", "greedy")
+    assert code == 0
+    assert f"warning: greedy: 1 of 8 replies differ from those of the stored score ({path}), first {first.id}" in out
+    assert path.read_bytes() == stored
+
+
+def test_a_damaged_newest_checkpoint_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step_000003" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, out, _ = said(capsys, str(run), "--no-base", "--mode", "greedy")
+    assert code == 0
+    assert out.startswith(f"{run} at step 2: ")
+    assert "warning: step 3 is damaged: optimizer.safetensors" in out
+    code, _, err = said(capsys, str(run), "--step", "3")
+    assert (code, "optimizer.safetensors" in err) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        ([], 2, "required"),
+        (["RUN", "--expect", "0.7:0.5"], 2, "no range of accuracies"),
+        (["RUN", "--expect", "fifty"], 2, "no range of accuracies"),
+        (["RUN", "--items", "0"], 2, "at least 1"),
+        (["RUN", "--mode", "gready"], 2, "there are greedy, sampled, all"),
+        (["RUN", "eval.itemz=3"], 2, "did you mean eval.items?"),
+        (["eval.items=3"], 2, "no target was given"),
+        (["RUN", "--step", "9"], 6, "no checkpoint of step 9; there are 1, 2, 3"),
+        (["RUN", "--items", "400"], 4, "400 held-out questions were asked for, id_probe has 8"),
+        (["MODEL"], 2, "needs --recipe"),
+    ],
+)
+def test_mistakes_end_with_their_code(
+    args: list[str], code: int, text: str, run: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = [{"RUN": str(run), "MODEL": str(model)}.get(arg, arg) for arg in args]
+    found, out, err = said(capsys, *named)
+    assert (found, out) == (code, "")
+    assert text in err
+
+
+def test_scores_that_cannot_be_written_say_where_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "scores")
+    (run / "scores").write_text("a file")
+    code, _, err = said(capsys, str(run), "--no-base", "--mode", "greedy")
+    assert (code, "--out" in err) == (7, True)
+
+
+def test_modes_by_name_and_by_kind(home: Path, model: Path) -> None:
+    recipe = load(words(home, model, "eval.modes=[{name: avg@4, temperature: 0.6, samples: 4}]"))
+    assert [mode.name for mode in choose_modes(recipe, "all")] == ["avg@4"]
+    assert [mode.name for mode in choose_modes(recipe, "sampled")] == ["avg@4"]
+    assert [(mode.name, mode.temperature) for mode in choose_modes(recipe, "greedy")] == [("greedy", 0.0)]
+    assert choose_modes(recipe, "avg@4") == recipe.eval.modes
+    with pytest.raises(ConfigError, match="avg@4"):
+        choose_modes(recipe, "avg@8")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0.5:0.7", (0.5, 0.7)), ("0.5:", (0.5, 1.0)), (":0.7", (0.0, 0.7))])
+def test_ranges(text: str, expected: tuple[float, float]) -> None:
+    assert share_range(text) == expected

@@ -1,0 +1,91 @@
+"""`lockstep sample`: questions, replies and grades, and nothing that could act on a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.commands.sample import Sample, show
+from lockstep.evaluate.records import read_score, score_path
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.text import visible
+from lockstep.types import Grade, Message, Prompt
+from tests.loops.runs import LORA, trained, words
+from tests.tiny import write_tiny_model
+from tests.track.runs import HOSTILE
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sample")
+    write_tiny_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(home: Path) -> RunDirectory:
+    return trained(home, home / "model", *LORA)
+
+
+def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    score = read_score(score_path(run.path, 3, "greedy"))
+    assert main(["sample", str(run.path), "-n", "3", "--greedy"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{run.path} at step 3: weights {score.conditions.weights} in fp32, greedy, id_probe\n")
+    for result in score.results[:3]:
+        reward, word = f"{result.reward:g}", "right" if result.correct else "wrong"
+        assert f"── {result.id} · {word} · reward {reward}\n   extracted nothing, answer '{result.answer}'" in out
+        assert all(f"     │ {line}" in out for line in visible(result.text).split("\n"))
+    assert out.count("── ") == 3
+    assert out.count("     │ State the final answer: ") == 3
+    assert out.splitlines()[-1].startswith("3 replies: ")
+
+
+def test_temperature_and_target_change_the_replies(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for name, extra in {"base": ["--step", "0"], "warm": [], "again": [], "hot": ["--temperature", "2"]}.items():
+        assert main(["sample", str(run.path), "-n", "8", *extra]) == 0
+        shown[name] = capsys.readouterr().out.split("\n", 1)
+    assert shown["warm"] == shown["again"]
+    assert len({body for _, body in shown.values()}) == 3
+    assert ", T=1, " in shown["warm"][0]
+    assert ", T=2, " in shown["hot"][0]
+
+
+def test_a_model_with_a_recipe(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [str(home / "model"), "--recipe", *words(home, home / "model", *LORA), "rollout.max_tokens=2"]
+    assert main(["sample", *args, "-n", "1"]) == 0
+    assert "2 tokens, cut off" in capsys.readouterr().out
+
+
+def test_nothing_in_a_reply_acts_on_the_terminal() -> None:
+    prompt = Prompt("sums/\x1b[1m", (Message(role="user", content="4 + 3 =\x07"),), "7\x00", "sums")
+    grade = Grade(None, {}, "\x1b]0;owned\x07", "boxed", "killed\nafter 2 s")
+    text = show(Sample(prompt, HOSTILE, 12, False, grade))
+    assert "── sums/\\x1b[1m · unscored · reward none" in text
+    assert "12 tokens, cut off" in text
+    assert "   not scored: killed⏎after 2 s" in text
+    assert "\\x1b[2J" in text
+    assert not any(c in text for c in "\x1b\x07\x00\u202e\ud800")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["RUN", "-n", "0"], 2, "at least 1"),
+        (["RUN", "--greedy", "--temperature", "1"], 2, "not allowed with"),
+        (["RUN", "--temperature", "-1"], 2, "must be 0 or above"),
+        (["RUN", "RUN"], 2, "one target at a time"),
+        (["RUN", "-n", "9"], 4, "id_probe has 8\n  to fix: set -n 8"),
+        (["RUN/nothing"], 2, "neither a run nor a checkpoint"),
+    ],
+)
+def test_mistakes_end_with_their_code(
+    args: list[str], code: int, text: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", *(arg.replace("RUN", str(run.path)) for arg in args)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert text in captured.err

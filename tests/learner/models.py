@@ -1,0 +1,103 @@
+"""Random models of a few thousand weights, one per architecture, and what plain transformers makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from lockstep.models.attention import NAME
+
+VOCAB = 300
+WINDOW = 8
+"""Of the families with sliding windows: sequences of the tests are longer."""
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # distributions far from uniform
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _make(name: str, **more: object) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        config = getattr(hf, f"{name}TextConfig", None) or getattr(hf, f"{name}Config")
+        return getattr(hf, f"{name}ForCausalLM")(config(**(SMALL | more)))  # type: ignore[no-any-return]
+
+    return build
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": _make("Llama"),
+    "llama-tied": _make("Llama", tie_word_embeddings=True),
+    "qwen2": _make("Qwen2"),
+    "qwen3": _make("Qwen3", head_dim=16),
+    "mistral": _make("Mistral", sliding_window=WINDOW),
+    "gemma2": _make(
+        "Gemma2",
+        head_dim=16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": _make("Gemma3", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gpt-oss": _make("GptOss", head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "cohere": _make("Cohere", logit_scale=0.5),
+    "granite": _make("Granite", logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.5),
+    "phi": _make("Phi"),  # a head with a bias
+    "starcoder2": _make("Starcoder2", sliding_window=WINDOW),  # LayerNorm: float64 throughout
+}
+
+
+def plain(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "eager") -> nn.Module:
+    """The model as transformers runs it. Biases, sinks and other vectors are random too, so that each of them matters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = FAMILIES[family]()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return _with_attention(model.eval(), attention)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """The same weights in another model that attends as Lockstep does."""
+    return _with_attention(copy.deepcopy(model), NAME)
+
+
+def _with_attention(model: nn.Module, name: str) -> nn.Module:
+    model.config._attn_implementation = name  # type: ignore[union-attr]
+    return model
+
+
+def logits_of(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    """All logits [T, V] of one sequence by transformers' own forward pass, without cache, padding or packing."""
+    output: Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return output if output.dtype == torch.float64 else output.float()
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """Log-probability of every token but the first, [T - 1]."""
+    logprobs_TV = (logits_of(model, ids)[:-1] / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, torch.tensor(list(ids))[1:, None])[:, 0]
+
+
+def tokens(count: int, seed: int, low: int = 3, high: int = VOCAB) -> tuple[int, ...]:
+    """Random ids, special ones left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(low, high, (count,), generator=generator).tolist())

@@ -1,0 +1,178 @@
+"""A run that was stopped, killed, damaged or edited: it goes on bit for bit, or says why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.store import list_checkpoints
+from lockstep.config.load import dump
+from lockstep.errors import CheckpointError, CorruptCheckpointError, Interrupted, RunLockedError
+from lockstep.evaluate.records import read_score, score_path
+from lockstep.learner.optimizer import MasterAdamW
+from lockstep.loops.run import resume_run
+from lockstep.track.rollouts import read_rollouts
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import read_metrics
+from tests.loops.runs import (
+    LORA,
+    NO_EVAL,
+    events,
+    fingerprints,
+    numbers,
+    recipe,
+    terminate_in,
+    trained,
+    weights,
+)
+
+ROOT = Path(__file__).parents[2]
+LONG = ("steps=5", "update.samples_per_update=4", "optimizer.schedule=cosine", "optimizer.warmup_steps=2")
+
+
+def stopped(folder: Path, model: Path, *overrides: str, step: int, name: str = "stopped") -> Path:
+    """A run that got SIGTERM while it graded a sample of `step`."""
+    settings = (*overrides, f"name={name}")
+    recipe(folder, model, *settings)
+    terminate_in(folder, folder / "runs" / name, step)
+    with pytest.raises(Interrupted, match=f"SIGTERM after step {step} of") as caught:
+        trained(folder, model, *settings)
+    assert caught.value.exit_code == 75
+    assert f"--resume {folder}/runs/{name}" in caught.value.fix
+    return folder / "runs" / name
+
+
+def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
+    """Final weights, optimizer, all metrics but times, and all samples are equal, and the runs are whole."""
+    assert [row.step for row in read_metrics(one)][-steps:] == list(range(1, steps + 1))
+    return (
+        weights(one, steps) == weights(other, steps)
+        and numbers(one) == numbers(other)
+        and fingerprints(one) == fingerprints(other)
+        and all(read_rollouts(one, step) == read_rollouts(other, step) for step in range(1, steps + 1))
+    )
+
+
+@pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full-fp32", "lora-bf16"])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...]
+) -> None:
+    settings = (*adapter, *LONG, "eval.every=2", "save.every=3")
+    unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken")
+    path = stopped(tmp_path, tiny_model_dir, *settings, step=2)
+    assert [info.step for info in list_checkpoints(path)] == [2]  # saved although 3 steps were between saves
+    run = resume_run(path)
+    assert events(run, "resume") == ["at step 2"]
+    assert same(run, unbroken, 5)
+    for step in (0, 2, 4, 5):  # that of step 2 was put off to the resume
+        for mode in ("greedy", "sampled"):
+            again, once = (read_score(score_path(r.path, step, mode)) for r in (run, unbroken))
+            assert again.results == once.results
+            assert again.conditions == once.conditions
+
+
+def test_a_resume_that_forgets_the_optimizer_would_be_noticed(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, *LONG, NO_EVAL, "name=unbroken")
+    path = stopped(tmp_path, tiny_model_dir, *LONG, NO_EVAL, step=2)
+    monkeypatch.setattr(MasterAdamW, "restore", lambda self, state: None)
+    assert not same(resume_run(path), unbroken, 5)
+
+
+def test_a_stop_in_the_last_step_leaves_the_evaluation_to_the_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, "name=unbroken")
+    path = stopped(tmp_path, tiny_model_dir, step=3)
+    assert not score_path(path, 3, "greedy").exists()
+    run = resume_run(path)
+    assert run.report_path.is_file()
+    assert (
+        read_score(score_path(path, 3, "greedy")).results == read_score(score_path(unbroken.path, 3, "greedy")).results
+    )
+    assert numbers(run) == numbers(unbroken)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path, tiny_model_dir: Path) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken")
+    settings = recipe(tmp_path, tiny_model_dir, NO_EVAL, "name=early")
+    RunDirectory.create(tmp_path / "runs" / "early", dump(settings), {}).close()
+    run = resume_run(tmp_path / "runs" / "early")
+    assert same(run, unbroken, 3)
+
+
+def test_a_finished_run_resumes_to_itself(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL)
+    before = weights(run, 3), numbers(run)
+    again = resume_run(run.path)
+    assert (weights(again, 3), numbers(again)) == before
+
+
+def test_an_edited_recipe_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, step=2)
+    text = (path / "recipe.yaml").read_text()
+    (path / "recipe.yaml").write_text(re.sub(r"\n  lr: .*\n", "\n  lr: 0.5\n", text))
+    with pytest.raises(CheckpointError, match="saved under another recipe"):
+        resume_run(path)
+
+
+def test_another_base_model_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Same recipe, same adapter, but the folder that model.path names holds other weights now."""
+    from tests.tiny import write_tiny_model
+
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny_model(model)
+    path = stopped(tmp_path, model, *LORA, NO_EVAL, step=2)
+    write_tiny_model(model, seed=1)
+    with pytest.raises(CheckpointError, match="restored weights have fingerprint"):
+        resume_run(path)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over_only_when_asked(tmp_path: Path, tiny_model_dir: Path) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
+    flip(path / "checkpoints" / "step_000003" / "model.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"step_000003: model\.safetensors: its SHA-256") as caught:
+        resume_run(path)
+    assert "step 2, which is intact, with --allow-fallback" in caught.value.fix
+    run = resume_run(path, allow_fallback=True)
+    assert any("step 3 is damaged" in message for message in events(run, "warning"))
+    assert events(run, "resume")[-1] == "at step 2"
+    assert same(run, unbroken, 4)
+
+
+def test_an_only_checkpoint_that_is_damaged_does_not_start_the_run_over(tmp_path: Path, tiny_model_dir: Path) -> None:
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, step=1)
+    file = path / "checkpoints" / "step_000001" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for fallback in (False, True):
+        with pytest.raises(CorruptCheckpointError, match=r"optimizer\.safetensors"):
+            resume_run(path, allow_fallback=fallback)
+
+
+def test_a_second_writer_is_refused_and_names_the_first(tmp_path: Path, tiny_model_dir: Path) -> None:
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, step=2)
+    with RunDirectory.resume(path, {}), pytest.raises(RunLockedError, match=f"process {os.getpid()}"):
+        resume_run(path)
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """The program that anyone can run, with few kills; its own table says what was compared."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "resume_kill9.py"), "--kills", "3", "--start", "warm"]
+    result = subprocess.run(
+        [*command, "--work", str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "3 of 3 killed runs ended bit-equal to the unbroken one"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,198 @@
+"""What a name on the command line means, and that its weights are proven to be the ones that it names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    EvaluationError,
+    LearnerError,
+    RunDirectoryError,
+    SyncError,
+)
+from lockstep.loops.target import build_rig, find_target
+from lockstep.track.rundir import RunDirectory
+from lockstep.types import Batch
+from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words
+from tests.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("target")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    (home / "model").mkdir()
+    write_tiny_model(home / "model")
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def lora(home: Path, model: Path) -> RunDirectory:
+    return trained(home, model, *LORA, NO_EVAL, "name=lora", "save.keep_last=3")
+
+
+@pytest.fixture(scope="module")
+def full(home: Path, model: Path) -> RunDirectory:
+    return trained(home, model, NO_EVAL, "name=full", "model.dtype=bf16", "steps=2")
+
+
+def test_a_run_is_its_newest_checkpoint(lora: RunDirectory) -> None:
+    target = find_target(str(lora.path))
+    assert (target.step, target.label, target.run) == (3, f"{lora.path} at step 3", lora.path)
+    assert find_target(str(lora.path), step=2).step == 2
+    base = find_target(str(lora.path), step=0)
+    assert (base.step, base.checkpoint) == (0, None)
+
+
+def test_a_checkpoint_finds_its_run(lora: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = find_target(str(lora.checkpoints_path / "step_000002"), overrides=["eval.items=3"])
+    assert (target.step, target.run, target.recipe.eval.items) == (2, lora.path, 3)
+    assert target.trained is not None
+    assert target.trained.eval.items == 8
+    monkeypatch.chdir(lora.checkpoints_path / "step_000001")
+    here = find_target(".")
+    assert (here.step, here.run and here.run.resolve()) == (1, lora.path.resolve())
+
+
+def test_a_recipe_for_a_run_keeps_the_runs_model(home: Path, model: Path, lora: RunDirectory) -> None:
+    other = words(home / "other", Path("elsewhere"), "rollout.max_tokens=9")
+    target = find_target(str(lora.path), other)
+    assert target.recipe.rollout.max_tokens == 9
+    assert target.recipe.task.kind == "file"
+    assert target.recipe.task.path == str(home / "other" / "sums.jsonl")
+    assert target.recipe.model.path == str(model)
+    assert target.recipe.adapter.kind == "lora"
+
+
+def test_a_lone_checkpoint_needs_a_recipe(home: Path, model: Path, lora: RunDirectory, tmp_path: Path) -> None:
+    alone = tmp_path / "taken-along"
+    shutil.copytree(lora.checkpoints_path / "step_000002", alone)
+    with pytest.raises(ConfigError, match="outside of its run needs --recipe"):
+        find_target(str(alone))
+    target = find_target(str(alone), words(tmp_path, model, *LORA))
+    assert (target.step, target.run) == (2, None)
+    rig = build_rig(target.recipe)
+    assert target.checkpoint is not None
+    assert rig.prove_saved(rig.read(target.checkpoint)).fingerprint == fingerprints(lora)[2]
+
+
+def test_a_model_needs_a_recipe_and_is_taken_without_its_adapter(home: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a run nor a checkpoint"):
+        find_target(str(model))
+    args = words(home, model, *LORA)
+    own = find_target(str(model), args)
+    assert (own.step, own.recipe.adapter.kind, own.rival) == (0, "none", None)
+    other = find_target("org/name", args, ["eval.items=3"])
+    assert (other.recipe.model.path, other.recipe.eval.items) == ("org/name", 3)
+    assert other.rival is not None
+    assert (other.rival.model.path, other.rival.eval.items) == (str(model), 3)
+    with pytest.raises(ConfigError, match="is a model, which has no steps"):
+        find_target(str(model), args, step=3)
+
+
+def test_a_misspelt_run_names_those_that_exist(lora: RunDirectory, full: RunDirectory) -> None:
+    with pytest.raises(RunDirectoryError) as caught:
+        find_target(str(lora.path.parent / "lorra"))
+    assert "full, lora" in caught.value.fix
+
+
+def test_a_run_without_checkpoints_says_what_to_do(tmp_path: Path, model: Path) -> None:
+    from lockstep.config.load import dump
+    from tests.loops.runs import recipe
+
+    RunDirectory.create(tmp_path / "young", dump(recipe(tmp_path, model)), {}).close()
+    with pytest.raises(CheckpointError, match="no checkpoint yet") as caught:
+        find_target(str(tmp_path / "young"))
+    assert "--step 0" in caught.value.fix
+    assert find_target(str(tmp_path / "young"), step=0).checkpoint is None
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_note_but_never_taken(lora: RunDirectory, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora.path, run)
+    file = run / "checkpoints" / "step_000003" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    target = find_target(str(run))
+    assert target.step == 2
+    assert "step 3 is damaged: adapter_model.safetensors" in target.notes[0]
+    for name, step in ((str(run), 3), (str(run / "checkpoints" / "step_000003"), None)):
+        with pytest.raises(CorruptCheckpointError, match=r"adapter_model\.safetensors") as caught:
+            find_target(name, step=step)
+        assert caught.value.fix == "choose another with --step: 1, 2"
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_engine_is_proven_to_hold_what_was_saved(kind: str, request: pytest.FixtureRequest) -> None:
+    run: RunDirectory = request.getfixturevalue(kind)
+    target = find_target(str(run.path))
+    assert target.checkpoint is not None
+    rig = build_rig(target.recipe)
+    base = rig.prove()
+    proof = rig.prove_saved(rig.read(target.checkpoint))
+    assert proof.passed
+    assert proof.probe is not None
+    assert (proof.fingerprint, proof.version) == (fingerprints(run)[target.step], target.step)
+    assert base.fingerprint != proof.fingerprint
+    assert (base.changed, proof.changed) == (-1, 28 if kind == "lora" else 20)
+    assert rig.engine.version == proof.version
+
+
+def test_both_forward_passes_agree(lora: RunDirectory) -> None:
+    rig = build_rig(find_target(str(lora.path), step=0).recipe)
+    rig.prove()
+    sequences = [(5, 9, 300, 7), (8, 8)]
+    for ours, theirs in zip(rig.holder.logprobs(sequences), rig.engine.score(sequences), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+        assert len(ours) in (3, 1)
+    with pytest.raises(LearnerError, match="never trains"):
+        rig.holder.update(Batch(()), lambda inputs: (_ for _ in ()).throw(AssertionError))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["adapter.alpha=8"], "had weights .* with this model they are"),
+        (["adapter.rank=8"], "had weights .* with this model they are"),
+        (
+            ["adapter.targets=[q_proj]"],
+            "has 24 tensors that the model lacks, such as model.layers.0.mlp.down_proj.lora_A",
+        ),
+        (["model.dtype=bf16"], "was saved in fp32, the model was loaded in bf16"),
+    ],
+)
+def test_a_model_that_is_not_the_one_trained_is_refused(lora: RunDirectory, overrides: list[str], reason: str) -> None:
+    target = find_target(str(lora.path), overrides=overrides)
+    assert target.checkpoint is not None
+    rig = build_rig(target.recipe)
+    with pytest.raises(EvaluationError, match=reason):
+        rig.read(target.checkpoint)
+
+
+def test_another_base_under_the_adapter_is_refused(lora: RunDirectory, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, seed=1)
+    target = find_target(str(lora.path), overrides=[f"model.path={tmp_path}"])
+    assert target.checkpoint is not None
+    with pytest.raises(EvaluationError, match="with this model they are"):
+        build_rig(target.recipe).read(target.checkpoint)
+
+
+def test_a_weight_that_changes_behind_the_engine_is_noticed(lora: RunDirectory) -> None:
+    target = find_target(str(lora.path))
+    rig = build_rig(target.recipe)
+    assert target.checkpoint is not None
+    saved = rig.read(target.checkpoint)
+    rig.prove()
+    with torch.no_grad():
+        next(iter(rig.policy.model.parameters())).view(-1)[7] += 1  # a weight of the frozen base
+    with pytest.raises(SyncError, match="not frozen"):
+        rig.prove_saved(saved)

@@ -1,0 +1,114 @@
+"""Weights as a stream of names and tensors: names of the checkpoint, live tensors, and what cannot be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lockstep.config.schema import Lora
+from lockstep.errors import SyncError
+from lockstep.learner.adapters import attach
+from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
+from tests.learner.models import plain
+
+
+def adapted(seed: int = 0, family: str = "llama-tied") -> nn.Module:
+    return attach(plain(family), Lora(rank=4, alpha=12, targets=["q_proj", "down_proj"]), seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt-oss"])
+def test_names_are_those_of_the_checkpoint_and_tied_weights_come_once(family: str, tmp_path: Path):
+    model: Any = plain(family)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    names = [name for name, _ in named_weights(model)]
+    assert len(names) == len(set(names))
+    assert set(names) == stored
+    assert ("lm_head.weight" in names) == (family != "llama-tied")
+
+
+def test_the_tensors_are_the_live_ones():
+    model = plain("llama")
+    parameters = dict(model.named_parameters())
+    for name, tensor in named_weights(model):
+        assert tensor.data_ptr() == parameters[name].data_ptr()
+        assert not tensor.requires_grad
+
+
+def test_adapters_keep_the_bases_names_and_add_their_own():
+    base = {name for name, _ in named_weights(plain("llama-tied"))}
+    weights = dict(named_weights(adapted()))
+    layers = [f"model.layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")]
+    added = {f"{layer}.{what}" for layer in layers for what in ("lora_A", "lora_B", "lora_scaling")}
+    assert set(weights) == base | added
+    for layer in layers:
+        scaling = weights[f"{layer}.lora_scaling"]
+        assert scaling.tolist() == [3.0]
+        assert scaling.dtype == torch.float64
+        assert weights[f"{layer}.lora_A"].shape[0] == weights[f"{layer}.lora_B"].shape[1] == 4
+
+
+def test_frozen_and_trainable_names_divide_the_parameters():
+    model = adapted()
+    trained = {name for name, _ in named_weights(model, trainable_only=True) if not name.endswith("lora_scaling")}
+    frozen = frozen_names(model)
+    assert all(".lora_" in name for name in trained)
+    assert not any(".lora_" in name for name in frozen)
+    assert trained | frozen == {clean_name(name) for name, _ in model.named_parameters()}
+    assert frozen_names(plain("llama")) == frozenset()
+
+
+def test_a_stream_makes_another_model_the_same():
+    source, target = plain("llama", seed=0), plain("llama", seed=1)
+    pointers = [parameter.data_ptr() for parameter in target.parameters()]
+    taken = load_weights(target, named_weights(source))
+    assert taken == [name for name, _ in source.named_parameters()]
+    for (name, a), (_, b) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert [parameter.data_ptr() for parameter in target.parameters()] == pointers, "copied in place"
+
+
+def test_a_stream_carries_adapters_and_their_scaling():
+    source, target = adapted(0), adapted(1)
+    for name, parameter in source.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    for module in source.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = 0.75  # type: ignore[operator, index]
+    load_weights(target, named_weights(source))
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(source(input_ids=ids).logits, target(input_ids=ids).logits)
+    ours, theirs = dict(named_weights(source)), dict(named_weights(target))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "told"),
+    [
+        ("model.norm.weights", torch.zeros(64), "the engine has no such tensor"),
+        ("model.layers.0.self_attn.k_proj.lora_scaling", torch.ones(1), "the engine has no such tensor"),
+        ("model.norm.weight", torch.zeros(63), r"got \(63,\) torch.float32, the engine holds \(64,\)"),
+        ("model.norm.weight", torch.zeros(64, dtype=torch.bfloat16), "got .* torch.bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(name: str, tensor: torch.Tensor, told: str):
+    with pytest.raises(SyncError, match=told) as caught:
+        load_weights(adapted(), iter([(name, tensor)]))
+    assert caught.value.where == name
+
+
+def test_clean_names():
+    assert clean_name("model.norm.weight") == "model.norm.weight"
+    assert clean_name("base_model.model.model.norm.weight") == "model.norm.weight"
+    inner = "base_model.model.model.layers.0.mlp.down_proj"
+    assert clean_name(f"{inner}.base_layer.weight") == "model.layers.0.mlp.down_proj.weight"
+    assert clean_name(f"{inner}.lora_A.default.weight") == "model.layers.0.mlp.down_proj.lora_A"
