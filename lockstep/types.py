@@ -103,6 +103,8 @@ class Request:
     sampling: Sampling
     version: int
     """The weight version that must sample it; the engine refuses any other."""
+    prefix: int = 0
+    """Leading prompt tokens that all prompts of the recipe have (system text, examples): processed once per version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Rollout:
     grade: Grade
     sample: int = 0
     """Index within the group."""
+    prefix: int = 0
+    """Leading prompt tokens that all prompts of the recipe have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,8 @@ class Batch:
     sequences: tuple[TrainSequence, ...]
     temperature: float = 1.0
     """Log-probabilities are of softmax(logits / temperature), as they were sampled."""
+    prefix: int = 0
+    """Leading prompt tokens that all sequences have: processed once per micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class ChatFormat:
     """Every id that ends a reply: the tokenizer's and the generation config's end tokens, and the template's own."""
     template_hash: str
     """16 hex digits; equal hashes and equal messages give equal ids."""
+    prefix: TokenIds
+    """Ids that every prompt begins with."""
     notes: tuple[str, ...]
     """What a reader of the log should know about this template."""
 
@@ -57,6 +59,7 @@ class ChatFormat:
         self.stop_ids = self._stop_ids(generation_eos)
         self.template_hash = self._hash()
         self.notes = self._notes(dated=self.template != raw)
+        self.prefix = self._common_prefix()
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
         """Ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
@@ -75,6 +78,11 @@ class ChatFormat:
             return self.render(prompt.messages)
         except ChatError as error:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
+
+    def shared_prefix(self, ids: TokenIds) -> int:
+        """How many leading ids of a prompt are those that every prompt begins with: system text and examples."""
+        size = len(self.prefix)
+        return size if size < len(ids) and ids[:size] == self.prefix else 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a reply, without its end token and other special tokens. For grading and for people: text is never
@@ -116,6 +124,15 @@ class ChatFormat:
             if reply >= before:
                 trained[start:end] = [True] * (end - start)
         return ids, tuple(trained)
+
+    def _common_prefix(self) -> TokenIds:
+        """What two unlike prompts have in common, less the last token, which the question's first could change."""
+        try:
+            one, other = (self.render(({"role": "user", "content": text},)) for text in ("0", "What?"))
+        except ChatError:  # a template that refuses such a chat: nothing is shared, and prompts say what is wrong
+            return ()
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        return one[: max(0, same - 1)]
 
     def _ids(self, turns: Sequence[Message], *, generate: bool) -> TokenIds:
         refuse_control_tokens(self._control, turns)

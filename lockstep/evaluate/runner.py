@@ -136,7 +136,8 @@ def eval_requests(
             check_length(prompt.id, len(ids), plan.max_tokens, plan.context)
         for sample in range(mode.samples):
             seed = seed_for("eval", plan.seed, prompt.id, sample)
-            requests.append(Request(request_id(prompt, sample), ids, prompt.id, seed, sampling, version))
+            name, prefix = request_id(prompt, sample), chat.shared_prefix(ids)
+            requests.append(Request(name, ids, prompt.id, seed, sampling, version, prefix))
     return requests
 
 

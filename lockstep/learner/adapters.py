@@ -84,7 +84,7 @@ def _require_linear(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raise ModelError unless every target names linear layers: PEFT passes over a name that nothing has."""
     modules = list(model.named_modules())
     linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-    for target in targets:
+    for target in targets or [""]:
         matched = [name for name, _ in modules if f".{name}".endswith(f".{target}")]
         if not matched or set(matched) - set(linear):
             raise ModelError(

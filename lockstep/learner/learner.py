@@ -5,7 +5,7 @@ Legend: T tokens of the stream, R tokens with loss, N sequences, H hidden, V voc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -74,12 +74,12 @@ class TorchLearner:
         return self.response_logprobs(plain, 1.0)
 
     def response_logprobs(
-        self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False
+        self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
         """Log-probability of each response token (0 where not trained), under the policy or the reference model."""
         result: list[tuple[float, ...]] = [()] * len(sequences)
         with torch.no_grad(), self._as_reference() if reference else nullcontext(self.model) as model:
-            for packed, chosen in self._packed(sequences):
+            for packed, chosen in self._packed(sequences, prefix):
                 logprobs_R, _ = _forward(model, packed, temperature)
                 values = iter(logprobs_R.tolist())
                 for sequence in chosen:
@@ -94,7 +94,7 @@ class TorchLearner:
         many steps in a row with a non-finite gradient; such a step leaves every weight as it was.
         """
         statistics = UpdateStatistics()
-        for packed, _ in self._packed(batch.sequences):
+        for packed, _ in self._packed(batch.sequences, batch.prefix):
             self._backward(packed, batch, loss, statistics)
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         outcome = self.optimizer.step(lr)
@@ -127,10 +127,10 @@ class TorchLearner:
         self.skipped, self._skipped_in_a_row = counters["skipped"], counters["skipped_in_a_row"]
 
     # --- inner ----------------------------------------------------------------------------------------------------
-    def _packed(self, sequences: Sequence[TrainSequence]) -> Any:
-        share = self._plan.share_prompts
-        for chosen in microbatches(sequences, self._plan.tokens_per_microbatch, share_prompts=share):
-            yield pack(sequences, chosen, share_prompts=share, device=self._device), chosen
+    def _packed(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> Iterator[tuple[Packed, list[int]]]:
+        share, budget = self._plan.share_prompts, self._plan.tokens_per_microbatch
+        for chosen in microbatches(sequences, budget, share_prompts=share, prefix=prefix):
+            yield pack(sequences, chosen, share_prompts=share, device=self._device, prefix=prefix), chosen
 
     def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
         sequences = [batch.sequences[i] for i in packed.order]

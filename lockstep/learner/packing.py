@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import AttentionKind, dense_attention, windowed
+from lockstep.errors import LearnerError
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
 from lockstep.types import TokenIds, TrainSequence
 
 
@@ -29,40 +30,42 @@ class Branch:
 
 
 class PackedLayout:
-    """Branches end to end: prompt, response, response, …; a response sees its prompt and itself, a prompt only itself."""
+    """A root that all sequences begin with, then branches end to end: prompt, response, response, …
 
-    def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
-        self._branches, self._device = branches, device
+    A response sees root, its prompt and itself; a prompt sees root and itself.
+    """
+
+    def __init__(self, branches: Sequence[Branch], device: torch.device, root: int = 0) -> None:
+        self._branches, self._root = branches, root
         self._gathers = [_Gather.of(branch.responses, device) for branch in branches]
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        root = slice(0, self._root)
+        root_key, root_value = key_KTD[None, :, root], value_KTD[None, :, root]
         pieces_THD: list[Tensor] = []
-        start = 0
+        if self._root:
+            pieces_THD.append(dense_attention(query_HTD[None, :, root], root_key, root_value, None, kind)[0].transpose(0, 1))
+        start = self._root
         for branch, gather in zip(self._branches, self._gathers, strict=True):
             prompt, tail = slice(start, start + branch.prompt), slice(start + branch.prompt, start + branch.tokens)
             start += branch.tokens
             query, key, value = (x[None, :, prompt] for x in (query_HTD, key_KTD, value_KTD))
-            pieces_THD.append(dense_attention(query, key, value, None, kind)[0].transpose(0, 1))
+            if self._root:
+                key, value = torch.cat([root_key, key], 2), torch.cat([root_value, value], 2)
+            mask = causal_mask(branch.prompt, key.shape[2], kind.window, key.device) if self._root else None
+            pieces_THD.append(dense_attention(query, key, value, mask, kind)[0].transpose(0, 1))
             if not gather.longest:
                 continue
             count = len(branch.responses)
             keys_GKSD = torch.cat([key.expand(count, -1, -1, -1), gather.pad(key_KTD[:, tail])], 2)
             values_GKSD = torch.cat([value.expand(count, -1, -1, -1), gather.pad(value_KTD[:, tail])], 2)
-            mask = self._mask(branch.prompt, gather.longest, kind.window)
+            # One mask serves all responses: their padding sits at the end, where causality already hides it.
+            mask = causal_mask(gather.longest, keys_GKSD.shape[2], kind.window, key.device)
             output_GHQD = dense_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, mask, kind)
             pieces_THD.append(gather.unpad(output_GHQD))
         if start < query_HTD.shape[1]:
             pieces_THD.append(query_HTD.new_zeros(query_HTD.shape[1] - start, query_HTD.shape[0], query_HTD.shape[2]))
         return torch.cat(pieces_THD)
-
-    def _mask(self, prompt: int, longest: int, window: int | None) -> Tensor:
-        """One mask serves all responses: padding sits at the end, where causality already hides it."""
-        key = (prompt, longest, window)
-        if key not in self._masks:
-            seen_QS = torch.ones(longest, prompt + longest, dtype=torch.bool, device=self._device).tril(prompt)
-            self._masks[key] = windowed(seen_QS[None], window)
-        return self._masks[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,32 +118,44 @@ class Packed:
         return int(self.ids_T.shape[0])
 
 
-def microbatches(sequences: Sequence[TrainSequence], budget: int, *, share_prompts: bool) -> list[list[int]]:
+def microbatches(
+    sequences: Sequence[TrainSequence], budget: int, *, share_prompts: bool, prefix: int = 0
+) -> list[list[int]]:
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
     Sequences of one group stay together where they fit, so that their prompt is processed once.
     """
+    prefix = prefix if share_prompts else 0
     chunks: list[list[int]] = []
     tokens, group = 0, -1
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].group):
         sequence = sequences[index]
         response = _fed(sequence)
-        shared = share_prompts and sequence.group == group
-        cost = response if shared else response + len(sequence.prompt_ids)
+        whole = response + len(sequence.prompt_ids) - prefix
+        cost = response if share_prompts and sequence.group == group else whole
         if not chunks or tokens + cost > budget:
             chunks.append([])
-            tokens, cost = 0, response + len(sequence.prompt_ids)
+            tokens, cost = prefix, whole
         chunks[-1].append(index)
         tokens, group = tokens + cost, sequence.group
     return chunks
 
 
 def pack(
-    sequences: Sequence[TrainSequence], chosen: Sequence[int], *, share_prompts: bool, device: torch.device
+    sequences: Sequence[TrainSequence],
+    chosen: Sequence[int],
+    *,
+    share_prompts: bool,
+    device: torch.device,
+    prefix: int = 0,
 ) -> Packed:
-    """The stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt."""
-    ids: list[int] = []
-    positions: list[int] = []
+    """The stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt.
+
+    The first `prefix` tokens, which all of them have, are processed once. Raises LearnerError if they differ.
+    """
+    root = sequences[chosen[0]].prompt_ids[:prefix] if share_prompts else ()
+    ids: list[int] = list(root)
+    positions: list[int] = list(range(len(root)))
     rows: list[int] = []
     targets: list[int] = []
     owner: list[int] = []
@@ -150,10 +165,12 @@ def pack(
         sequence = sequences[index]
         prompt, fed = len(sequence.prompt_ids), _fed(sequence)
         if not (share_prompts and sequence.group == group):
-            group, branch = sequence.group, (prompt, list[int]())
+            if sequence.prompt_ids[: len(root)] != root or prompt <= len(root):
+                raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
+            group, branch = sequence.group, (prompt - len(root), list[int]())
             branches.append(branch)
-            ids += sequence.prompt_ids
-            positions += range(prompt)
+            ids += sequence.prompt_ids[len(root) :]
+            positions += range(len(root), prompt)
             last_row = len(ids) - 1
         first = len(ids)
         ids += sequence.ids[:fed]
@@ -164,7 +181,7 @@ def pack(
                 rows.append(last_row if j == 0 else first + j - 1)
                 targets.append(token)
                 owner.append(place)
-    layout = PackedLayout([Branch(prompt, tuple(responses)) for prompt, responses in branches], device)
+    layout = PackedLayout([Branch(prompt, tuple(responses)) for prompt, responses in branches], device, len(root))
     tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, rows, targets, owner))
     ids_T, positions_T, rows_R, targets_R, sequence_R = tensors
     return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import Interrupted
@@ -109,11 +110,13 @@ def prepare(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
     """Attach what the loss compares with: old log-probabilities if there are several updates, the reference's if asked."""
     sequences = list(batch.sequences)
     if recipe.updates_per_step > 1:
-        sequences = with_old_logprobs(sequences, parts.learner.response_logprobs(sequences, batch.temperature))
+        sequences = with_old_logprobs(sequences, parts.learner.response_logprobs(sequences, batch.temperature, prefix=batch.prefix))
     if parts.objective.needs_reference:
-        reference = parts.learner.response_logprobs(sequences, batch.temperature, reference=True)
+        reference = parts.learner.response_logprobs(
+            sequences, batch.temperature, reference=True, prefix=batch.prefix
+        )
         sequences = with_ref_logprobs(sequences, reference)
-    return Batch(tuple(sequences), batch.temperature)
+    return replace(batch, sequences=tuple(sequences))
 
 
 def worst(before: Metrics, after: Metrics) -> Metrics:

@@ -44,7 +44,8 @@ def sample_groups(
         ids = chat.render_prompt(prompt)
         for sample in range(recipe.samples_per_prompt):
             seed = seed_for(recipe.seed, "rollout", step, prompt.id, sample)
-            requests.append(Request(f"{step}/{prompt.id}/{sample}", ids, prompt.id, seed, sampling, version))
+            name = f"{step}/{prompt.id}/{sample}"
+            requests.append(Request(name, ids, prompt.id, seed, sampling, version, chat.shared_prefix(ids)))
     engine.submit(requests)
     done = {completion.request.id: completion for completion in engine.completed()}
     if missing := [request.id for request in requests if request.id not in done]:
@@ -72,7 +73,8 @@ def grade_groups(
         trained, grade = (True,) * len(done.ids), task.grade(prompt, text)
         ids, prompt_ids = done.ids, done.request.prompt_ids
         return Rollout(
-            prompt, prompt_ids, ids, done.logprobs, trained, text, done.finish, done.version, grade, sample
+            prompt, prompt_ids, ids, done.logprobs, trained, text, done.finish, done.version, grade, sample,
+            done.request.prefix,
         )
 
     return [
@@ -118,7 +120,8 @@ def _batch(rollouts: Sequence[tuple[int, Rollout, float]], objective: Objective,
         for (index, r, a), weight in zip(rollouts, weights_N, strict=True)
         if weight and not (drop and a == 0.0)
     )
-    return Batch(sequences, recipe.rollout.temperature)
+    prefix = min((r.prefix for _, r, _ in rollouts), default=0)
+    return Batch(sequences, recipe.rollout.temperature, prefix)
 
 
 def rollout_metrics(groups: Sequence[Group], advantages: Sequence[Sequence[float]], recipe: Recipe) -> Metrics:

@@ -11,6 +11,7 @@ Shapes: H query heads, K key/value heads, D head size, T tokens of the stream, S
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -110,17 +111,15 @@ def dense_attention(
             enable_gqa=query_NHQD.shape[1] != key_NKSD.shape[1],
         )
     if mask_NQS is None:
-        size = query_NHQD.shape[2]
-        mask_NQS = windowed(torch.ones(1, size, size, dtype=torch.bool, device=query_NHQD.device).tril(), kind.window)
+        mask_NQS = causal_mask(query_NHQD.shape[2], query_NHQD.shape[2], kind.window, query_NHQD.device)
     return _explicit_attention(query_NHQD, key_NKSD, value_NKSD, mask_NQS, kind)
 
 
-def windowed(causal_NQS: Tensor, window: int | None) -> Tensor:
-    """Restrict a mask whose last query sits at the last key to the `window` nearest keys."""
-    if window is None:
-        return causal_NQS
-    queries, keys = causal_NQS.shape[-2:]
-    return causal_NQS & torch.ones(queries, keys, dtype=torch.bool, device=causal_NQS.device).triu(keys - queries - window + 1)
+@lru_cache(maxsize=64)
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[1, queries, keys], True where a query may look: the last query sits at the last key, and sees `window` keys at most."""
+    mask_QS = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return (mask_QS if window is None else mask_QS.triu(keys - queries - window + 1))[None]
 
 
 def _explicit_attention(

@@ -21,7 +21,7 @@ from lockstep.models.attention import Layout, require_attention_only
 from lockstep.models.heads import head_of, token_logprobs
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.sampler import sample, uniforms
-from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, ExtendLayout, Prefix, PrefillLayout, Slots
+from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, Prefix, PrefillLayout, Slots
 from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
 
 PREFILL_TOKENS = 8192
@@ -77,6 +77,7 @@ class NativeEngine:
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
         self._prompts: dict[str, _Prompt] = {}
+        self._roots: dict[TokenIds, Prefix] = {}
         self._active: list[_Sequence] = []
         self._done: deque[Completion] = deque()
 
@@ -90,8 +91,8 @@ class NativeEngine:
                 raise EngineError(f"group {request.group} has another prompt already", where=request.id)
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
-        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
-        self._slots.reserve(longest)
+        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in self._queue), default=0)
+        self._slots.reserve(longest, idle=not self._active)
 
     def completed(self) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
@@ -113,6 +114,7 @@ class NativeEngine:
             raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
         load_weights(self._model, weights)
         self._prompts.clear()
+        self._roots.clear()
         self.version = version
 
     def weights(self) -> WeightStream:
@@ -120,7 +122,7 @@ class NativeEngine:
 
     def close(self) -> None:
         self._slots.release()
-        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts):
+        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts, self._roots):
             kept.clear()
 
     # --- admission ------------------------------------------------------------------------------------------------
@@ -134,6 +136,10 @@ class NativeEngine:
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids or request.sampling.max_tokens < 1:
             raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
+        if not 0 <= request.prefix < len(request.prompt_ids):
+            raise EngineError(
+                f"a shared prefix of {request.prefix} tokens leaves nothing of {len(request.prompt_ids)}", where=request.id
+            )
         if self._context and longest > self._context:
             raise EngineError(
                 f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the model's "
@@ -171,22 +177,31 @@ class NativeEngine:
                 del self._prompts[group], self._waiting[group]
 
     def _prefill(self, admitted: list[Request]) -> None:
-        """Process the prompts that are not kept yet, each once."""
-        new = list({r.group: r for r in admitted if r.group not in self._prompts}.values())
+        """Process the prompts that are not kept yet, each once; what all prompts begin with, once per version."""
+        new = deque({r.group: r for r in admitted if r.group not in self._prompts}.values())
         while new:
-            chunk, tokens = [new.pop(0)], 0
+            chunk = [new.popleft()]
             tokens = len(chunk[0].prompt_ids)
             while new and tokens + len(new[0].prompt_ids) <= PREFILL_TOKENS:
                 tokens += len(new[0].prompt_ids)
-                chunk.append(new.pop(0))
-            layout = PrefillLayout([len(r.prompt_ids) for r in chunk])
-            ids = [token for r in chunk for token in r.prompt_ids]
-            positions = [position for r in chunk for position in range(len(r.prompt_ids))]
+                chunk.append(new.popleft())
+            roots = [self._root(request.prompt_ids[: request.prefix]) for request in chunk]
+            rests = [request.prompt_ids[request.prefix :] for request in chunk]
+            layout = PrefillLayout([len(rest) for rest in rests], roots)
+            ids = [token for rest in rests for token in rest]
+            positions = [p for r in chunk for p in range(r.prefix, len(r.prompt_ids))]
             hidden_TH = self._forward(ids, positions, layout)
             ends = torch.tensor(layout.lengths).cumsum(0) - 1
             logits_BV = self._head.logits(_padded(hidden_TH[ends.to(self._device)]))
-            for request, prefix, logits_V in zip(chunk, layout.prefixes(), logits_BV, strict=False):
+            for request, prefix, logits_V in zip(chunk, layout.processed(), logits_BV, strict=False):
                 self._prompts[request.group] = _Prompt(prefix, logits_V.clone())
+
+    def _root(self, ids: TokenIds) -> Prefix | None:
+        if ids and ids not in self._roots:
+            layout = PrefillLayout([len(ids)], [None])
+            self._forward(list(ids), list(range(len(ids))), layout)
+            self._roots[ids] = layout.processed()[0]
+        return self._roots.get(ids)
 
     # --- decoding -------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -249,11 +264,11 @@ class NativeEngine:
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, ids: TokenIds) -> tuple[float, ...]:
         half = max(1, len(ids) // 2)
-        first = PrefillLayout([half])
+        first = PrefillLayout([half], [None])
         hidden_TH = [self._forward(list(ids[:half]), list(range(half)), first)[:half]]
         rest = len(ids) - half
         if rest:
-            layout = ExtendLayout(first.prefixes()[0], rest)
+            layout = PrefillLayout([rest], [first.processed()[0]])
             hidden_TH.append(self._forward(list(ids[half:]), list(range(half, len(ids))), layout)[:rest])
         targets_T = torch.tensor(ids[1:], device=self._device)
         logprobs_T, _ = token_logprobs(self._head, torch.cat(hidden_TH)[:-1], targets_T)

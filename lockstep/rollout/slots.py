@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being decoded, one slot each, and the two token layouts that read and write them.
+"""Keys and values of the sequences being decoded, one slot each, and the token layouts that read and write them.
 
 Legend: L layers, B slots, K key/value heads, D head size, S cached tokens, T tokens of the stream, H query heads.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import AttentionKind, dense_attention, windowed
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
 
 STREAM_MULTIPLE = 16
 """Streams are padded to a multiple of this many tokens. Matrix products of fewer rows, or of an odd number, take other code
@@ -44,11 +44,13 @@ class Slots:
         """Tokens a slot can hold."""
         return int(self.cache.shape[4])
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for sequences of `tokens`, keeping what is there."""
-        if tokens <= self.capacity:
+    def reserve(self, tokens: int, *, idle: bool) -> None:
+        """Make room for sequences of `tokens`: keeping what is there, or, when `idle`, exactly."""
+        size = -(-tokens // STREAM_MULTIPLE) * STREAM_MULTIPLE
+        if idle and size != self.capacity:
+            self.release()
+        if size <= self.capacity:
             return
-        size = -(-tokens // 64) * 64
         # Zeros, not garbage: masked keys have probability 0, and 0 × NaN would still be NaN.
         grown = torch.zeros((*self._shape[:4], size, self._shape[5]), dtype=self._dtype, device=self._device)
         grown[..., : self.capacity, :] = self.cache
@@ -67,12 +69,13 @@ class Slots:
 
 @dataclass(slots=True)
 class PrefillLayout:
-    """Whole prompts end to end, each seen alone; keeps their keys and values.
+    """Chunks end to end, each seen with its own prefix and nothing else; keeps their keys and values.
 
-    Attention runs prompt by prompt: the same prompt gives the same bits whatever it is prefilled with.
+    Attention runs chunk by chunk: the same chunk gives the same bits whatever it is processed with.
     """
 
     lengths: list[int]
+    prefixes: list[Prefix | None]
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
@@ -80,23 +83,27 @@ class PrefillLayout:
         self.kept.append((key_KTD, value_KTD))
         output_THD = torch.zeros_like(query_HTD).transpose(0, 1)
         start = 0
-        for length in self.lengths:
+        for length, prefix in zip(self.lengths, self.prefixes, strict=True):
             span = slice(start, start + length)
-            output_1HQD = dense_attention(
-                query_HTD[None, :, span], key_KTD[None, :, span], value_KTD[None, :, span], None, kind
-            )
-            output_THD[span] = output_1HQD[0].transpose(0, 1)
+            query, key, value = (x[None, :, span] for x in (query_HTD, key_KTD, value_KTD))
+            mask = None
+            if prefix is not None:
+                key = torch.cat([prefix.cache[0, layer][None], key], 2)
+                value = torch.cat([prefix.cache[1, layer][None], value], 2)
+                mask = causal_mask(length, prefix.tokens + length, kind.window, query.device)
+            output_THD[span] = dense_attention(query, key, value, mask, kind)[0].transpose(0, 1)
             start += length
         return output_THD
 
-    def prefixes(self) -> list[Prefix]:
-        """The processed prompts, in order."""
+    def processed(self) -> list[Prefix]:
+        """Every chunk with its prefix before it, in order."""
         cache_2LKTD = torch.stack([torch.stack([pair[i] for pair in self.kept]) for i in (0, 1)])
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-        return [
-            Prefix(cache_2LKTD[:, :, :, end - length : end].clone())
-            for length, end in zip(self.lengths, ends, strict=True)
-        ]
+        result, start = [], 0
+        for length, prefix in zip(self.lengths, self.prefixes, strict=True):
+            own = cache_2LKTD[:, :, :, start : start + length]
+            result.append(Prefix(own.clone() if prefix is None else torch.cat([prefix.cache, own], 3)))
+            start += length
+        return result
 
 
 class DecodeLayout:
@@ -104,7 +111,9 @@ class DecodeLayout:
 
     def __init__(self, slots: Slots, positions_B: Tensor, longest: int, rows: int) -> None:
         self._cache, self._rows = slots.cache, rows
-        self._keys = min(-(-longest // STREAM_MULTIPLE) * STREAM_MULTIPLE, slots.capacity)
+        # A part of the slots is copied before it is multiplied, the whole is not: reading some masked keys is cheaper.
+        needed = -(-longest // STREAM_MULTIPLE) * STREAM_MULTIPLE
+        self._keys = needed if 2 * needed < slots.capacity else slots.capacity
         self._positions_B = positions_B
         self._slot_B = torch.arange(rows, device=positions_B.device)
         self._masks: dict[int | None, Tensor] = {}
@@ -148,21 +157,3 @@ def _blocked_sum(probs_BKGS: Tensor, values_BKSD: Tensor) -> Tensor:
         span = slice(start, start + KEY_BLOCK)
         total = total + torch.matmul(probs_BKGS[..., span], values_BKSD[..., span, :])
     return total
-
-
-class ExtendLayout:
-    """A chunk of one sequence, after a prefix: the way that a score reads cached keys and values."""
-
-    def __init__(self, prefix: Prefix, tokens: int) -> None:
-        self._prefix, self._tokens = prefix, tokens
-
-    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        new = self._tokens
-        key_KSD = torch.cat([self._prefix.cache[0, layer], key_KTD[:, :new]], 1)
-        value_KSD = torch.cat([self._prefix.cache[1, layer], value_KTD[:, :new]], 1)
-        seen_QS = torch.ones(new, key_KSD.shape[1], dtype=torch.bool, device=query_HTD.device).tril(self._prefix.tokens)
-        mask = windowed(seen_QS[None], kind.window)
-        output_HQD = dense_attention(query_HTD[None, :, :new], key_KSD[None], value_KSD[None], mask, kind)[0]
-        output_THD = torch.zeros_like(query_HTD).transpose(0, 1)
-        output_THD[:new] = output_HQD.transpose(0, 1)
-        return output_THD

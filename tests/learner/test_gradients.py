@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Lora, Recipe
+from lockstep.errors import LearnerError
 from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.types import Batch, Loss, LossInput, LossOutput, TrainSequence
@@ -85,6 +86,29 @@ def test_the_split_and_the_sharing_change_nothing(budget: int, share: bool):
     microbatches = {1: len(batch.sequences), 10_000: 1}.get(budget)
     if microbatches is not None:
         assert metrics["batch/microbatches"] == microbatches
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [1, 50, 10_000])
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_a_beginning_that_all_share_changes_nothing(family: str, budget: int, share: bool):
+    """Eleven tokens before every prompt, processed once per micro-batch: longer than Starcoder's window here."""
+    plain_batch, begins = make_batch(0.7), tokens(11, 5)
+    longer = tuple(replace(s, prompt_ids=(*begins, *s.prompt_ids)) for s in plain_batch.sequences)
+    given = recipe(tokens_per_microbatch=budget, share_prompts=share)
+    metrics, ours = learner_gradients(twin(wide(family)), Batch(longer, 0.7, prefix=11), LOSS, given)
+    _, theirs = plain_gradients(wide(family), Batch(longer, 0.7), LOSS)
+    assert closest(ours, theirs) < 1e-12
+    if budget == 10_000:
+        groups = len({s.group for s in longer})
+        apart, _ = learner_gradients(twin(wide(family)), Batch(longer, 0.7), LOSS, given)
+        saved = 11 * (groups - 1) if share else 0
+        assert metrics["batch/tokens_processed"] == apart["batch/tokens_processed"] - saved
+
+
+def test_a_beginning_that_not_all_share_is_refused():
+    with pytest.raises(LearnerError, match="does not begin with the 3 tokens that all should share"):
+        learner_gradients(twin(wide("llama")), Batch(make_batch().sequences[-4:] + make_batch().sequences[:3], prefix=3), LOSS, recipe())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-oss", "mistral", "granite"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import EngineError, ModelError
-from lockstep.models.attention import AttentionKind, dense_attention, require_attention_only, windowed
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention, require_attention_only
 from tests.learner.models import FAMILIES, plain, tokens, twin
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
@@ -92,9 +92,8 @@ def test_long_blocks_are_computed_alike(kind: AttentionKind, queries: int, keys:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 6), (6, 6), (3, 9)])
-def test_windowed(window: int | None, queries: int, keys: int):
-    causal = seen(queries, keys, None)
-    assert torch.equal(windowed(causal, window), seen(queries, keys, window))
+def test_causal_masks(window: int | None, queries: int, keys: int):
+    assert torch.equal(causal_mask(queries, keys, window, torch.device("cpu")), seen(queries, keys, window))
 
 
 def test_a_sink_takes_its_share_and_gives_nothing():

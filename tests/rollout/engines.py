@@ -28,9 +28,16 @@ def engine_over(
 
 
 def request(
-    id: str, prompt: TokenIds, sampling: Sampling, *, group: str | None = None, seed: int = 0, version: int = 0
+    id: str,
+    prompt: TokenIds,
+    sampling: Sampling,
+    *,
+    group: str | None = None,
+    seed: int = 0,
+    version: int = 0,
+    prefix: int = 0,
 ) -> Request:
-    return Request(id, prompt, group or id, seed, sampling, version)
+    return Request(id, prompt, group or id, seed, sampling, version, prefix)
 
 
 def finish(engine: NativeEngine, requests: Sequence[Request]) -> dict[str, Completion]:

@@ -72,8 +72,18 @@ def _wide() -> nn.Module:
 
 @cache
 def requests() -> tuple[Request, ...]:
+    """Five samples of each prompt; the long ones begin alike, and say so."""
+    prompts = {length: tokens(length, length) for length in PROMPTS}
+    prompts |= {length: (*tokens(20, 20), *tokens(length - 20, length)) for length in PROMPTS if length > 20}
     return tuple(
-        request(f"{length}/{sample}", tokens(length, length), kind, group=str(length), seed=1000 * length + sample)
+        request(
+            f"{length}/{sample}",
+            prompts[length],
+            kind,
+            group=str(length),
+            seed=1000 * length + sample,
+            prefix=20 if length > 20 else 0,
+        )
         for length in PROMPTS
         for sample, kind in enumerate((*KINDS, KINDS[0]))
     )

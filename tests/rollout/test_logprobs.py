@@ -26,9 +26,16 @@ def model() -> nn.Module:
 
 
 def sampled(sampling: Sampling, slots: int = 4) -> list[Completion]:
-    """Two samples of each of several prompts."""
+    """Two samples of each of several prompts, of which the longer ones have a prefix that is processed apart."""
     wanted = [
-        request(f"{length}/{i}", tokens(length, length), sampling, group=str(length), seed=7 * length + i)
+        request(
+            f"{length}/{i}",
+            (*tokens(length, 0)[:9], *tokens(length, length)[9:]),
+            sampling,
+            group=str(length),
+            seed=7 * length + i,
+            prefix=9 if length > 16 else 0,
+        )
         for length in LENGTHS
         for i in range(2)
     ]

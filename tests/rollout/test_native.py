@@ -210,6 +210,30 @@ def test_a_group_that_comes_back_later_is_processed_again():
     assert counted.tokens[mark] == 2
 
 
+def test_what_all_prompts_begin_with_is_processed_once_per_version():
+    begins, mark = (*tokens(11, 1, high=VOCAB - 1), VOCAB - 1), VOCAB - 1
+    wanted = [
+        request(f"{n}/{i}", (*begins, *tokens(n, n, high=VOCAB - 1)), Sampling(4), group=str(n), seed=i, prefix=12)
+        for n in (1, 6, 30)
+        for i in range(3)
+    ]
+    alone = [request(r.id, r.prompt_ids, r.sampling, group=r.group, seed=r.seed) for r in wanted]
+    engine = engine_over(model(), 2)
+    with Counted(model()) as counted:
+        shared = finish(engine, wanted[:6]) | finish(engine, wanted[6:])
+    assert counted.tokens[mark] == 1
+    with Counted(model()) as counted:
+        engine.load(iter(()), 1)
+        finish(engine, [request("a", wanted[0].prompt_ids, Sampling(1), version=1, prefix=12)])
+    assert counted.tokens[mark] == 1, "the weights are others now"
+    with Counted(model()) as counted:
+        apart = finish(engine_over(model(), 2), alone)
+    assert counted.tokens[mark] == 3
+    for id, done in shared.items():
+        assert done.ids == apart[id].ids
+        assert done.logprobs == pytest.approx(apart[id].logprobs, abs=1e-4)
+
+
 def test_slots_are_decoded_side_by_side():
     """Eight samples of ten tokens: a pass for the prompt, then one a token for all of them."""
     wanted = [request(str(i), PROMPT, Sampling(10), group="g", seed=i) for i in range(8)]
@@ -259,6 +283,22 @@ def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], bud
 def test_the_whole_context_can_be_used():
     done = finish(engine_over(model()), [request("a", tokens(500, 1), Sampling(12))])["a"]
     assert len(done.ids) == 12
+
+
+@pytest.mark.parametrize("prefix", [-1, 6, 7])
+def test_a_prefix_must_leave_something_of_the_prompt(prefix: int):
+    with pytest.raises(EngineError, match=f"a shared prefix of {prefix} tokens"):
+        engine_over(model()).submit([request("a", PROMPT, Sampling(3), prefix=prefix)])
+
+
+def test_short_requests_after_long_ones_that_still_wait():
+    """Room is made for what is queued, not for what came last."""
+    wanted = [request("long", tokens(100, 1), Sampling(30)), request("short", tokens(3, 1), Sampling(2))]
+    engine = engine_over(model(), 1)
+    for one in wanted:
+        engine.submit([one])
+    found = {completion.request.id: completion for completion in engine.completed()}
+    assert found == {r.id: finish(engine_over(model(), 1), [r])[r.id] for r in wanted}
 
 
 def test_two_prompts_under_one_group_are_refused():

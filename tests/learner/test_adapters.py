@@ -1,0 +1,208 @@
+"""LoRA through PEFT: what is trained, what is refused, and that PEFT alone can read what a run saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lockstep.checkpoint.store import open_checkpoint
+from lockstep.config.schema import Lora, NoAdapter, Recipe
+from lockstep.errors import ModelError
+from lockstep.learner.adapters import attach, describe, load_adapter
+from lockstep.learner.learner import TorchLearner
+from lockstep.loops.parts import Parts, build_parts, build_task_of
+from lockstep.loops.state import read_weights, save_checkpoint
+from tests.learner.batches import make_batch
+from tests.learner.models import logits_of, plain, tokens, twin
+from tests.learner.test_learner import gradient_step
+
+
+def adapted(adapter: Lora | None = None, seed: int = 0, family: str = "llama-tied", **more: Any) -> nn.Module:
+    return attach(twin(plain(family, **more)), adapter or Lora(rank=4), seed)  # type: ignore[arg-type]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_adapters_are_trained():
+    model = adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner = TorchLearner(model, Recipe.model_validate({"adapter": {"kind": "lora"}, "optimizer": {"lr": 1e-2}}))
+    for number in range(3):
+        gradient_step(learner, number)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            assert parameter.requires_grad, name
+            assert not torch.equal(parameter, before[name]), name
+        else:
+            assert not parameter.requires_grad, name
+            assert torch.equal(parameter, before[name]), name
+            assert parameter.grad is None, name
+    assert set(learner.trainable) == {
+        f"model.layers.{layer}.{part}.{factor}"
+        for layer in (0, 1)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+        + ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        for factor in ("lora_A", "lora_B")
+    }
+
+
+def test_a_fresh_adapter_changes_nothing_and_its_seed_is_its_start():
+    base, model = plain("llama-tied"), adapted()
+    learner = TorchLearner(model, Recipe())
+    ids = tokens(20, 1)
+    assert learner.logprobs([ids]) == TorchLearner(twin(base), Recipe()).logprobs([ids])
+    torch.manual_seed(77)  # the global state plays no part, and is left alone
+    state = torch.get_rng_state()
+    again, other = adapted(), adapted(seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in trained(model).items():
+        assert torch.equal(parameter, trained(again)[name])
+        if "lora_A" in name:
+            assert not torch.equal(parameter, trained(other)[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adapters_have_the_bases_precision(dtype: torch.dtype):
+    assert {p.dtype for p in adapted(dtype=dtype).parameters()} == {dtype}
+
+
+def test_the_fused_pass_is_pefts_pass():
+    """Outputs against PEFT's own layers with the same factors, on a base with biases."""
+    ours = adapted(Lora(rank=4, alpha=10), family="qwen2")
+    theirs: Any = get_peft_model(plain("qwen2"), LoraConfig(r=4, lora_alpha=10, target_modules="all-linear"))  # type: ignore[arg-type]
+    names = dict(theirs.named_parameters())
+    for number, (name, parameter) in enumerate(trained(ours).items()):
+        parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+        names[name].data.copy_(parameter.data)
+    ids = tokens(25, 2)
+    learner = TorchLearner(ours, Recipe())
+    (found,) = learner.logprobs([ids])
+    with torch.no_grad():
+        expected = logits_of(theirs.eval(), ids)[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-5)
+    with ours.disable_adapter(), torch.no_grad():  # type: ignore[operator]
+        base = logits_of(plain("qwen2"), ids)[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+        (off,) = learner.logprobs([ids])
+    torch.testing.assert_close(torch.tensor(off), base, rtol=1e-5, atol=1e-5)
+    assert (expected - base).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "targets", [["qproj"], ["q_proj", "qproj"], ["embed_tokens"], ["self_attn"], ["input_layernorm"], []], ids=str
+)
+def test_targets_that_name_no_linear_layer_are_refused(targets: list[str]):
+    with pytest.raises(ModelError, match="names no linear layer of LlamaForCausalLM") as caught:
+        adapted(Lora(targets=targets))
+    assert caught.value.where == "adapter.targets"
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in caught.value.fix
+
+
+def test_targets_may_name_one_layer_of_many():
+    model = adapted(Lora(rank=2, targets=["layers.1.self_attn.q_proj", "up_proj"]))
+    layers = {name.split(".lora_")[0].removeprefix("base_model.model.model.") for name in trained(model)}
+    assert layers == {"layers.1.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.1.mlp.up_proj"}
+
+
+def test_what_is_trained_is_described_in_one_line():
+    model = plain("llama-tied")
+    total = sum(p.numel() for p in model.parameters())
+    assert describe(NoAdapter(), model) == f"full training: {total:,} of {total:,} parameters are trained (100.0%)"
+    assert attach(model, NoAdapter(), seed=0) is model  # type: ignore[arg-type]
+    adapter = Lora(rank=4, alpha=6, targets=["q_proj"])
+    count = 2 * (4 * 64 + 64 * 4)
+    line = describe(adapter, adapted(adapter))
+    assert line.startswith(f"LoRA rank 4, scaling = alpha / rank = 1.5: {count:,} of {total + count:,} parameters")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def process_settings() -> Iterator[None]:
+    """Building a run sets up the process; other tests should not notice."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.set_flush_denormal(False)
+
+
+def run_parts(model_dir: Path, adapter: dict[str, Any]) -> tuple[Recipe, Parts]:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": str(model_dir)},
+            "adapter": adapter,
+            "device": "cpu",
+            "optimizer": {"lr": 1e-2},
+            "task": {"kind": "reasoning_gym", "size": 20, "settings": {"min_terms": 2, "max_terms": 2}},
+        }
+    )
+    return recipe, build_parts(recipe, build_task_of(recipe))
+
+
+@pytest.mark.usefixtures("process_settings")
+@pytest.mark.parametrize("alpha", [32, 5.5])
+def test_peft_reads_the_adapter_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path, alpha: float):
+    recipe, parts = run_parts(tiny_model_dir, {"kind": "lora", "rank": 4, "alpha": alpha})
+    for _ in range(2):
+        parts.learner.update(make_batch(old=False, ref=False), parts.objective.loss)
+    proof = parts.sync.push(parts.learner, parts.engine)
+    path = save_checkpoint(tmp_path, parts, recipe, 1, proof, best=None)
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa").eval()
+    ids = tokens(30, 3)
+    with torch.no_grad():
+        untrained = logits_of(base, ids)
+        loaded = PeftModel.from_pretrained(base, path).eval()
+        found = logits_of(loaded, ids)
+    ours = torch.tensor(parts.learner.logprobs([ids])[0])
+    theirs = found[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (found - untrained).abs().max() > 0.1
+    config = json.loads((path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, alpha, "LORA")
+    assert config["base_model_name_or_path"] == str(tiny_model_dir)
+
+    weights, state = read_weights(open_checkpoint(tmp_path))
+    assert state.step == 1
+    live = {name: p.detach() for name, p in parts.learner.trainable.items()}
+    assert weights.keys() == live.keys()
+    assert all(torch.equal(weights[name], live[name]) for name in live)
+
+
+@pytest.mark.usefixtures("process_settings")
+def test_transformers_reads_the_weights_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path):
+    recipe, parts = run_parts(tiny_model_dir, {"kind": "none"})
+    parts.learner.update(make_batch(old=False, ref=False), parts.objective.loss)
+    path = save_checkpoint(tmp_path, parts, recipe, 1, parts.sync.push(parts.learner, parts.engine), best=None)
+    loaded = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    ids = tokens(30, 3)
+    with torch.no_grad():
+        theirs = logits_of(loaded, ids)[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(parts.learner.logprobs([ids])[0]), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_peft_folder_is_loaded_bit_by_bit(tmp_path: Path):
+    source, target = adapted(seed=1), adapted(seed=2)
+    for parameter in trained(source).values():
+        parameter.data.normal_()
+    source.save_pretrained(tmp_path)  # type: ignore[operator]
+    load_adapter(target, tmp_path)
+    assert all(torch.equal(p, trained(target)[name]) for name, p in trained(source).items())
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
+    save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="1 tensors that this model lacks"):
+        load_adapter(adapted(), tmp_path)

@@ -1,0 +1,45 @@
+"""Choosing the device, and what the process is set to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.learner.device import choose_device
+
+
+def test_the_device_that_is_asked_for():
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(ConfigError, match="torch sees no GPU on this machine"):
+        choose_device("cuda")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_a_prepared_process():
+    """Threads, deterministic kernels, no denormals; and a freed block is used again instead of being faulted in anew."""
+    code = """
+import resource, torch
+from lockstep.learner.device import prepare_process
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 * 2**20)  # 64 MB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first = faults()
+prepare_process(torch.device("cpu"), 3)
+faults()
+print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), float(torch.tensor(1e-40) * 1), first, faults())
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert output[:2] == ["3", "True"]
+    assert float(output[2]) == 0.0
+    assert int(output[4]) < int(output[3]) / 10

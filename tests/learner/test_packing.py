@@ -1,0 +1,122 @@
+"""From sequences to streams: every token once, prompts once a group, budgets kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.learner.packing import as_sequence, microbatches, pack
+from lockstep.types import TrainSequence
+
+CPU = torch.device("cpu")
+
+
+def sequence(prompt: tuple[int, ...], ids: tuple[int, ...], group: int, trained: tuple[bool, ...] = ()) -> TrainSequence:
+    zeros = (0.0,) * len(ids)
+    return TrainSequence(prompt, ids, trained or (True,) * len(ids), zeros, zeros, 1.0, group)
+
+
+FOUR = (
+    sequence((1, 2, 3), (10, 11), 0),
+    sequence((4,), (20, 21, 22), 1, (True, False, True)),
+    sequence((1, 2, 3), (12, 13, 14), 0),
+    sequence((4,), (23,), 1),
+)
+
+
+def test_a_stream_by_hand():
+    packed = pack(FOUR, [0, 2, 1, 3], share_prompts=True, device=CPU)
+    #                               prompt 0   | 10 | 12 13 | prompt 1 | 20 21 |
+    assert packed.ids_T.tolist() == [1, 2, 3, 10, 12, 13, 4, 20, 21]
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2]
+    # Each target is predicted from the token before it; the first of a response from the end of the prompt.
+    assert packed.targets_R.tolist() == [10, 11, 12, 13, 14, 20, 22, 23]
+    assert packed.rows_R.tolist() == [2, 3, 2, 4, 5, 6, 8, 6]
+    assert packed.sequence_R.tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
+    assert packed.order == (0, 2, 1, 3)
+    assert packed.tokens == 9
+
+
+def test_without_sharing_every_response_has_its_prompt():
+    packed = pack(FOUR, [0, 2], share_prompts=False, device=CPU)
+    assert packed.ids_T.tolist() == [1, 2, 3, 10, 1, 2, 3, 12, 13]
+    assert packed.rows_R.tolist() == [2, 3, 6, 7, 8]
+
+
+def test_microbatches_by_hand():
+    assert microbatches(FOUR, 100, share_prompts=True) == [[0, 2, 1, 3]]
+    assert microbatches(FOUR, 6, share_prompts=True) == [[0, 2], [1, 3]]  # 3 + 1 + 2, then 1 + 2 + 0
+    assert microbatches(FOUR, 5, share_prompts=True) == [[0], [2], [1, 3]]
+    assert microbatches(FOUR, 1, share_prompts=True) == [[0], [2], [1], [3]]
+    assert microbatches([], 5, share_prompts=True) == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=14),
+    prompts=st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    budget=st.integers(1, 60),
+    share=st.booleans(),
+)
+def test_every_sequence_comes_once_and_budgets_are_kept(
+    shapes: list[tuple[int, int]], prompts: list[int], budget: int, share: bool
+):
+    sequences = [
+        sequence(tuple(range(100 * group, 100 * group + prompts[group])), tuple(range(length)), group)
+        for group, length in shapes
+    ]
+    chunks = microbatches(sequences, budget, share_prompts=share)
+    assert sorted(index for chunk in chunks for index in chunk) == list(range(len(sequences)))
+    sizes = []
+    for chunk in chunks:
+        packed = pack(sequences, chunk, share_prompts=share, device=CPU)
+        expected = sum(max(0, len(sequences[i].ids) - 1) for i in chunk)
+        own = [sequences[i].group for i in chunk]
+        expected += sum(prompts[group] for group in (set(own) if share else own))
+        assert packed.tokens == packed.positions_T.numel() == expected
+        assert packed.tokens <= budget or len(chunk) == 1
+        assert packed.targets_R.tolist() == [token for i in chunk for token in sequences[i].ids]
+        assert packed.ids_T.dtype == packed.rows_R.dtype == packed.targets_R.dtype == torch.int64
+        sizes.append(packed.tokens)
+    # No two neighbours could have been one.
+    for one, two, a, b in zip(chunks, chunks[1:], sizes, sizes[1:], strict=False):
+        joint = pack(sequences, [*one, *two], share_prompts=share, device=CPU).tokens
+        assert joint > budget or a + b > budget or a > budget
+
+
+def test_what_a_token_sees_is_its_prompt_and_its_own_response():
+    """Attention weights show through values: with equal scores, an output is the mean of the values seen."""
+    from lockstep.models.attention import AttentionKind
+
+    packed = pack(FOUR, [0, 2, 1, 3], share_prompts=True, device=CPU)
+    tokens, padded = packed.tokens, 16
+    values = torch.zeros(1, padded, 16)
+    values[0, torch.arange(padded), torch.arange(padded)] = 1.0  # each token's value is its own coordinate
+    queries = torch.zeros(2, padded, 16)
+    output_THD = packed.layout.attend(0, queries, torch.zeros(1, padded, 16), values, AttentionKind(1.0))
+    seen = [set(row.nonzero()[:, 0].tolist()) for row in output_THD[:, 0]]
+    prompt = [{0}, {0, 1}, {0, 1, 2}]
+    assert seen[:tokens] == [
+        *prompt,
+        {0, 1, 2, 3},  # 10
+        {0, 1, 2, 4},  # 12, which does not see 10
+        {0, 1, 2, 4, 5},  # 13
+        {6},  # the second prompt sees nothing of the first
+        {6, 7},
+        {6, 7, 8},
+    ]
+    assert not output_THD[tokens:].any(), "padding"
+    assert torch.equal(output_THD[:, 0], output_THD[:, 1])
+    narrow = packed.layout.attend(0, queries, torch.zeros(1, padded, 16), values, AttentionKind(1.0, window=2))
+    seen = [set(row.nonzero()[:, 0].tolist()) for row in narrow[:tokens, 0]]
+    assert seen == [{0}, {0, 1}, {1, 2}, {2, 3}, {2, 4}, {4, 5}, {6}, {6, 7}, {7, 8}]
+
+
+@pytest.mark.parametrize("ids", [(5,), (5, 6), (5, 6, 7)])
+def test_a_plain_sequence_has_one_prompt_token(ids: tuple[int, ...]):
+    plain = as_sequence(ids, 3)
+    assert (plain.prompt_ids, plain.ids, plain.group) == (ids[:1], ids[1:], 3)
+    assert all(plain.trained)
+    assert len(plain.trained) == len(plain.rollout_logprobs) == len(plain.advantages) == len(ids) - 1

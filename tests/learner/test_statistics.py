@@ -1,0 +1,64 @@
+"""What an update reports, by hand over two micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lockstep.learner.statistics import UpdateStatistics
+from lockstep.types import LossInput, LossOutput
+
+
+def inputs(logprobs: list[float], rollout: list[float], entropy: list[float]) -> LossInput:
+    logprobs_T = torch.tensor(logprobs, requires_grad=True)
+    count = len(logprobs)
+    return LossInput(
+        logprobs_T,
+        logprobs_T.detach(),
+        torch.tensor(rollout),
+        torch.ones(count),
+        torch.tensor(entropy),
+        torch.zeros(count, dtype=torch.int64),
+        1,
+    )
+
+
+def output(kl: list[float], ratio: list[float]) -> LossOutput:
+    return LossOutput(torch.zeros(len(kl)), {"kl/ref": torch.tensor(kl)}, {"ratio/max": torch.tensor(ratio)})
+
+
+def test_means_are_by_token_and_maxima_over_all():
+    statistics = UpdateStatistics()
+    statistics.add(inputs([-1.0], [-1.5], [4.0]), output([1.0], [3.0]), 0.25, processed=7)
+    statistics.add(
+        inputs([-1.0, -2.0, -3.0], [-1.0, -2.0, -2.75], [0.0, 1.0, 2.0]),
+        output([2.0, 3.0, 6.0], [1.0, 1.5, 0.5]),
+        -1.0,
+        processed=5,
+    )
+    metrics = statistics.metrics()
+    assert metrics["kl/ref"] == pytest.approx((1 + 2 + 3 + 6) / 4)
+    assert metrics["ratio/max"] == 3.0
+    assert metrics["entropy/mean"] == pytest.approx(7 / 4)
+    assert metrics["entropy/p10"] == pytest.approx(0.3)  # of 0, 1, 2, 4
+    assert metrics["entropy/p90"] == pytest.approx(3.4)
+    assert metrics["mismatch/mean_abs_dlogp"] == pytest.approx((0.5 + 0.25) / 4)
+    assert metrics["mismatch/max_abs_dlogp"] == pytest.approx(0.5)
+    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(0.25) - 1 - 0.25)
+    assert metrics["mismatch/k3"] == pytest.approx(k3 / 4)
+    assert metrics["mismatch/token_mult_prob_error"] == pytest.approx((math.exp(0.5) + 1 + 1 + math.exp(0.25)) / 4)
+    assert metrics["loss/policy"] == pytest.approx(-0.75), "already weighted: a sum"
+    assert metrics["batch/tokens_trained"] == 4
+    assert metrics["batch/tokens_processed"] == 12
+    assert metrics["batch/microbatches"] == 2
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_without_tokens_there_are_only_counts():
+    assert UpdateStatistics().metrics() == {
+        "batch/tokens_trained": 0.0,
+        "batch/tokens_processed": 0.0,
+        "batch/microbatches": 0.0,
+    }
