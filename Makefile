@@ -62,7 +62,7 @@ constraints: install  ## pin what .venv holds now, after a deliberate upgrade
 	mv constraints.new constraints.txt
 
 quickstart: install  ## train SmolLM2-135M on sums and compare before with after
-	$(BIN)/lockstep train recipes/quickstart.yaml
+	$(BIN)/lockstep train recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 clean:  ## remove what the tools left; keeps .venv, .cache and runs
 	rm -rf build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,6 +11,7 @@ from lockstep.algorithms.advantages import group_relative
 from lockstep.algorithms.aggregation import sequence_weights
 from lockstep.algorithms.losses import clipped_ratio, kl_penalty
 from lockstep.config.schema import Algorithm, Grpo, Recipe
+from lockstep.errors import LearnerError
 from lockstep.types import Loss, LossInput, LossOutput
 
 
@@ -58,7 +59,13 @@ def _grpo(settings: Grpo, recipe: Recipe) -> Objective:
 def _grpo_loss(settings: Grpo, inputs: LossInput) -> LossOutput:
     policy = clipped_ratio(inputs, clip_low=settings.clip_low, clip_high=settings.clip_high)
     loss_T, means = policy.loss_T, dict(policy.means)
-    if settings.kl.coef > 0 and inputs.ref_logprobs_T is not None:
+    if settings.kl.coef > 0:
+        if inputs.ref_logprobs_T is None:
+            raise LearnerError(
+                "the batch has no log-probabilities of the reference model",
+                where="algorithm.kl",
+                fix="attach them with learner.with_ref_logprobs",
+            )
         kl_T = kl_penalty(inputs.logprobs_T, inputs.ref_logprobs_T, settings.kl.estimator)
         means["kl/ref"] = kl_T
         means["loss/kl"] = settings.kl.coef * kl_T

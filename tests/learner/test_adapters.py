@@ -34,6 +34,9 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
 def test_only_adapters_are_trained():
     model = adapted()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -51,8 +54,7 @@ def test_only_adapters_are_trained():
     assert set(learner.trainable) == {
         f"model.layers.{layer}.{part}.{factor}"
         for layer in (0, 1)
-        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-        + ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", *MLP)
         for factor in ("lora_A", "lora_B")
     }
 
@@ -203,6 +205,7 @@ def test_a_peft_folder_is_loaded_bit_by_bit(tmp_path: Path):
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
-    save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}, tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(4, 64)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="1 tensors that this model lacks"):
         load_adapter(adapted(), tmp_path)

@@ -107,8 +107,9 @@ def test_a_beginning_that_all_share_changes_nothing(family: str, budget: int, sh
 
 
 def test_a_beginning_that_not_all_share_is_refused():
+    mixed = make_batch().sequences[-4:] + make_batch().sequences[:3]
     with pytest.raises(LearnerError, match="does not begin with the 3 tokens that all should share"):
-        learner_gradients(twin(wide("llama")), Batch(make_batch().sequences[-4:] + make_batch().sequences[:3], prefix=3), LOSS, recipe())
+        learner_gradients(twin(wide("llama")), Batch(mixed, prefix=3), LOSS, recipe())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-oss", "mistral", "granite"])
@@ -136,7 +137,14 @@ def test_logprobs_and_entropy_of_each_token():
         one = plain_inputs(reference, sequence, 0.7)
         span = slice(place, place + one.logprobs_T.numel())
         place = span.stop
-        for field in ("logprobs_T", "entropy_T", "old_logprobs_T", "rollout_logprobs_T", "advantages_T", "ref_logprobs_T"):
+        for field in (
+            "logprobs_T",
+            "entropy_T",
+            "old_logprobs_T",
+            "rollout_logprobs_T",
+            "advantages_T",
+            "ref_logprobs_T",
+        ):
             torch.testing.assert_close(getattr(inputs, field)[span], getattr(one, field), rtol=1e-9, atol=1e-9)
         assert (inputs.sequence_T[span] == number).all()
     assert inputs.logprobs_T.numel() == place
@@ -177,9 +185,7 @@ def test_untrained_tokens_carry_no_loss_but_are_seen():
 
 def test_sequences_without_a_trained_token_change_nothing():
     batch = make_batch()
-    silent = tuple(
-        replace(s, trained=(False,) * len(s.ids), group=50 + i) for i, s in enumerate(batch.sequences[:3])
-    )
+    silent = tuple(replace(s, trained=(False,) * len(s.ids), group=50 + i) for i, s in enumerate(batch.sequences[:3]))
     _, ours = learner_gradients(twin(wide("llama")), batch, LOSS, recipe())
     for budget in (1, 10_000):
         given = recipe(tokens_per_microbatch=budget)
@@ -223,8 +229,12 @@ def test_adapters_get_the_gradients_of_the_product():
     for stem, name in merged.items():
         a, b = factors[f"{stem}.lora_A.default.weight"].detach(), factors[f"{stem}.lora_B.default.weight"].detach()
         scale = alpha / rank
-        torch.testing.assert_close(ours[f"{stem}.lora_A.default.weight"], scale * b.T @ whole[name], rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(ours[f"{stem}.lora_B.default.weight"], scale * whole[name] @ a.T, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            ours[f"{stem}.lora_A.default.weight"], scale * b.T @ whole[name], rtol=1e-9, atol=1e-12
+        )
+        torch.testing.assert_close(
+            ours[f"{stem}.lora_B.default.weight"], scale * whole[name] @ a.T, rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -77,8 +77,7 @@ def test_training_raises_the_probability_of_what_has_advantage(kind: str):
     batch = make_batch(masked=False, old=False, ref=False)
     signs = [1.0 if i % 2 else -1.0 for i in range(len(batch.sequences))]
     signed = [
-        replace(s, advantages=(sign,) * len(s.ids), weight=0.1)
-        for s, sign in zip(batch.sequences, signs, strict=True)
+        replace(s, advantages=(sign,) * len(s.ids), weight=0.1) for s, sign in zip(batch.sequences, signs, strict=True)
     ]
     learner = build(kind, recipe(kind, optimizer={"lr": 3e-3}))
     before = learner.response_logprobs(signed, 1.0)

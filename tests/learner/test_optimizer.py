@@ -66,7 +66,7 @@ def test_decay_is_for_matrices_only():
 def test_a_small_step_is_not_lost_to_rounding():
     """bf16 numbers near 0.01 are 6e-5 apart. Steps of 1e-6 move the master at once and the weight after some thirty."""
     weight = nn.Parameter(torch.tensor([[0.0101]], dtype=torch.bfloat16))
-    start = float(weight)
+    start = weight.item()
     optimizer = MasterAdamW({"w": weight}, AdamW())
     moved = []
     for step in range(1, 61):
@@ -74,8 +74,8 @@ def test_a_small_step_is_not_lost_to_rounding():
         optimizer.step(1e-6)
         master = float(optimizer.tensors()["master.w"])
         assert master == pytest.approx(start - step * 1e-6, abs=2e-8)
-        assert float(weight) == float(torch.tensor(master).bfloat16()), "the weight is the rounded master"
-        moved.append(float(weight) != start)
+        assert weight.item() == float(torch.tensor(master).bfloat16()), "the weight is the rounded master"
+        moved.append(weight.item() != start)
     assert not any(moved[:20])
     assert all(moved[40:])
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.errors import LearnerError
 from lockstep.learner.packing import as_sequence, microbatches, pack
+from lockstep.models.attention import AttentionKind
 from lockstep.types import TrainSequence
 
 CPU = torch.device("cpu")
 
 
-def sequence(prompt: tuple[int, ...], ids: tuple[int, ...], group: int, trained: tuple[bool, ...] = ()) -> TrainSequence:
+def sequence(
+    prompt: tuple[int, ...], ids: tuple[int, ...], group: int, trained: tuple[bool, ...] = ()
+) -> TrainSequence:
     zeros = (0.0,) * len(ids)
     return TrainSequence(prompt, ids, trained or (True,) * len(ids), zeros, zeros, 1.0, group)
 
@@ -59,37 +65,35 @@ def test_microbatches_by_hand():
     prompts=st.lists(st.integers(1, 9), min_size=5, max_size=5),
     budget=st.integers(1, 60),
     share=st.booleans(),
+    prefix=st.integers(0, 5),
 )
 def test_every_sequence_comes_once_and_budgets_are_kept(
-    shapes: list[tuple[int, int]], prompts: list[int], budget: int, share: bool
+    shapes: list[tuple[int, int]], prompts: list[int], budget: int, share: bool, prefix: int
 ):
     sequences = [
-        sequence(tuple(range(100 * group, 100 * group + prompts[group])), tuple(range(length)), group)
+        sequence((7,) * prefix + tuple(range(100 * group, 100 * group + prompts[group])), tuple(range(length)), group)
         for group, length in shapes
     ]
-    chunks = microbatches(sequences, budget, share_prompts=share)
+    chunks = microbatches(sequences, budget, share_prompts=share, prefix=prefix)
     assert sorted(index for chunk in chunks for index in chunk) == list(range(len(sequences)))
-    sizes = []
     for chunk in chunks:
-        packed = pack(sequences, chunk, share_prompts=share, device=CPU)
+        packed = pack(sequences, chunk, share_prompts=share, device=CPU, prefix=prefix)
         expected = sum(max(0, len(sequences[i].ids) - 1) for i in chunk)
         own = [sequences[i].group for i in chunk]
         expected += sum(prompts[group] for group in (set(own) if share else own))
+        expected += prefix if share else prefix * len(chunk)
         assert packed.tokens == packed.positions_T.numel() == expected
         assert packed.tokens <= budget or len(chunk) == 1
         assert packed.targets_R.tolist() == [token for i in chunk for token in sequences[i].ids]
         assert packed.ids_T.dtype == packed.rows_R.dtype == packed.targets_R.dtype == torch.int64
-        sizes.append(packed.tokens)
-    # No two neighbours could have been one.
-    for one, two, a, b in zip(chunks, chunks[1:], sizes, sizes[1:], strict=False):
-        joint = pack(sequences, [*one, *two], share_prompts=share, device=CPU).tokens
-        assert joint > budget or a + b > budget or a > budget
+    # None could have taken in the next sequence.
+    for one, two in pairwise(chunks):
+        first = pack(sequences, [*one, two[0]], share_prompts=share, device=CPU, prefix=prefix).tokens
+        assert first > budget
 
 
 def test_what_a_token_sees_is_its_prompt_and_its_own_response():
     """Attention weights show through values: with equal scores, an output is the mean of the values seen."""
-    from lockstep.models.attention import AttentionKind
-
     packed = pack(FOUR, [0, 2, 1, 3], share_prompts=True, device=CPU)
     tokens, padded = packed.tokens, 16
     values = torch.zeros(1, padded, 16)
@@ -112,6 +116,20 @@ def test_what_a_token_sees_is_its_prompt_and_its_own_response():
     narrow = packed.layout.attend(0, queries, torch.zeros(1, padded, 16), values, AttentionKind(1.0, window=2))
     seen = [set(row.nonzero()[:, 0].tolist()) for row in narrow[:tokens, 0]]
     assert seen == [{0}, {0, 1}, {1, 2}, {2, 3}, {2, 4}, {4, 5}, {6}, {6, 7}, {7, 8}]
+
+
+def test_with_a_shared_beginning_everyone_sees_it():
+    given = (sequence((9, 8, 1), (10, 11), 0), sequence((9, 8, 2, 3), (20, 21), 1))
+    packed = pack(given, [0, 1], share_prompts=True, device=CPU, prefix=2)
+    assert packed.ids_T.tolist() == [9, 8, 1, 10, 2, 3, 20]
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 2, 3, 4]
+    assert packed.rows_R.tolist() == [2, 3, 5, 6]
+    values = torch.eye(16)[None]
+    output_THD = packed.layout.attend(0, torch.zeros(1, 16, 16), torch.zeros(1, 16, 16), values, AttentionKind(1.0))
+    seen = [set(row.nonzero()[:, 0].tolist()) for row in output_THD[:7, 0]]
+    assert seen == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 4}, {0, 1, 4, 5}, {0, 1, 4, 5, 6}]
+    with pytest.raises(LearnerError, match="sequence 1 does not begin with the 3 tokens"):
+        pack((sequence((9, 8, 1, 5), (10,), 0), given[1]), [0, 1], share_prompts=True, device=CPU, prefix=3)
 
 
 @pytest.mark.parametrize("ids", [(5,), (5, 6), (5, 6, 7)])

@@ -23,7 +23,13 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def parts(
-    rows: int, vocab: int, hidden: int = 6, *, bias: bool = False, dtype: torch.dtype = torch.float64, spread: float = 1.0
+    rows: int,
+    vocab: int,
+    hidden: int = 6,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float64,
+    spread: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Hidden states, weight, bias, targets."""
     generator = torch.Generator().manual_seed(rows + vocab)
@@ -136,7 +142,9 @@ def test_extreme_logits_stay_finite():
 
 
 def test_no_tokens_give_no_logprobs():
-    logprobs_T, entropy_T = token_logprobs(Head(torch.randn(9, 4)), torch.empty(0, 4), torch.empty(0, dtype=torch.int64))
+    logprobs_T, entropy_T = token_logprobs(
+        Head(torch.randn(9, 4)), torch.empty(0, 4), torch.empty(0, dtype=torch.int64)
+    )
     assert logprobs_T.shape == entropy_T.shape == (0,)
 
 
@@ -155,7 +163,13 @@ def test_the_head_of_a_model_gives_the_models_logits(family: str):
 def test_the_head_of_a_model_with_a_text_part_reads_the_text_parts_settings():
     text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 7.0}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
     model = Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=text | heads, vision_config=vision, image_token_index=49, boi_token_index=48)
     )

@@ -186,7 +186,9 @@ def test_a_prompt_is_processed_once_for_its_group(slots: int, kept: int):
     """Prompts carry marks that are never sampled; each mark must pass the model once, however long its group waits."""
     marks = (VOCAB - 1, VOCAB - 2, VOCAB - 3)
     wanted = [
-        request(f"{mark}/{i}", (*tokens(9, mark, high=VOCAB - 3), mark, 5), Sampling(kept), group=str(mark), seed=mark + i)
+        request(
+            f"{mark}/{i}", (*tokens(9, mark, high=VOCAB - 3), mark, 5), Sampling(kept), group=str(mark), seed=mark + i
+        )
         for mark in marks
         for i in range(7)
     ]
@@ -271,7 +273,11 @@ def test_a_fresh_engine_serves_no_version():
 
 @pytest.mark.parametrize(
     ("prompt", "budget", "told"),
-    [((), 3, "needs a prompt"), (PROMPT, 0, "budget of at least 1"), (PROMPT, 507, "exceed the model's context of 512")],
+    [
+        ((), 3, "needs a prompt"),
+        (PROMPT, 0, "budget of at least 1"),
+        (PROMPT, 507, "exceed the model's context of 512"),
+    ],
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], budget: int, told: str):
     engine = engine_over(model())
