@@ -302,9 +302,14 @@ def table(runs: dict[str, list[dict[str, Any]]], threads: int) -> str:
         bound = f"{floors[key]:.2f} | {floors[key] / mine:.0%}" if key in floors else " | "
         lines.append(f"| {name} | {mine:.2f} | {peer:.2f} | {ratio} | {bound} |")
     memory = {arm: max(run["rss"] for run in results) for arm, results in runs.items()}
-    lines.append(f"| peak memory, GiB | {memory['ours']:.2f} | {memory['trl']:.2f} | {memory['trl'] / memory['ours']:.2f} | | |")
+    lines.append(
+        f"| peak memory, GiB | {memory['ours']:.2f} | {memory['trl']:.2f} | {memory['trl'] / memory['ours']:.2f} | | |"
+    )
     spread = {arm: (min(r["step"] for r in rows[arm]), max(r["step"] for r in rows[arm])) for arm in rows}
-    lines += ["", "step, fastest and slowest: " + ", ".join(f"{a} {low:.2f}-{high:.2f}" for a, (low, high) in spread.items())]
+    lines += [
+        "",
+        "step, fastest and slowest: " + ", ".join(f"{a} {low:.2f}-{high:.2f}" for a, (low, high) in spread.items()),
+    ]
     return "\n".join(lines)
 
 

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, assert_never
 
-Mode: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"]
+Mode: TypeAlias = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+]
 
 
 def sequence_weights(

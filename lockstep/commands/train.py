@@ -13,9 +13,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `train`."""
     parser = subparsers.add_parser("train", help="train a recipe, or continue a run")
     parser.add_argument("recipe", nargs="*", metavar="RECIPE|a.b=c", help="recipe files and overrides; later ones win")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="continue this run directory from its last checkpoint")
     parser.add_argument(
-        "--allow-fallback", action="store_true", help="with --resume: if the newest checkpoint is damaged, use an older one"
+        "--resume", metavar="RUN", type=Path, help="continue this run directory from its last checkpoint"
+    )
+    parser.add_argument(
+        "--allow-fallback",
+        action="store_true",
+        help="with --resume: if the newest checkpoint is damaged, use an older one",
     )
 
 

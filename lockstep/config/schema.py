@@ -202,9 +202,9 @@ class Grpo(Section):
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped at 1 + clip_high."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"] = (
-        "seq-mean-token-mean"
-    )
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+    ] = "seq-mean-token-mean"
     """How token losses become one number. The paper's is seq-mean-token-mean; seq-mean-token-sum-norm divides by max_tokens."""
     kl: Kl = Kl()
     entropy_coef: float = Field(default=0.0, ge=0)

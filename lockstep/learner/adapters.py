@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
@@ -43,20 +42,6 @@ def describe(adapter: Adapter, model: torch.nn.Module) -> str:
             assert_never(adapter)
 
 
-def load_adapter(model: torch.nn.Module, folder: Path) -> None:
-    """Copy the adapter weights of a PEFT folder into an attached model, bit by bit."""
-    from peft.utils.save_and_load import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    outcome = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-    if outcome.unexpected_keys:
-        raise ModelError(
-            f"the adapter has {len(outcome.unexpected_keys)} tensors that this model lacks, such as {outcome.unexpected_keys[0]}",
-            where=str(folder),
-            fix="use the base model and the targets that it was made with",
-        )
-
-
 def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -65,9 +50,14 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
     targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     if not isinstance(targets, str):
         _require_linear(model, targets)
-    alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
+    alpha: Any = (
+        int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
+    )  # PEFT takes either, types say int
     config = LoraConfig(
-        r=adapter.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"  # type: ignore[arg-type]
+        r=adapter.rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
     )
     config._register_custom_module({torch.nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):

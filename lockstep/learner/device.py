@@ -29,7 +29,9 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.set_flush_denormal(True)  # probabilities below 1e-38 would take ten times as long as others, and matter nowhere
+        torch.set_flush_denormal(
+            True
+        )  # probabilities below 1e-38 would take ten times as long as others, and matter nowhere
         keep_freed_memory()
 
 

@@ -64,7 +64,9 @@ class TorchLearner:
         self._device = next(base.parameters()).device
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
-            raise LearnerError("no parameter is trained", fix="choose an adapter or train all weights (adapter.kind: none)")
+            raise LearnerError(
+                "no parameter is trained", fix="choose an adapter or train all weights (adapter.kind: none)"
+            )
         self.optimizer = MasterAdamW(self.trainable, recipe.optimizer)
 
     # --- Learner --------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ class TorchLearner:
         output = loss(inputs)
         weight_R = _per_token(sequences, [[s.weight] * len(s.ids) for s in sequences], logprobs_R)
         total = (weight_R * output.loss_T).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         statistics.add(inputs, output, float(total.detach()), packed.tokens)
 
     def _count_skip(self, skipped: bool, norm: float) -> None:
@@ -195,9 +197,7 @@ def _forward(model: nn.Module, packed: Packed, temperature: float) -> tuple[Tens
     padding = -packed.tokens % STREAM_MULTIPLE
     ids_1T = nn.functional.pad(packed.ids_T, (0, padding))[None]
     positions_1T = nn.functional.pad(packed.positions_T, (0, padding))[None]
-    output = base.get_decoder()(
-        input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout
-    )
+    output = base.get_decoder()(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout)
     hidden_RH = output.last_hidden_state[0].index_select(0, packed.rows_R)
     head: Head = head_of(base)
     return token_logprobs(head, hidden_RH, packed.targets_R, temperature)
@@ -212,9 +212,7 @@ def _loss_input(sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: 
     if sequences[0].ref_logprobs is not None:
         ref_R = _per_token(sequences, [s.ref_logprobs or () for s in sequences], logprobs_R)
     advantages_R = _per_token(sequences, [s.advantages for s in sequences], logprobs_R)
-    return LossInput(
-        logprobs_R, old_R, rollout_R, advantages_R, entropy_R, packed.sequence_R, len(sequences), ref_R
-    )
+    return LossInput(logprobs_R, old_R, rollout_R, advantages_R, entropy_R, packed.sequence_R, len(sequences), ref_R)
 
 
 def _per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[float]], like: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ class LoraLinear(Linear):
         base: Any = self.get_base_layer()
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         flat_TI = x.reshape(-1, x.shape[-1])
-        result: Tensor = _FusedLora.apply(flat_TI, base.weight, base.bias, a, b, self.scaling[name])
+        function: Any = _FusedLora
+        result: Tensor = function.apply(flat_TI, base.weight, base.bias, a, b, self.scaling[name])
         return result.view(*x.shape[:-1], -1)
 
     def _only_plain_adapter(self) -> str | None:
@@ -35,7 +36,10 @@ class LoraLinear(Linear):
         if name not in self.lora_A or self.lora_variant or self.lora_bias.get(name):
             return None
         dropout = self.lora_dropout[name]
-        plain = isinstance(dropout, torch.nn.Identity) and self.lora_A[name].weight.dtype == self.get_base_layer().weight.dtype
+        plain = (
+            isinstance(dropout, torch.nn.Identity)
+            and self.lora_A[name].weight.dtype == self.get_base_layer().weight.dtype
+        )
         return name if plain else None
 
 

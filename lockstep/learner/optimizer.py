@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ class MasterAdamW:
         return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state: `master.NAME` (where it differs from the parameter), `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
+        """The whole state: `master.NAME` (where it is not the parameter itself), and exp_avg, exp_avg_sq and step likewise."""
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
@@ -147,7 +147,7 @@ class MasterAdamW:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
 
-def _collector(master: nn.Parameter):  # type: ignore[no-untyped-def]
+def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
     """Adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""
 
     def collect(parameter: Tensor) -> None:
@@ -159,8 +159,3 @@ def _collector(master: nn.Parameter):  # type: ignore[no-untyped-def]
         parameter.grad = None
 
     return collect
-
-
-def decayed_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Parameters that weight decay applies to: matrices."""
-    return [name for name, parameter in parameters if parameter.dim() >= 2]

@@ -44,7 +44,9 @@ class PackedLayout:
         root_key, root_value = key_KTD[None, :, root], value_KTD[None, :, root]
         pieces_THD: list[Tensor] = []
         if self._root:
-            pieces_THD.append(dense_attention(query_HTD[None, :, root], root_key, root_value, None, kind)[0].transpose(0, 1))
+            pieces_THD.append(
+                dense_attention(query_HTD[None, :, root], root_key, root_value, None, kind)[0].transpose(0, 1)
+            )
         start = self._root
         for branch, gather in zip(self._branches, self._gathers, strict=True):
             prompt, tail = slice(start, start + branch.prompt), slice(start + branch.prompt, start + branch.tokens)
@@ -91,7 +93,8 @@ class _Gather:
 
     def pad(self, flat_XTD: Tensor) -> Tensor:
         rows_XTD = flat_XTD if self.equal else flat_XTD.index_select(1, self.into)
-        return rows_XTD.unflatten(1, (self.count, self.longest)).transpose(0, 1)
+        padded_XGQD: Tensor = rows_XTD.unflatten(1, (self.count, self.longest))
+        return padded_XGQD.transpose(0, 1)
 
     def unpad(self, padded_GXQD: Tensor) -> Tensor:
         flat_TXD = padded_GXQD.transpose(1, 2).flatten(0, 1)
@@ -182,7 +185,9 @@ def pack(
                 targets.append(token)
                 owner.append(place)
     layout = PackedLayout([Branch(prompt, tuple(responses)) for prompt, responses in branches], device, len(root))
-    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, rows, targets, owner))
+    tensors = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, rows, targets, owner)
+    )
     ids_T, positions_T, rows_R, targets_R, sequence_R = tensors
     return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))
 

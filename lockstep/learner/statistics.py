@@ -51,7 +51,9 @@ class UpdateStatistics:
         if not self._tokens:
             return counts
         entropy_T = torch.cat(self._entropies).float()
-        p10, p90 = torch.quantile(entropy_T[:: max(1, entropy_T.numel() // 2**20)], torch.tensor([0.1, 0.9], device=entropy_T.device)).tolist()
+        p10, p90 = torch.quantile(
+            entropy_T[:: max(1, entropy_T.numel() // 2**20)], torch.tensor([0.1, 0.9], device=entropy_T.device)
+        ).tolist()
         means = {name: total / self._tokens for name, total in self._sums.items()}
         tails = {"entropy/p10": p10, "entropy/p90": p90, "loss/policy": self._loss}
         return counts | means | dict(self._maxima) | tails

@@ -25,7 +25,9 @@ class StopRequest:
                 return self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _note(self, number: int, _: FrameType | None) -> None:

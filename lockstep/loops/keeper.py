@@ -39,8 +39,6 @@ def best_so_far(recipe: Recipe, journal: Journal) -> tuple[float, int] | None:
         return None
     saved = {info.step for info in list_checkpoints(journal.run.path) if info.complete}
     rows = [
-        (row.metrics[name], row.step)
-        for row in read_metrics(journal.run)
-        if name in row.metrics and row.step in saved
+        (row.metrics[name], row.step) for row in read_metrics(journal.run) if name in row.metrics and row.step in saved
     ]
     return max(rows, key=lambda row: (row[0], -row[1])) if rows else None

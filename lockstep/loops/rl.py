@@ -110,11 +110,11 @@ def prepare(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
     """Attach what the loss compares with: old log-probabilities if there are several updates, the reference's if asked."""
     sequences = list(batch.sequences)
     if recipe.updates_per_step > 1:
-        sequences = with_old_logprobs(sequences, parts.learner.response_logprobs(sequences, batch.temperature, prefix=batch.prefix))
-    if parts.objective.needs_reference:
-        reference = parts.learner.response_logprobs(
-            sequences, batch.temperature, reference=True, prefix=batch.prefix
+        sequences = with_old_logprobs(
+            sequences, parts.learner.response_logprobs(sequences, batch.temperature, prefix=batch.prefix)
         )
+    if parts.objective.needs_reference:
+        reference = parts.learner.response_logprobs(sequences, batch.temperature, reference=True, prefix=batch.prefix)
         sequences = with_ref_logprobs(sequences, reference)
     return replace(batch, sequences=tuple(sequences))
 

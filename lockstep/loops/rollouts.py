@@ -50,9 +50,7 @@ def sample_groups(
     done = {completion.request.id: completion for completion in engine.completed()}
     if missing := [request.id for request in requests if request.id not in done]:
         raise EngineError(f"{len(missing)} requests were never completed", where=missing[0])
-    return [
-        [done[f"{step}/{prompt.id}/{sample}"] for sample in range(recipe.samples_per_prompt)] for prompt in prompts
-    ]
+    return [[done[f"{step}/{prompt.id}/{sample}"] for sample in range(recipe.samples_per_prompt)] for prompt in prompts]
 
 
 def check_prompts(chat: ChatFormat, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
@@ -73,7 +71,16 @@ def grade_groups(
         trained, grade = (True,) * len(done.ids), task.grade(prompt, text)
         ids, prompt_ids = done.ids, done.request.prompt_ids
         return Rollout(
-            prompt, prompt_ids, ids, done.logprobs, trained, text, done.finish, done.version, grade, sample,
+            prompt,
+            prompt_ids,
+            ids,
+            done.logprobs,
+            trained,
+            text,
+            done.finish,
+            done.version,
+            grade,
+            sample,
             done.request.prefix,
         )
 
@@ -89,7 +96,11 @@ def group_advantages(groups: Sequence[Group], objective: Objective) -> list[tupl
 
 
 def make_batches(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]], objective: Objective, recipe: Recipe, epoch_step: int
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    objective: Objective,
+    recipe: Recipe,
+    epoch_step: int,
 ) -> list[Batch]:
     """The optimizer updates of one pass over a step's samples.
 

@@ -65,7 +65,8 @@ def token_logprobs(head: Head, hidden_TH: Tensor, targets_T: Tensor, temperature
     hidden_TH predicts targets_T row by row. Returns fp32 logprobs_T, with gradient to the hidden states and to the head's
     weight and bias, and fp32 entropy_T, with gradient likewise.
     """
-    logprobs_T, entropy_T = _TokenLogprobs.apply(
+    function: Any = _TokenLogprobs
+    logprobs_T, entropy_T = function.apply(
         hidden_TH, head.weight_VH, head.bias_V, targets_T, temperature, head.softcap, head.scale
     )
     return logprobs_T, entropy_T
@@ -164,7 +165,9 @@ class _Summary:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """logsumexp, log-probability of the target, entropy."""
         log_mass_B = self._mass_B.log()
-        logprob_B = (self._target_B - self._top_B) - log_mass_B  # in this order: the logsumexp of large logits is coarse
+        logprob_B = (
+            self._target_B - self._top_B
+        ) - log_mass_B  # in this order: the logsumexp of large logits is coarse
         return self._top_B + log_mass_B, logprob_B, log_mass_B - self._moment_B / self._mass_B
 
 

@@ -46,7 +46,9 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
         if layer is not None:
             layer.scaling["default"] = float(tensor.item())
         elif name not in own:
-            raise SyncError("the engine has no such tensor", where=name, fix="give both sides the same model and adapter")
+            raise SyncError(
+                "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
+            )
         else:
             _copy(name, own[name], tensor)
         taken.append(name)

@@ -21,7 +21,7 @@ from lockstep.models.attention import Layout, require_attention_only
 from lockstep.models.heads import head_of, token_logprobs
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.sampler import sample, uniforms
-from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, Prefix, PrefillLayout, Slots
+from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
 from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
 
 PREFILL_TOKENS = 8192
@@ -64,7 +64,8 @@ class NativeEngine:
         """
         self.version = -1
         self._model, self._stop_ids, self._decode = model, stop_ids, decode
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        outer: Any = model
+        base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
         require_attention_only(base)
         self._decoder, self._head = base.get_decoder(), head_of(base)
         config = base.config.get_text_config()
@@ -138,7 +139,8 @@ class NativeEngine:
             raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
         if not 0 <= request.prefix < len(request.prompt_ids):
             raise EngineError(
-                f"a shared prefix of {request.prefix} tokens leaves nothing of {len(request.prompt_ids)}", where=request.id
+                f"a shared prefix of {request.prefix} tokens leaves nothing of {len(request.prompt_ids)}",
+                where=request.id,
             )
         if self._context and longest > self._context:
             raise EngineError(
@@ -252,7 +254,9 @@ class NativeEngine:
             if sequence.ids[-1] in self._stop_ids:
                 return FinishReason.STOP
             if sampling.stop:
-                longest = 4 * max(map(len, sampling.stop))  # a character may take four tokens, one for each of its bytes
+                longest = 4 * max(
+                    map(len, sampling.stop)
+                )  # a character may take four tokens, one for each of its bytes
                 text = self._decode(sequence.ids[-max(STOP_WINDOW, longest + 8) :])
                 if any(stop in text for stop in sampling.stop):
                     return FinishReason.STOP

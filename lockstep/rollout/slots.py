@@ -34,7 +34,9 @@ class Prefix:
 class Slots:
     """The cache [2, L, B, K, S, D] (keys, then values). Slots in use are always the first `used`."""
 
-    def __init__(self, layers: int, slots: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, slots: int, heads: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._shape = (2, layers, slots, heads, 0, size)
         self._dtype, self._device = dtype, device
         self.cache = torch.zeros(self._shape, dtype=dtype, device=device)
