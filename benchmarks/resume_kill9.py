@@ -61,6 +61,7 @@ def grade(prompt, reply):
 '''
 RECIPE = """
 seed: 7
+threads: {threads}
 steps: {steps}
 prompts_per_step: 2
 samples_per_prompt: 4
@@ -75,6 +76,7 @@ task:
   verifier: {{kind: python, path: "{work}/grader.py:grade"}}
 rollout: {{max_tokens: 8, slots: 8}}
 optimizer: {{lr: 1.0e-3}}
+sync: {{probe_first: 2, probe_sequences: 2}}
 eval: {{enabled: false}}
 save: {{every: 1}}
 """
@@ -150,12 +152,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--start", choices=("fresh", "warm"), default="fresh")
+    parser.add_argument("--threads", type=int, default=1, help="of each run (default 1: bears other work beside it)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change the recipe")
     parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
     parser.add_argument("--keep", action="store_true", help="keep the runs")
     args = parser.parse_args()
-    if args.kills < 1 or args.steps < 1:
-        parser.error("--kills and --steps are at least 1")
+    if min(args.kills, args.steps, args.threads) < 1:
+        parser.error("--kills, --steps and --threads are at least 1")
     return args
 
 
@@ -175,7 +178,7 @@ def prepare(args: argparse.Namespace) -> Setup:
     if make.exitcode:
         sys.exit("the tiny model could not be made")
     (work / "grader.py").write_text(GRADER)
-    setup.recipe.write_text(RECIPE.format(steps=args.steps, work=work, model=model, dtype=dtype))
+    setup.recipe.write_text(RECIPE.format(threads=args.threads, steps=args.steps, work=work, model=model, dtype=dtype))
     return setup
 
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import io
+import logging
 import os
 import select
 import sys
@@ -78,6 +79,8 @@ def _run(argv: Sequence[str] | None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has printed help, version or what is wrong
         return stop.code if isinstance(stop.code, int) else 0
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("lockstep").setLevel(logging.INFO)  # a download that takes a minute must say so
     return int(modules[args.lockstep_command].run(args))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluate.codec import CodecError, from_json, to_json
+from lockstep.track.files import write_atomic
 from lockstep.types import Conditions, Score
 
 FORMAT = "lockstep.score"
@@ -38,7 +38,7 @@ def write_score(path: Path, score: Score) -> None:
             f"a score holds a number that is not finite: {error}", where=str(path), fix="report how it was measured"
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomic(path, text + "\n")
+    write_atomic(path, text + "\n")
 
 
 def read_score(path: Path) -> Score:
@@ -100,20 +100,3 @@ def _no_constant(name: str) -> float:
 
 def _foreign(path: Path, why: str) -> EvaluationError:
     return EvaluationError(f"is no score record: {why}", where=str(path), fix="give a file from a run's scores folder")
-
-
-def _write_atomic(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # else a power cut may forget the new name
-    finally:
-        os.close(folder)

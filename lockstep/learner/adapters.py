@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -50,9 +51,8 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
     targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     if not isinstance(targets, str):
         _require_linear(model, targets)
-    alpha: Any = (
-        int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
-    )  # PEFT takes either, types say int
+    # PEFT takes either; its types say int.
+    alpha: Any = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=alpha,
@@ -62,7 +62,9 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
     config._register_custom_module({torch.nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        attached = get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():  # PEFT asks transformers for a name that it is about to rename
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            attached = get_peft_model(model, config, autocast_adapter_dtype=False)
     dtype = next(model.parameters()).dtype
     for parameter in attached.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:

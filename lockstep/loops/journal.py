@@ -14,7 +14,7 @@ from lockstep.track.console import Console
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.sinks import build_sinks
 from lockstep.track.writer import RunWriter, read_metrics
-from lockstep.types import Metrics, Proof
+from lockstep.types import Metrics, Proof, Tracker
 
 
 class Journal:
@@ -25,9 +25,18 @@ class Journal:
         self.writer = RunWriter(run)
         self.console = Console(run.log_path)
         settings = recipe.model_dump(mode="json")
-        self._sinks = build_sinks(
-            recipe.track, run, recipe.name, settings, on_failure=lambda name, why: self.warn(f"{name} is off: {why}")
-        )
+        self._sinks: list[Tracker] = []
+        try:
+            self._sinks = build_sinks(
+                recipe.track,
+                run,
+                recipe.name,
+                settings,
+                on_failure=lambda name, why: self.warn(f"{name} is off: {why}"),
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, step: int, metrics: Metrics, proof: Proof | None) -> None:
         """Store one step's numbers and print its line."""
@@ -45,6 +54,8 @@ class Journal:
         before = row.metrics if row and step else {}
         if not metrics.keys() <= before.keys():
             self.writer.step(step, before | metrics, proof)
+            for sink in self._sinks:
+                sink.log(step, metrics)
 
     def event(self, kind: str, message: str, *, step: int | None = None, **facts: object) -> None:
         self.writer.event(kind, message, step=step, **facts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint
 from lockstep.config.load import dump, load
 from lockstep.config.schema import Recipe
@@ -19,11 +21,13 @@ from lockstep.loops.rollouts import check_prompts
 from lockstep.loops.state import read_weights, restore
 from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
+from lockstep.track.sinks import check_installed
 from lockstep.types import Prompt
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
+    check_installed(recipe.track)
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:
         _run(run, recipe, None)
@@ -103,6 +107,7 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
         journal.say(line)
     journal.run.add_to_manifest(
         {
+            "threads": torch.get_num_threads(),
             "formula": parts.objective.formula,
             "batch": arithmetic,
             "template_hash": policy.chat.template_hash,

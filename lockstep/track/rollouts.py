@@ -47,10 +47,10 @@ class RolloutRow:
 
     @property
     def right(self) -> bool | None:
-        """Whether the reply is correct: by the verifier's `correct` if it names one, else a reward above 0; None: unscored."""
+        """Whether the reply is correct: its `correct` if there is one, else a reward of at least 1. None: unscored."""
         if self.reward is None:
             return None
-        return self.metrics["correct"] >= 0.5 if "correct" in self.metrics else self.reward > 0
+        return self.metrics.get("correct", self.reward) >= 1
 
 
 def rollout_path(run: RunDirectory, step: int) -> Path:

@@ -40,6 +40,7 @@ def _make(name: str, **more: object) -> Callable[[], nn.Module]:
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": _make("Llama"),
+    "llama-mqa": _make("Llama", num_key_value_heads=1),
     "llama-tied": _make("Llama", tie_word_embeddings=True),
     "qwen2": _make("Qwen2"),
     "qwen3": _make("Qwen3", head_dim=16),

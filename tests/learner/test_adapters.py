@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint.store import open_checkpoint
 from lockstep.config.schema import Lora, NoAdapter, Recipe
 from lockstep.errors import ModelError
-from lockstep.learner.adapters import attach, describe, load_adapter
+from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
 from lockstep.loops.parts import Parts, build_parts, build_task_of
 from lockstep.loops.state import read_weights, save_checkpoint
@@ -193,19 +192,3 @@ def test_transformers_reads_the_weights_of_a_checkpoint(tiny_model_dir: Path, tm
     with torch.no_grad():
         theirs = logits_of(loaded, ids)[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(parts.learner.logprobs([ids])[0]), theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_peft_folder_is_loaded_bit_by_bit(tmp_path: Path):
-    source, target = adapted(seed=1), adapted(seed=2)
-    for parameter in trained(source).values():
-        parameter.data.normal_()
-    source.save_pretrained(tmp_path)  # type: ignore[operator]
-    load_adapter(target, tmp_path)
-    assert all(torch.equal(p, trained(target)[name]) for name, p in trained(source).items())
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
-    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
-    save_file({name: torch.zeros(4, 64)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match="1 tensors that this model lacks"):
-        load_adapter(adapted(), tmp_path)

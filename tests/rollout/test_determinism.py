@@ -27,9 +27,9 @@ KINDS = (
     Sampling(24, temperature=0.0),
     Sampling(18, temperature=1.3, top_k=50, min_p=0.01, ignore_eos=True),
 )
-PROMPTS = (1, 5, 17, 40, 270)
-"""Lengths. The longest passes the block of keys that sums are cut into."""
-MODELS = ("fp32", "bf16", "lora", "wide", "gemma2")
+PROMPTS = (1, 5, 17, 40, 150, 270)
+"""Lengths. The longest pass the blocks of keys that sums are cut into, and are not multiples of them."""
+MODELS = ("fp32", "bf16", "lora", "wide", "gemma2", "llama-mqa")
 
 
 @cache
@@ -124,7 +124,7 @@ def test_alone(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_that_arrive_while_others_are_read(name: str):
-    waiting = shuffled(99)
+    waiting = sorted(shuffled(99), key=lambda r: -len(r.prompt_ids))  # the longest last: room is made while others run
     busy = engine(name, 4)
     busy.submit([waiting.pop()])
     found: dict[str, Completion] = {}

@@ -84,7 +84,7 @@ def test_no_groups_and_a_grade_without_correct(run: RunDirectory) -> None:
     truncated = replace(one, finish=FinishReason.LENGTH, grade=Grade(reward=0.25, metrics={"style": float("nan")}))
     write_rollouts(run, 2, [Group(prompt, (truncated,))], [[float("nan")]])
     (row,) = read_rollouts(run, 2)
-    assert row.right is True  # no `correct` among the metrics: the reward decides
+    assert row.right is False  # no `correct` among the metrics: the reward decides, and only 1 is right
     assert row.finish == "length"
     assert row.extracted is None
     assert row.metrics["style"] != row.metrics["style"]
