@@ -15,9 +15,10 @@ from lockstep.models.attention import AttentionKind, causal_mask, dense_attentio
 STREAM_MULTIPLE = 16
 """Streams are padded to a multiple of this many tokens. Matrix products of fewer rows, or of an odd number, take other code
 paths in the CPU's libraries and round differently; at multiples of 16 a row's bits do not depend on how many others there are."""
+KEY_BLOCKS = {torch.float32: 128}
 KEY_BLOCK = 256
 """Probabilities × values are summed in blocks of this many keys, so that the order of summation does not depend on how long
-the longest neighbour is."""
+the longest neighbour is. In fp32 the CPU's libraries split longer sums at places that depend on their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,9 @@ class DecodeLayout:
 
 
 def _blocked_sum(probs_BKGS: Tensor, values_BKSD: Tensor) -> Tensor:
-    keys = probs_BKGS.shape[-1]
-    total = torch.matmul(probs_BKGS[..., :KEY_BLOCK], values_BKSD[..., :KEY_BLOCK, :])
-    for start in range(KEY_BLOCK, keys, KEY_BLOCK):
-        span = slice(start, start + KEY_BLOCK)
+    keys, block = probs_BKGS.shape[-1], KEY_BLOCKS.get(probs_BKGS.dtype, KEY_BLOCK)
+    total = torch.matmul(probs_BKGS[..., :block], values_BKSD[..., :block, :])
+    for start in range(block, keys, block):
+        span = slice(start, start + block)
         total = total + torch.matmul(probs_BKGS[..., span], values_BKSD[..., span, :])
     return total
