@@ -44,7 +44,7 @@ def questions(steps: int) -> list[str]:
 
 
 # --- our arm --------------------------------------------------------------------------------------------------------
-def ours(steps: int) -> dict[str, Any]:
+def ours(steps: int, model: str) -> dict[str, Any]:
     from lockstep.config.load import load
     from lockstep.loops.journal import Clock
     from lockstep.loops.parts import build_parts
@@ -71,7 +71,7 @@ def ours(steps: int) -> dict[str, Any]:
 
     recipe = load(
         [
-            "model.dtype=bf16",
+            f"model={{path: {model}, dtype: bf16}}",
             f"adapter={{kind: lora, rank: {RANK}, alpha: {ALPHA}}}",
             f"prompts_per_step={PROMPTS}",
             f"samples_per_prompt={SAMPLES}",
@@ -115,7 +115,7 @@ def ours(steps: int) -> dict[str, Any]:
 
 
 # --- TRL's arm ------------------------------------------------------------------------------------------------------
-def trl(steps: int) -> dict[str, Any]:
+def trl(steps: int, model: str) -> dict[str, Any]:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
@@ -124,7 +124,7 @@ def trl(steps: int) -> dict[str, Any]:
     from lockstep.config.schema import Model
     from lockstep.models import load_tokenizer, resolve
 
-    resolved = resolve(Model())
+    resolved = resolve(Model(path=model))
     tokenizer = load_tokenizer(resolved)
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": q + SUFFIX}]} for q in questions(steps)])
     rows: list[dict[str, float]] = []
@@ -235,9 +235,9 @@ def floor(prompt: int) -> dict[str, float]:
 
 
 # --- driver ---------------------------------------------------------------------------------------------------------
-def run_arm(arm: str, steps: int, threads: int) -> dict[str, Any]:
+def run_arm(arm: str, steps: int, threads: int, model: str) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, "--arm", arm, "--steps", str(steps)]
+    command = [sys.executable, __file__, "--arm", arm, "--steps", str(steps), "--model", model]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{arm} failed:\n{done.stderr[-3000:]}")
@@ -251,15 +251,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="per process, the first one left out")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="built-in name or folder of SmolLM2-135M")
     parser.add_argument("--out", type=Path, help="also write the table there")
     args = parser.parse_args()
     if args.arm:
-        print(json.dumps({"ours": ours, "trl": trl}[args.arm](args.steps)))
+        print(json.dumps({"ours": ours, "trl": trl}[args.arm](args.steps, args.model)))
         return
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
     for index in range(args.runs):
         for arm in ("ours", "trl") if index % 2 == 0 else ("trl", "ours"):
-            runs[arm].append(run_arm(arm, args.steps, args.threads))
+            runs[arm].append(run_arm(arm, args.steps, args.threads, args.model))
             rows = runs[arm][-1]["rows"][1:]
             print(f"run {index + 1} {arm}: {statistics.median(r['step'] for r in rows):.2f} s a step", file=sys.stderr)
     text = table(runs, args.threads)
