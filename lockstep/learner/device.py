@@ -23,15 +23,12 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def prepare_process(device: torch.device, threads: int | None) -> None:
-    """Set the number of threads; on a CPU also deterministic kernels, no denormal numbers, and freed memory kept for reuse."""
+    """Set the number of threads; on a CPU also deterministic kernels, and freed memory kept for reuse."""
     if threads is not None:
         torch.set_num_threads(threads)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.set_flush_denormal(
-            True
-        )  # probabilities below 1e-38 would take ten times as long as others, and matter nowhere
         keep_freed_memory()
 
 

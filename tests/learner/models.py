@@ -87,7 +87,8 @@ def _with_attention(model: nn.Module, name: str) -> nn.Module:
 
 def logits_of(model: nn.Module, ids: Sequence[int]) -> Tensor:
     """All logits [T, V] of one sequence by transformers' own forward pass, without cache, padding or packing."""
-    output: Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    device = next(model.parameters()).device
+    output: Tensor = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0]
     return output if output.dtype == torch.float64 else output.float()
 
 
@@ -95,7 +96,7 @@ def logits_of(model: nn.Module, ids: Sequence[int]) -> Tensor:
 def logprobs_of(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
     """Log-probability of every token but the first, [T - 1]."""
     logprobs_TV = (logits_of(model, ids)[:-1] / temperature).log_softmax(-1)
-    return logprobs_TV.gather(-1, torch.tensor(list(ids))[1:, None])[:, 0]
+    return logprobs_TV.cpu().gather(-1, torch.tensor(list(ids))[1:, None])[:, 0]
 
 
 def tokens(count: int, seed: int, low: int = 3, high: int = VOCAB) -> tuple[int, ...]:
