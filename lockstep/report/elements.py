@@ -24,11 +24,12 @@ def long_text(value: str) -> str:
     return f"<pre>{text(value[:LONGEST])}</pre>{more}"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table of plain values."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, style: str = "") -> str:
+    """A table of plain values; `style` is a class of style.css."""
     head = "".join(f"<th>{text(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    kind = f' class="{style}"' if style else ""
+    return f'<div class="scroll"><table{kind}><tr>{head}</tr>{body}</table></div>'
 
 
 def facts(rows: Sequence[tuple[str, object]]) -> str:

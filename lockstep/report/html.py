@@ -93,7 +93,11 @@ def _comparison(run: RunFacts) -> str:
     if run.rows:
         columns = ("task", "mode", "items", "base", "trained", "difference, points", "rose / fell", "p", "verdict")
         warnings = "".join(note(f"{row.mode}: {row.comparison.warning}") for row in run.rows if row.comparison.warning)
-        return table(columns, [_row(row) for row in run.rows]) + warnings + _conditions(run.rows[-1].trained)
+        return (
+            table(columns, [_row(row) for row in run.rows], style="comparison")
+            + warnings
+            + _conditions(run.rows[-1].trained)
+        )
     head = ("step", "mode", "items", "accuracy", "truncated", "unscored", "mean tokens")
     return table(head, [_score(named) for named in run.scores]) if run.scores else ""
 
