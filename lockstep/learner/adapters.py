@@ -65,10 +65,6 @@ def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.M
         with warnings.catch_warnings():  # PEFT asks transformers for a name that it is about to rename
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-    dtype = next(model.parameters()).dtype
-    for parameter in attached.parameters():
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
     return attached.eval()
 
 

@@ -138,14 +138,6 @@ class MasterAdamW:
                 fix="resume with the recipe that the run was started with",
             )
 
-    def zero_grad(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
-
 
 def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
     """Adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""

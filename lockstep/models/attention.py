@@ -22,6 +22,8 @@ from transformers.modeling_utils import AttentionInterface
 from lockstep.errors import EngineError, ModelError
 
 NAME = "lockstep"
+KEPT_MASK = 2**20
+"""Entries up to which a mask is kept for the next layer and step; 64 of them at most."""
 SMALL = 2**16
 """Queries × keys up to which a CPU multiplies the matrices outright: its fused kernel is several times slower there, above all
 backward. Beyond, the score matrix would cost more memory than it saves time."""
@@ -115,9 +117,14 @@ def dense_attention(
     return _explicit_attention(query_NHQD, key_NKSD, value_NKSD, mask_NQS, kind)
 
 
-@lru_cache(maxsize=64)
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """[1, queries, keys], True where a query may look: the last query sits at the last key, and sees `window` keys at most."""
+    make = _kept_mask if queries * keys <= KEPT_MASK else _kept_mask.__wrapped__
+    return make(queries, keys, window, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     mask_QS = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return (mask_QS if window is None else mask_QS.triu(keys - queries - window + 1))[None]
 
