@@ -53,9 +53,10 @@ format: install  ## put the sources into shape
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: install  ## write docs/settings.md and docs/metrics.md anew
+docs: install  ## write docs/settings.md, docs/metrics.md and the formulas in docs/algorithms anew
 	$(BIN)/python -m lockstep.config.help > docs/settings.md
 	$(BIN)/lockstep metrics list --markdown > docs/metrics.md
+	$(BIN)/python -m tests.docs.pages
 
 constraints: install  ## pin what .venv holds now, after a deliberate upgrade
 	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new

@@ -48,8 +48,8 @@ def ours(steps: int, model: str) -> dict[str, Any]:
     from lockstep.config.load import load
     from lockstep.loops.journal import Clock
     from lockstep.loops.parts import build_parts
-    from lockstep.loops.rl import update
-    from lockstep.loops.rollouts import grade_groups, group_advantages, sample_groups
+    from lockstep.loops.rl import improve
+    from lockstep.loops.rollouts import grade_groups, sample_groups
     from lockstep.types import Grade, Prompt
 
     asked = questions(steps)
@@ -94,9 +94,8 @@ def ours(steps: int, model: str) -> dict[str, Any]:
         with clock("rollout"):
             done = sample_groups(parts.engine, parts.policy.chat, prompts, recipe, step, parts.learner.version)
         groups = grade_groups(parts.task, parts.policy.chat, prompts, done)
-        advantages = group_advantages(groups, parts.objective)
         with clock("update"):
-            metrics = update(parts, recipe, groups, advantages, step)
+            _, metrics = improve(parts, recipe, groups, step)
         with clock("sync"):
             parts.sync.push(parts.learner, parts.engine)
         rows.append(

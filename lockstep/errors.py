@@ -2,6 +2,7 @@
 
     LockstepError
     ├── ConfigError            a recipe or an override is wrong                        exit 2
+    │   └── DoesNotFitError    the memory plan has no room for the recipe              exit 2
     ├── ModelError             a model cannot be found, read, or used as asked         exit 4
     ├── DataError              a data file or row is missing or malformed              exit 4
     ├── TaskError              a task cannot produce what it promised                  exit 4
@@ -52,6 +53,10 @@ class ConfigError(LockstepError):
         head = f"{len(self.mistakes)} mistake{'s' if len(self.mistakes) != 1 else ''}"
         lines = [f"{head} in {self.where}:" if self.where else f"{head}:", *(f"  {line}" for line in self.mistakes)]
         return "\n".join([*lines, f"  to fix: {self.fix}"] if self.fix else lines)
+
+
+class DoesNotFitError(ConfigError):
+    """By the memory plan the recipe has no room on this device. Says by how much, and which changes would fit."""
 
 
 class ModelError(LockstepError):

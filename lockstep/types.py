@@ -151,6 +151,30 @@ class Group:
 
 # --- advantage → loss → update --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """One reply as credit assignment sees it. Lists are per response token."""
+
+    group: int
+    """Index of its prompt in the step."""
+    reward: float | None
+    """What the whole reply earned, overlong penalty included; None is unscored."""
+    trained: tuple[bool, ...]
+    penalties: tuple[float, ...] = ()
+    """Subtracted from each token's reward (KL in the reward); empty is none."""
+    values: tuple[float, ...] = ()
+    """What the critic expected before each token; empty without a critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What credit assignment makes of an episode. Lists are per response token, 0 where not trained."""
+
+    advantages: tuple[float, ...]
+    returns: tuple[float, ...] = ()
+    """What the critic should have expected; empty without a critic."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSequence:
     """One sequence as the learner sees it: a prompt, then a response whose `trained` tokens carry loss."""
 
@@ -166,6 +190,10 @@ class TrainSequence:
     old_logprobs: tuple[float, ...] | None = None
     """Log-probabilities before the first update of this rollout; None when the update is the only one (ratio is 1)."""
     ref_logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    """What the critic expected before each token, before any update of the step."""
+    returns: tuple[float, ...] | None = None
+    """What the critic is trained towards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +205,8 @@ class Batch:
     """Log-probabilities are of softmax(logits / temperature), as they were sampled."""
     prefix: int = 0
     """Leading prompt tokens that all sequences have: processed once per micro-batch."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty, as the controller has it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +227,8 @@ class LossInput:
     sequences: int
     """N."""
     ref_logprobs_T: Tensor | None = None
+    kl_coef: float = 0.0
+    """Weight of the KL penalty, as the controller has it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +332,16 @@ class Learner(Protocol):
     def update(self, batch: Batch, loss: Loss) -> Metrics: ...
 
     def weights(self) -> WeightStream: ...
+
+
+class Critic(Protocol):
+    """Says what reward is still to come, before each response token."""
+
+    def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
+        """One value per response token (0 where not trained): what is expected before that token is drawn."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step towards the sequences' returns."""
 
 
 class WeightSync(Protocol):

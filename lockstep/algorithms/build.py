@@ -1,106 +1,142 @@
-"""From the algorithm's settings to its pure parts: advantages of a group, weights of sequences, the loss, and the formula."""
+"""From the algorithm's settings to its pure parts: credit, weights of sequences, the loss, what they need, and the formula."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
-from lockstep.algorithms.advantages import group_relative
+from torch import Tensor
+
 from lockstep.algorithms.aggregation import sequence_weights
-from lockstep.algorithms.losses import clipped_ratio, kl_penalty
-from lockstep.config.schema import Algorithm, Grpo, Recipe
+from lockstep.algorithms.correction import importance_weights
+from lockstep.algorithms.credit import assign_credit
+from lockstep.algorithms.describe import PolicyFormula, describe, number
+from lockstep.algorithms.kl import kl_penalty
+from lockstep.algorithms.losses import bounded_weight, clipped_ratio, reinforce, sequence_ratio
+from lockstep.algorithms.user_loss import load_loss
+from lockstep.config.algorithm import CispoLoss, ClipLoss, GspoLoss, Parts, PolicyLoss, PythonLoss, ReinforceLoss
+from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
-from lockstep.types import Loss, LossInput, LossOutput
+from lockstep.types import Credit, Episode, Loss, LossInput, LossOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
     """An algorithm as the loop uses it."""
 
-    advantages: Callable[[Sequence[float | None]], tuple[float, ...]]
-    """Rewards of one group → one advantage per sample."""
+    credit: Callable[[Sequence[Episode]], list[Credit]]
+    """All graded replies of a step → the credit of each, in their order."""
     weights: Callable[[Sequence[int], Sequence[int]], tuple[float, ...]]
     """Trained tokens and prompt index of each sequence → weight of each in the batch loss."""
     loss: Loss
     needs_reference: bool
+    """Log-probabilities of the reference model are read, by the loss or by the reward."""
+    reference_before_credit: bool
+    """They are read by the reward: Episode.penalties must hold the KL penalty of each token."""
+    recomputes_old: bool
+    """The learner must compute log π_old before the first update of a step."""
+    needs_values: bool
+    """Episode.values must hold what the critic expects."""
     zero_advantage_is_zero_gradient: bool
-    """True if a sample with advantage 0 cannot move the weights, so that its forward pass can be left out."""
+    """True if a sample with advantage 0 cannot move any weights, so that its forward pass can be left out."""
     formula: str
+    """What is in force, in several lines."""
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """The objective of a recipe. A new algorithm is a variant in config/schema.py, its functions, and a case here."""
-    algorithm: Algorithm = recipe.algorithm
-    match algorithm:
-        case Grpo():
-            return _grpo(algorithm, recipe)
-        case _:
-            assert_never(algorithm)
+    """The objective of a recipe. Raises LearnerError if a loss of the user's own cannot be used.
 
-
-def _grpo(settings: Grpo, recipe: Recipe) -> Objective:
+    A new loss is a variant in config/algorithm.py, its function in losses.py, and a case in _policy below.
+    """
+    parts = recipe.algorithm
+    policy, formula = _policy(parts.loss)
+    penalised = parts.kl.coef > 0
+    in_loss = penalised and parts.kl.placement == "loss"
+    recomputes = parts.old_logprobs == "recompute" or (parts.old_logprobs == "auto" and recipe.updates_per_step > 1)
     return Objective(
-        advantages=partial(
-            group_relative,
-            divide_by_std=settings.divide_by_std,
-            std_eps=settings.std_eps,
-            std_ddof=settings.std_ddof,
+        credit=partial(assign_credit, parts.advantage),
+        weights=partial(sequence_weights, mode=parts.aggregation, max_tokens=recipe.rollout.max_tokens),
+        loss=partial(_loss, policy, parts),
+        needs_reference=penalised,
+        reference_before_credit=penalised and not in_loss,
+        recomputes_old=recomputes,
+        needs_values=parts.advantage.kind == "gae",
+        zero_advantage_is_zero_gradient=(
+            not in_loss and parts.entropy_coef == 0 and parts.critic is None and parts.loss.kind != "python"
         ),
-        weights=partial(sequence_weights, mode=settings.aggregation, max_tokens=recipe.rollout.max_tokens),
-        loss=partial(_grpo_loss, settings),
-        needs_reference=settings.kl.coef > 0,
-        zero_advantage_is_zero_gradient=settings.kl.coef == 0 and settings.entropy_coef == 0,
-        formula=_grpo_formula(settings, recipe),
+        formula=describe(recipe, formula, recomputes_old=recomputes),
     )
 
 
-def _grpo_loss(settings: Grpo, inputs: LossInput) -> LossOutput:
-    policy = clipped_ratio(inputs, clip_low=settings.clip_low, clip_high=settings.clip_high)
-    loss_T, means = policy.loss_T, dict(policy.means)
-    if settings.kl.coef > 0:
-        if inputs.ref_logprobs_T is None:
-            raise LearnerError(
-                "the batch has no log-probabilities of the reference model",
-                where="algorithm.kl",
-                fix="attach them with learner.with_ref_logprobs",
+def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:
+    """The policy term, and how it is written."""
+    match settings:
+        case ClipLoss():
+            loss = partial(
+                clipped_ratio,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+                dual_clip=settings.dual_clip,
             )
-        kl_T = kl_penalty(inputs.logprobs_T, inputs.ref_logprobs_T, settings.kl.estimator)
-        means["kl/ref"] = kl_T
-        means["loss/kl"] = settings.kl.coef * kl_T
-        loss_T = loss_T + settings.kl.coef * kl_T
-    if settings.entropy_coef > 0:
-        means["loss/entropy"] = -settings.entropy_coef * inputs.entropy_T
-        loss_T = loss_T - settings.entropy_coef * inputs.entropy_T
-    return LossOutput(loss_T, means, policy.maxima)
+            inner = f"min(r_t A_t, clip(r_t, {number(1 - settings.clip_low)}, {number(1 + settings.clip_high)}) A_t)"
+            if settings.dual_clip is None:
+                return loss, PolicyFormula(f"-{inner}")
+            note = "dual clip: the outer max acts where A_t < 0"
+            return loss, PolicyFormula(f"-max({inner}, {number(settings.dual_clip)} A_t)", (note,))
+        case GspoLoss():
+            loss = partial(sequence_ratio, clip_low=settings.clip_low, clip_high=settings.clip_high)
+            bounds = f"{number(1 - settings.clip_low)}, {number(1 + settings.clip_high)}"
+            notes = (
+                "s_t = sg(s_i) π_θ / sg(π_θ), s_i = exp(1/|o_i| Σ_t log r_t): one ratio for all tokens of a reply",
+            )
+            return loss, PolicyFormula(
+                f"-min(s_t A_t, clip(s_t, {bounds}) A_t)", notes, own_aggregation="seq-mean-token-mean"
+            )
+        case CispoLoss():
+            loss = partial(bounded_weight, weight_floor=settings.weight_floor, weight_cap=settings.weight_cap)
+            return loss, PolicyFormula(
+                f"-sg(clip(r_t, {number(settings.weight_floor)}, {number(settings.weight_cap)})) A_t log π_θ"
+            )
+        case ReinforceLoss():
+            return reinforce, PolicyFormula("-A_t log π_θ", uses_ratio=False)
+        case PythonLoss():
+            given = "".join(f", {name}={value!r}" for name, value in settings.settings.items())
+            return load_loss(settings), PolicyFormula(f"{settings.path}(inputs{given})_t")
+        case _:
+            assert_never(settings)
 
 
-def _grpo_formula(settings: Grpo, recipe: Recipe) -> str:
-    spread = f" / (std(r, ddof={settings.std_ddof}) + {settings.std_eps:g})" if settings.divide_by_std else ""
-    if recipe.updates_per_step == 1:
-        ratio = "r_t = π_θ / sg(π_θ): one update per rollout, the ratio is 1 by construction and its old-logprob pass is skipped"
-    else:
-        ratio = f"r_t = π_θ / π_old, π_old recomputed by the learner before the {recipe.updates_per_step} updates of a rollout"
-    inner = f"-min(r_t A_i, clip(r_t, {1 - settings.clip_low:g}, {1 + settings.clip_high:g}) A_i)"
-    if settings.kl.coef > 0:
-        inner += f" + {settings.kl.coef:g} · {settings.kl.estimator}(π_θ, π_ref)"
-    if settings.entropy_coef > 0:
-        inner += f" - {settings.entropy_coef:g} · H_t"
-    lines = [
-        f"L = {_AGGREGATION[settings.aggregation].replace('MAX', str(recipe.rollout.max_tokens))} [ {inner} ]",
-        f"A_i = (r_i - mean(r)){spread}, over the {recipe.samples_per_prompt} samples of a prompt",
-        ratio,
-        f"N = {recipe.samples_per_update} samples per update"
-        + ("" if settings.kl.coef > 0 else "; no KL term and no reference model"),
-    ]
-    return "\n".join(lines)
+def _loss(policy: Loss, parts: Parts, inputs: LossInput) -> LossOutput:
+    """The policy term, times the correction's weight; plus the KL penalty; minus the entropy bonus."""
+    weighed = inputs
+    if (
+        parts.old_logprobs == "rollout"
+    ):  # two policies: what a ratio does not account for is the whole way, π_θ / π_rollout
+        weighed = replace(inputs, old_logprobs_T=inputs.logprobs_T.detach())
+        inputs = replace(inputs, old_logprobs_T=inputs.rollout_logprobs_T)
+    output = policy(inputs)
+    loss_T, means, maxima = output.loss_T, dict(output.means), dict(output.maxima)
+    if parts.correction.kind != "none":
+        weights = importance_weights(weighed, parts.correction)
+        loss_T = weights.weight_T * loss_T
+        means, maxima = {**means, **weights.means}, {**maxima, **weights.maxima}
+    if parts.kl.coef > 0 and parts.kl.placement == "loss":
+        kl_T = kl_penalty(inputs.logprobs_T, _reference(inputs), parts.kl.estimator)
+        means |= {"kl/ref": kl_T, "loss/kl": inputs.kl_coef * kl_T}
+        loss_T = loss_T + inputs.kl_coef * kl_T
+    if parts.entropy_coef > 0:
+        means["loss/entropy"] = -parts.entropy_coef * inputs.entropy_T
+        loss_T = loss_T - parts.entropy_coef * inputs.entropy_T
+    return LossOutput(loss_T, means, maxima)
 
 
-_AGGREGATION = {
-    "token-mean": "1/Σ_i|o_i| Σ_i Σ_t",
-    "seq-mean-token-mean": "1/N Σ_i 1/|o_i| Σ_t",
-    "seq-mean-token-sum": "1/N Σ_i Σ_t",
-    "seq-mean-token-sum-norm": "1/N Σ_i 1/MAX Σ_t",
-    "prompt-mean": "1/P Σ_p 1/Σ_i|o_pi| Σ_i Σ_t",
-}
+def _reference(inputs: LossInput) -> Tensor:
+    if inputs.ref_logprobs_T is None:
+        raise LearnerError(
+            "the batch has no log-probabilities of the reference model",
+            where="algorithm.kl",
+            fix="attach them with learner.with_ref_logprobs",
+        )
+    return inputs.ref_logprobs_T

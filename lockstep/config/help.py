@@ -7,8 +7,8 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -37,15 +37,30 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """One variant of a section whose variants share their settings: what it is, and which of their defaults are its own.
+
+    Example: Kind("dr_grpo", "Dr.GRPO (arXiv 2503.20783): …", ("advantage.divide_by_std=false", …))
+    """
+
+    name: str
+    help: str
+    defaults: tuple[str, ...]
+    """As overrides below the section; empty if all are the shared ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """The settings of one section, or of one variant of it."""
+    """The settings of one section, of one variant of it, or those that all its variants share."""
 
     path: str
     """"" for the top level."""
     variant: str
-    """The value of `kind` that chooses it; "" for a section without variants."""
+    """The value of `kind` that chooses it; "" for a section without variants, and for what all variants share."""
     help: str
     settings: tuple[Setting, ...]
+    kinds: tuple[Kind, ...] = ()
+    """The variants that share these settings; empty for any other group."""
 
     @property
     def title(self) -> str:
@@ -70,6 +85,40 @@ def default_kind(field: FieldInfo) -> str:
     return getattr(field.get_default(call_default_factory=True), TAG, "") if len(variants(field.annotation)) > 1 else ""
 
 
+def common_section(options: Mapping[str, type[Section]]) -> type[Section] | None:
+    """The section whose settings all variants inherit, if there is one."""
+    (first, *others) = options.values()
+    bases = [base for base in first.__mro__[1:] if issubclass(base, Section) and base is not Section]
+    return next((base for base in bases if all(issubclass(other, base) for other in others)), None)
+
+
+def own_defaults(section: type[Section], base: type[Section]) -> dict[str, Any]:
+    """The inherited settings of `section` whose defaults are not those of `base`, as a recipe would have them.
+
+    Example: {"advantage": {"divide_by_std": False}, "aggregation": "seq-mean-token-sum-norm"}
+    """
+    found: dict[str, Any] = {}
+    for name, field in base.model_fields.items():
+        shared = field.get_default(call_default_factory=True)
+        default = section.model_fields[name].get_default(call_default_factory=True)
+        if default != shared:
+            data = as_data(default)
+            found[name] = without_tag(data) if type(default) is type(shared) else data
+    return found
+
+
+def as_data(default: Any) -> Any:
+    """A default as JSON data; of a section its `kind`, if it has one, and the settings that are not that kind's usual ones."""
+    if not isinstance(default, Section):
+        return to_jsonable_python(default)
+    tag = {TAG: getattr(default, TAG)} if TAG in type(default).model_fields else {}
+    return tag | default.model_dump(mode="json", exclude_defaults=True)
+
+
+def without_tag(data: Any) -> Any:
+    return {key: value for key, value in data.items() if key != TAG} if isinstance(data, dict) else data
+
+
 def item_section(annotation: Any) -> type[Section] | None:
     """The section that each item of a list is, if it is one."""
     (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
@@ -80,7 +129,7 @@ def item_section(annotation: Any) -> type[Section] | None:
 def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
     """Every section in the order of the schema, each once."""
     found: dict[tuple[str, str], Group] = {}
-    for group in _groups(model, "", "", model.__doc__ or ""):
+    for group in _groups(model, "", "", model.__doc__ or "", frozenset()):
         found.setdefault((group.path, group.variant), group)
     return tuple(found.values())
 
@@ -88,14 +137,17 @@ def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
 def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
     """One line for each setting whose path starts with `prefix`, under a line for its section. Empty if there is none.
 
-    Columns: path, type, default, allowed, meaning.
+    Columns: path, type, default, allowed, meaning. Settings that all kinds of a section share come once, then a line for each
+    kind with the defaults of its own.
     """
     lines: list[str] = []
     for group in groups(model):
         chosen = [s for s in group.settings if s.path.startswith(prefix)]
-        if chosen and group.path:
+        kinds = group.kinds if f"{group.path}.{TAG}".startswith(prefix) else ()
+        if (chosen or kinds) and group.path:
             lines += ["", f"{group.title}: {group.help}"]
         lines += [f"  {s.path:<32} {s.type:<18} {s.default:<22} {s.allowed:<20} {s.help}".rstrip() for s in chosen]
+        lines += [_kind_line(group, kind) for kind in kinds]
     return lines[1:] if lines and not lines[0] else lines
 
 
@@ -113,7 +165,7 @@ def settings_markdown(model: type[Section] = Recipe) -> str:
     lines = [
         "# Settings",
         "",
-        "<!-- Generated from lockstep/config/schema.py by `python -m lockstep.config.help`; do not edit. -->",
+        "<!-- Generated from lockstep/config/schema.py and algorithm.py by `python -m lockstep.config.help`; do not edit. -->",
         "",
         "A recipe is a YAML file with the settings that differ from these defaults. On the command line a setting is written",
         "with its path: `lockstep train recipe.yaml optimizer.lr=3e-6`. Later arguments win. Where a section has variants,",
@@ -126,29 +178,79 @@ def settings_markdown(model: type[Section] = Recipe) -> str:
         if group.settings:
             lines += ["", "| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
         lines += [_row(setting) for setting in group.settings]
+        if group.kinds:
+            lines += ["", "Every kind has these settings, with these defaults:", ""]
+            lines += ["| kind | meaning | defaults of its own |", "|---|---|---|"]
+        lines += [_kind_row(kind) for kind in group.kinds]
     return "\n".join(lines) + "\n"
 
 
-def _groups(section: type[Section], path: str, variant: str, text: str) -> Iterator[Group]:
+def _groups(section: type[Section], path: str, variant: str, text: str, known: frozenset[str]) -> Iterator[Group]:
+    """The group of a section without the settings in `known`, then those of the sections within."""
     schema = section.model_json_schema()
     settings: list[Setting] = []
     inner: list[Group] = []
     for name, field in section.model_fields.items():
         at = f"{path}.{name}" if path else name
         children = variants(field.annotation)
-        if name == TAG and variant:
+        if name in known or (name == TAG and variant):
             continue
-        if not children:
+        if not children or ("" in children and type(None) in typing.get_args(field.annotation)):
             settings.append(_setting(at, field, schema["properties"][name]))
         if len(children) > 1:
-            meaning = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
-            settings.append(Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), meaning))
-        for kind, child in children.items():
-            inner += _groups(child, at, kind, _text(child))
+            settings.append(Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), _meaning(field)))
+        inner += _variant_groups(children, at)
         if item := item_section(field.annotation):
-            inner += _groups(item, f"{at}.{ITEM}", "", _text(item))
-    yield Group(path, variant, text, tuple(settings))
+            inner += _groups(item, f"{at}.{ITEM}", "", _text(item), frozenset())
+    if settings or not known:
+        yield Group(path, variant, text, tuple(settings))
     yield from inner
+
+
+def _variant_groups(children: Mapping[str, type[Section]], at: str) -> Iterator[Group]:
+    """Those of each variant; what all inherit comes first, and once."""
+    base = common_section(children) if len(children) > 1 else None
+    known: frozenset[str] = frozenset()
+    if base is not None:
+        known = frozenset(base.model_fields)
+        (shared, *inner) = _groups(base, at, "", _text(base), frozenset())
+        kinds = tuple(
+            Kind(kind, _text(child), _overrides(own_defaults(child, base))) for kind, child in children.items()
+        )
+        yield replace(shared, kinds=kinds)
+        yield from inner
+    for kind, child in children.items():
+        yield from _groups(child, at, kind, _text(child), known)
+
+
+def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
+    """{"loss": {"kind": "clip", "clip_high": 0.28}} → loss.kind=clip, loss.clip_high=0.28"""
+    found: list[str] = []
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found += _overrides(value, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return tuple(found)
+
+
+def _meaning(field: FieldInfo) -> str:
+    """What the variants of a setting are; of those that share their settings there is a list of its own."""
+    children = variants(field.annotation)
+    kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
+    if common_section(children) is not None:
+        kinds = "A name for one choice of the settings below; what each chooses is listed there"
+    own = (field.description or "").replace("\n", " ")
+    return f"{kinds}. {own}" if own else kinds
+
+
+def _kind_line(group: Group, kind: Kind) -> str:
+    return f"    {group.path}.{TAG}={kind.name:<22} {kind.help} Its own defaults: {', '.join(kind.defaults) or 'none'}."
+
+
+def _kind_row(kind: Kind) -> str:
+    defaults = ", ".join(f"`{default}`" for default in kind.defaults) or "none"
+    return f"| `{kind.name}` | {kind.help} | {defaults} |"
 
 
 def _text(section: type[Section]) -> str:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from lockstep.config.help import SHORTHANDS, default_kind, groups, item_section, variants
+from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
 from lockstep.config.mistakes import Attempt, explain
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
@@ -178,8 +178,8 @@ def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
         return new
     if all(key.isdecimal() for key in new) and (items := _items(old, info)) is not None:
         return _merge_items(items, new, item_section(info.annotation) if info else None, at)
-    base = old if isinstance(old, dict) else {}
     options = variants(info.annotation) if info else {}
+    base = old if isinstance(old, dict) else _from_path(old, options)
     if info is None or len(options) < 2:
         return _merge_section(base, new, options.get(""), at)
     before = base.get(TAG, default_kind(info))
@@ -188,6 +188,11 @@ def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
         known = _chosen(options, before)
         base = {key: value for key, value in base.items() if known and key not in known.model_fields}
     return _merge_section(base, new, _chosen(options, after), at)
+
+
+def _from_path(text: Value, options: Mapping[str, type[Section]]) -> dict[str, Any]:
+    """`algorithm.loss: my.py:fn` as the section that it is short for, so that its settings can be put on top."""
+    return {TAG: "python", "path": text} if isinstance(text, str) and ".py:" in text and "python" in options else {}
 
 
 def _merge_items(items: list[Value], new: dict[str, Value], section: type[Section] | None, at: At) -> list[Value]:
@@ -217,7 +222,11 @@ def _chosen(options: Mapping[str, type[Section]], kind: object) -> type[Section]
 
 
 def _with_kinds(tree: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Fill in the `kind` of each section that leaves it to the default, so that errors are those of one variant."""
+    """Fill in what the place of a section says where the recipe is silent.
+
+    Its `kind`, so that errors are those of one variant; and other defaults of the place that are not the section's own:
+    `algorithm: {kind: dapo, loss: {clip_low: 0.1}}` keeps DAPO's clip_high.
+    """
     fields = section.model_fields
     return {name: _with_kind(value, fields[name]) if name in fields else value for name, value in tree.items()}
 
@@ -231,6 +240,9 @@ def _with_kind(value: Any, info: FieldInfo) -> Any:
     if kind := default_kind(info):
         value = {TAG: kind} | value
     section = _chosen(options, value.get(TAG)) if len(options) > 1 else options.get("")
+    default = info.get_default(call_default_factory=True)
+    if type(default) is section:
+        value = as_data(default) | value
     return _with_kinds(value, section) if section else value
 
 

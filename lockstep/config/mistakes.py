@@ -15,40 +15,76 @@ from lockstep.config.help import groups, item_section, variants
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, quoted
 
-ELSEWHERE: Mapping[str, str] = {
-    "batch_size": "prompts_per_step",
-    "beta": "algorithm.kl.coef",
-    "clip_ratio": "algorithm.clip_low",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "gradient_checkpointing": "update.recompute",
-    "group_size": "samples_per_prompt",
-    "kl_coef": "algorithm.kl.coef",
-    "kl_loss_coef": "algorithm.kl.coef",
-    "learning_rate": "optimizer.lr",
-    "logger": "track.sinks",
-    "lora_alpha": "adapter.alpha",
-    "lora_rank": "adapter.rank",
-    "max_completion_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_steps": "steps",
-    "micro_batch_size": "update.tokens_per_microbatch",
-    "mini_batch_size": "update.samples_per_update",
-    "model_name_or_path": "model.path",
-    "num_generations": "samples_per_prompt",
-    "output_dir": "runs_dir",
-    "ppo_epochs": "update.epochs",
-    "ppo_mini_batch_size": "update.samples_per_update",
-    "report_to": "track.sinks",
-    "save_freq": "save.every",
-    "save_steps": "save.every",
-    "target_modules": "adapter.targets",
-    "test_freq": "eval.every",
-    "train_batch_size": "prompts_per_step",
+OURS: Mapping[str, tuple[str, ...]] = {
+    "steps": ("max_steps", "total_training_steps"),
+    "prompts_per_step": ("batch_size", "train_batch_size", "rollout_batch_size"),
+    "samples_per_prompt": ("group_size", "num_generations", "n_samples_per_prompt", "rollouts_per_example"),
+    "runs_dir": ("output_dir", "default_local_dir"),
+    "model.path": ("model_name_or_path", "pretrain"),
+    "adapter.alpha": ("lora_alpha",),
+    "adapter.rank": ("lora_rank",),
+    "adapter.targets": ("target_modules",),
+    "rollout.max_tokens": ("max_completion_length", "max_new_tokens", "max_response_length", "generate_max_len"),
+    "algorithm.kind": ("adv_estimator", "advantage_estimator"),
+    "algorithm.advantage.divide_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards", "no_advantage_std_norm"),
+    "algorithm.advantage.lam": ("lambd", "gae_lambda"),
+    "algorithm.loss.kind": ("loss_mode", "loss_type", "policy_loss_type", "importance_sampling_level"),
+    "algorithm.loss.clip_low": (
+        "clip_ratio",
+        "clip_ratio_low",
+        "cliprange",
+        "cliprange_low",
+        "epsilon",
+        "epsilon_low",
+        "eps_clip",
+    ),
+    "algorithm.loss.clip_high": ("clip_ratio_high", "cliprange_high", "epsilon_high", "eps_clip_high"),
+    "algorithm.loss.dual_clip": ("clip_ratio_c", "delta"),
+    "algorithm.aggregation": ("loss_agg_mode", "loss_type"),
+    "algorithm.old_logprobs": ("bypass_mode", "use_rollout_logprobs"),
+    "algorithm.kl.coef": ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"),
+    "algorithm.kl.estimator": ("kl_estimator", "kl_loss_type", "kl_penalty"),
+    "algorithm.kl.placement": ("use_kl_in_reward", "use_kl_loss"),
+    "algorithm.kl.target": ("kl_target", "target_kl"),
+    "algorithm.kl.horizon": ("kl_horizon",),
+    "algorithm.correction.kind": (
+        *("rollout_is", "rollout_rs", "use_tis", "enable_vllm_is_correction", "vllm_is_correction_type"),
+        *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    ),
+    "algorithm.correction.level": ("rollout_is_level", "vllm_importance_sampling_mode"),
+    "algorithm.correction.cap": (
+        *("rollout_is_threshold", "tis_clip", "tis_imp_ratio_cap", "vllm_is_truncated_threshold"),
+        *("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+    ),
+    "algorithm.correction.low": ("rollout_rs_threshold_lower", "tis_clip_low", "vllm_importance_sampling_clip_min"),
+    "algorithm.correction.high": ("rollout_rs_threshold", "vllm_importance_sampling_clip_max"),
+    "algorithm.entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
+    "algorithm.critic.lr": ("critic_learning_rate", "critic_lr"),
+    "algorithm.critic.value_clip": ("cliprange_value",),
+    "algorithm.critic.coef": ("vf_coef", "value_loss_coef"),
+    "algorithm.critic.warmup_steps": ("critic_warmup", "freezing_actor_steps"),
+    "algorithm.dynamic_sampling.enabled": ("dynamic_filtering", "filter_groups"),
+    "algorithm.dynamic_sampling.max_rounds": ("max_num_gen_batches",),
+    "algorithm.overlong.buffer": ("overlong_buffer", "overlong_buffer_cfg", "overlong_buffer_len"),
+    "algorithm.overlong.penalty": ("overlong_penalty_factor", "penalty_factor"),
+    "algorithm.overlong.drop_truncated": ("mask_truncated_completions", "overlong_filtering"),
+    "optimizer.lr": ("actor_learning_rate", "learning_rate"),
+    "optimizer.max_grad_norm": ("clip_grad", "grad_clip", "max_norm"),
+    "optimizer.warmup_steps": ("lr_warmup_steps", "num_warmup_steps"),
+    "update.epochs": ("max_epochs", "num_iterations", "ppo_epochs"),
+    "update.samples_per_update": ("mini_batch_size", "ppo_mini_batch_size"),
+    "update.tokens_per_microbatch": ("micro_batch_size", "per_device_train_batch_size", "ppo_max_token_len_per_gpu"),
+    "update.recompute": ("enable_gradient_checkpointing", "gradient_checkpointing"),
+    "eval.every": ("eval_steps", "test_freq"),
+    "save.every": ("save_freq", "save_steps"),
+    "track.sinks": ("logger", "report_to"),
 }
-"""What other systems (TRL, verl, OpenRLHF) call a setting of ours."""
+"""Our settings, and what other systems (TRL, verl, OpenRLHF, slime, prime-rl) call the nearest thing."""
 
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    name: tuple(ours for ours, names in OURS.items() if name in names) for names in OURS.values() for name in names
+}
+"""The settings of ours that a name of another system may mean."""
 
 SHOWN = 100
 """Mistakes that are explained; who has more sees how many."""
@@ -192,29 +228,29 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
 
 
 def _no_such(model: type[Recipe], at: At, section: type[Section] | None) -> str:
-    """Nearest names: those beside it, then the same name anywhere, then similar names anywhere."""
+    """Nearest names: what another system's name means here, those beside it, the same name anywhere, similar names anywhere."""
     leaf, parent = str(at[-1]), at[:-1]
     names = list(section.model_fields) if section else []
     beside = [dotted((*parent, name)) for name in _close(leaf, names)]
     others = [g.title for g in groups(model) if g.variant and dotted(at) in (s.path for s in g.settings)]
     if others and section:
         return f"no such setting with {TAG}: {section.model_fields[TAG].default}; it belongs to {' or '.join(others)}"
-    same, similar = _elsewhere(dotted(at), model)
-    near = list(dict.fromkeys([*beside, *same])) or similar
+    alias, same, similar = _elsewhere(dotted(at), model)
+    near = list(dict.fromkeys([*alias, *beside, *same])) or similar
     if not near and names and len(names) <= 12:
         return f"no such setting; known here: {', '.join(names)}"
     return "no such setting" + _did_you_mean(near)
 
 
-def _elsewhere(path: str, model: type[Recipe]) -> tuple[list[str], list[str]]:
-    """Settings and sections of the same name, and those of a similar one."""
+def _elsewhere(path: str, model: type[Recipe]) -> tuple[list[str], list[str], list[str]]:
+    """Settings that other systems call so, settings and sections of the same name, and those of a similar one."""
     leaf = path.rpartition(".")[2]
     known = [*(s.path for g in groups(model) for s in g.settings), *(g.path for g in groups(model) if g.path)]
     leaves = {name: name.rpartition(".")[2] for name in known if name != path and not name.endswith(f".{TAG}")}
-    alias = [ELSEWHERE[leaf]] if ELSEWHERE.get(leaf) in leaves else []
-    same = [*alias, *(name for name, last in leaves.items() if last == leaf)]
+    alias = [ours for ours in ELSEWHERE.get(leaf, ()) if ours in known]
+    same = sorted((name for name, last in leaves.items() if last == leaf), key=lambda name: name.count("."))
     near = _close(leaf, sorted(set(leaves.values())), 0.8)
-    return same, [*_close(path, list(leaves), 0.75), *(name for name, last in leaves.items() if last in near)]
+    return alias, same, [*_close(path, list(leaves), 0.75), *(name for name, last in leaves.items() if last in near)]
 
 
 def _close(word: object, names: list[str], cutoff: float = 0.6) -> list[str]:

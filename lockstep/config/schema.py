@@ -6,20 +6,15 @@ A section with variants is a union told apart by `kind`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-TAG = "kind"
-"""The field that names the variant wherever a section has several."""
+from lockstep.config.algorithm import Algorithm, Grpo
+from lockstep.config.section import TAG, Json, Section
+from lockstep.config.vllm import Vllm, mistake_of, transport_of
 
-Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
-
-
-class Section(BaseModel):
-    """A frozen group of settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+__all__ = ["TAG", "Algorithm", "Grpo", "Json", "Section"]
 
 
 class Model(Section):
@@ -159,8 +154,8 @@ class Chat(Section):
 class Rollout(Section):
     """How samples are drawn."""
 
-    engine: Literal["native"] = "native"
-    """native shares the learner's weights in one process."""
+    engine: Literal["native", "vllm"] = "native"
+    """native samples from the learner's own weights in one process; vllm needs a GPU and pip install 'lockstep-rl[vllm]'."""
     slots: int = Field(default=64, ge=1, le=4096)
     """Sequences decoded side by side; more wait for a free slot."""
     max_tokens: int = Field(default=64, ge=1)
@@ -177,45 +172,11 @@ class Rollout(Section):
     """Strings that end a response."""
     ignore_eos: bool = False
     """Force every response to max_tokens (benchmarks only)."""
-
-
-class Kl(Section):
-    """Penalty for leaving the reference model. No reference is kept at 0."""
-
-    coef: float = Field(default=0.0, ge=0)
-    """Weight of the penalty in the loss."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d, with d = log π_θ - log π_ref (Schulman, approximating KL)."""
-
-
-class Grpo(Section):
-    """GRPO (DeepSeekMath, arXiv 2402.03300): group-centred rewards divided by their deviation, clipped ratio."""
-
-    kind: Literal["grpo"] = "grpo"
-    divide_by_std: bool = True
-    """Divide the centred rewards by the group's standard deviation."""
-    std_eps: float = Field(default=1e-6, gt=0)
-    """Added to the deviation."""
-    std_ddof: int = Field(default=1, ge=0, le=1)
-    """1: sample deviation (verl, TRL); 0: population deviation."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped at 1 + clip_high."""
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
-    ] = "seq-mean-token-mean"
-    """How token losses become one number. The paper's is seq-mean-token-mean; seq-mean-token-sum-norm divides by max_tokens."""
-    kl: Kl = Kl()
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus. Entropy is logged at any value."""
-
-
-Algorithm: TypeAlias = Grpo
+    vllm: Vllm = Vllm()
 
 
 class AdamW(Section):
-    """AdamW with fp32 master weights and moments."""
+    """AdamW with fp32 master weights."""
 
     lr: float | None = Field(default=None, ge=0)
     """Peak learning rate; none is 1e-6 for full training and 2e-5 for adapters. The value in force is printed."""
@@ -227,6 +188,8 @@ class AdamW(Section):
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The global gradient norm is clipped to this."""
+    states: Literal["fp32", "8bit"] = "fp32"
+    """Precision of the two moments. 8bit keeps them in blocks with a scale each: 6 bytes a parameter less, no longer exact."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, over optimizer steps."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -242,14 +205,17 @@ class Update(Section):
     """Samples of one optimizer step; none takes all samples of the step, so that the ratio is 1 by construction."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the samples of a step."""
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens of one forward pass, prompts and padding-free responses together. Changes memory, not the result."""
+    tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Tokens of one forward pass, prompts and padding-free responses together; none is 8192 on a CPU and on a GPU what the
+    memory plan finds room for. Changes memory, not the result."""
     share_prompts: bool = True
     """Run the prompt of a group once for all its samples. Exact; off for comparison."""
     drop_zero_advantage: bool = True
     """Leave out samples whose gradient is known to be zero. They still count in every denominator."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations computed again in the backward pass: selective is norms and activation products alone (a third less memory for
+    a few percent more time), full is whole layers (least memory, a third more time). auto is none on a CPU and on a GPU what the
+    memory plan chooses. Changes memory, not the result."""
     max_skipped: int = Field(default=3, ge=1)
     """Stop after this many steps in a row were skipped for a non-finite gradient."""
 
@@ -258,7 +224,8 @@ class Sync(Section):
     """How weights reach the engine, and how that is proven."""
 
     transport: Literal["shared", "copy"] = "shared"
-    """shared: the engine reads the learner's own tensors; copy: it owns a second set, sent after every update."""
+    """shared: the engine reads the learner's own tensors; copy: it owns a second set, sent after every update. Of the native
+    engine; for vLLM's see rollout.vllm.transport."""
     probe_first: int = Field(default=10, ge=0)
     """Probe log-probabilities at each of the first so many syncs."""
     probe_every: int = Field(default=10, ge=1)
@@ -393,11 +360,24 @@ class Recipe(Section):
         return self.update.epochs * (self.samples_per_step // self.samples_per_update)
 
     @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run: none in the steps that warm the critic up."""
+        critic = self.algorithm.critic
+        return (self.steps - (critic.warmup_steps if critic else 0)) * self.updates_per_step
+
+    @property
     def lr(self) -> float:
         """The learning rate in force."""
         if self.optimizer.lr is not None:
             return self.optimizer.lr
         return 1e-6 if self.adapter.kind == "none" else 2e-5
+
+    @property
+    def weight_transport(self) -> Literal["shared", "view", "copy", "ipc"]:
+        """How weights reach the engine: sync.transport, or for vLLM rollout.vllm.transport with auto resolved."""
+        if self.rollout.engine == "native":
+            return self.sync.transport
+        return transport_of(self.rollout.vllm, adapter=self.adapter.kind != "none")
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -411,17 +391,27 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
-        if self.samples_per_prompt < 2:
-            raise ValueError("samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2")
+        algorithm, advantage = self.algorithm, self.algorithm.advantage
+        compares = advantage.kind in ("group", "leave_one_out", "max_rl") or (
+            advantage.kind == "whitened" and advantage.baseline == "group_mean"
+        )
+        if self.samples_per_prompt < 2 and (compares or algorithm.dynamic_sampling.enabled):
+            raise ValueError(
+                f"samples_per_prompt = 1: {algorithm.kind} compares the samples of a prompt and needs at least 2"
+            )
         return self
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
-        total = self.steps * self.updates_per_step
+        critic, total = self.algorithm.critic, self.policy_updates
+        if critic is not None and critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"algorithm.critic.warmup_steps = {critic.warmup_steps} leaves the policy no step: the run has {self.steps}"
+            )
         if self.optimizer.warmup_steps >= total:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
-                f"({self.steps} steps x {self.updates_per_step} updates)"
+                f"({self.steps - (critic.warmup_steps if critic else 0)} steps x {self.updates_per_step} updates)"
             )
         return self
 
@@ -429,4 +419,18 @@ class Recipe(Section):
     def _warns_before_it_stops(self) -> Self:
         if self.health.warn_unscored > self.health.max_unscored:
             raise ValueError("health.warn_unscored is above health.max_unscored: the warning could never come first")
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_can_serve(self) -> Self:
+        if self.rollout.engine == "native":
+            if self.rollout.vllm != Vllm():
+                raise ValueError("rollout.vllm is set, but rollout.engine is native: it would have no effect")
+            return self
+        if self.device == "cpu":
+            raise ValueError("rollout.engine = vllm needs a GPU; take native on a CPU")
+        longest = max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+        temperatures = (self.rollout.temperature, *(mode.temperature for mode in self.eval.modes))
+        if mistake := mistake_of(self.rollout.vllm, longest, temperatures, adapter=self.adapter.kind != "none"):
+            raise ValueError(mistake)
         return self

@@ -23,9 +23,12 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def prepare_process(device: torch.device, threads: int | None) -> None:
-    """Set the number of threads; on a CPU also deterministic kernels, and freed memory kept for reuse."""
+    """Set the number of threads; on a CPU also deterministic kernels, and freed memory kept for reuse; on a GPU fp32 sums."""
     if threads is not None:
         torch.set_num_threads(threads)
+    if device.type == "cuda":
+        # A long sum that is split over blocks would else be rounded to bf16 block by block: gradients are such sums.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -8,21 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
+from lockstep.learner.execution import Execution, execution_of
+from lockstep.learner.host import on_device
+from lockstep.learner.oom import run_or_halve
 from lockstep.learner.optimizer import MasterAdamW, learning_rate
-from lockstep.learner.packing import Packed, as_sequence, microbatches, pack
+from lockstep.learner.packing import Packed, as_sequence, number_tokens, pack, per_token, streams
+from lockstep.learner.recompute import recomputing, set_recompute
 from lockstep.learner.statistics import UpdateStatistics
 from lockstep.models.attention import require_attention_only
+from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.weights import clean_name, named_weights
 from lockstep.types import Batch, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
+
+if TYPE_CHECKING:
+    from lockstep.learner.value_head import ValueTraining
 
 STREAM_MULTIPLE = 16
 """Streams are padded to a multiple of this many tokens, which matrix kernels prefer."""
@@ -32,7 +40,6 @@ STREAM_MULTIPLE = 16
 class Plan:
     """What the learner needs of the recipe."""
 
-    tokens_per_microbatch: int
     share_prompts: bool
     optimizer_steps: int
     """Of the whole run, for the schedule."""
@@ -42,26 +49,46 @@ class Plan:
     @staticmethod
     def of(recipe: Recipe) -> Plan:
         update = recipe.update
-        steps = recipe.steps * recipe.updates_per_step
-        return Plan(update.tokens_per_microbatch, update.share_prompts, steps, recipe.lr, update.max_skipped)
+        return Plan(update.share_prompts, recipe.policy_updates, recipe.lr, update.max_skipped)
 
 
 class TorchLearner:
     """Implements types.Learner over a transformers model, or a PEFT model around one, loaded with Lockstep's attention."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, reference: nn.Module | None = None) -> None:
-        """`reference` is a frozen copy for the KL penalty; with adapters none is needed, the base is the reference."""
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        reference: nn.Module | None = None,
+        value: ValueTraining | None = None,
+        plan: Execution | None = None,
+    ) -> None:
+        """`reference` is a frozen copy for the KL penalty; with adapters none is needed, the base is the reference.
+
+        `value` is TorchCritic.joint: a value head on this model's own hidden states, whose loss joins each update. `plan` is
+        the memory plan's choice of what the recipe leaves open.
+        """
         self.version = 0
         self.model = model
         self.optimizer_step = 0
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._settings, self._plan, self._reference = recipe.optimizer, Plan.of(recipe), reference
+        self._value = value
         base = base_model(model)
         require_attention_only(base)
-        if recipe.update.recompute:
-            _recompute_layers(base)
         self._device = next(base.parameters()).device
+        self.execution = execution_of(recipe.update, self._device, plan)
+        self.notes: tuple[str, ...] = ()
+        """For the log."""
+        if self._device.type == "cuda":
+            if reference is not None:
+                fuse_layers(base_model(reference))
+            update = (
+                f"{self.execution.tokens_per_microbatch} tokens per micro-batch, recompute {self.execution.recompute}"
+            )
+            self.notes = (fuse_layers(base).line, update)
+        set_recompute(base.get_decoder(), self.execution.recompute)
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise LearnerError(
@@ -72,22 +99,16 @@ class TorchLearner:
     # --- Learner --------------------------------------------------------------------------------------------------
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Log-probability of every token but the first of each sequence, at temperature 1."""
-        plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
-        return self.response_logprobs(plain, 1.0)
+        return plain_logprobs(self.model, sequences, self.execution.tokens_per_microbatch)
 
     def response_logprobs(
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
         """Log-probability of each response token (0 where not trained), under the policy or the reference model."""
-        result: list[tuple[float, ...]] = [()] * len(sequences)
         with torch.no_grad(), self._as_reference() if reference else nullcontext(self.model) as model:
-            for packed, chosen in self._packed(sequences, prefix):
-                logprobs_R, _ = _forward(model, packed, temperature)
-                values = iter(logprobs_R.tolist())
-                for sequence in chosen:
-                    trained = sequences[sequence].trained
-                    result[sequence] = tuple(next(values) if t else 0.0 for t in trained)
-        return result
+            return number_tokens(
+                sequences, self._streams(sequences, prefix), lambda packed: _forward(model, packed, temperature)[0]
+            )
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step on a batch, in as many micro-batches as the token budget needs.
@@ -95,20 +116,26 @@ class TorchLearner:
         The gradient is that of Σ_i weight_i Σ_t loss_it, so that the split does not matter. Raises LearnerError after too
         many steps in a row with a non-finite gradient; such a step leaves every weight as it was.
         """
-        statistics = UpdateStatistics()
-        for packed, _ in self._packed(batch.sequences, batch.prefix):
-            self._backward(packed, batch, loss, statistics)
+        statistics, splits = UpdateStatistics(), 0
+        for packed in self._streams(batch.sequences, batch.prefix):
+            splits += self._train(packed, batch, loss, statistics)
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         outcome = self.optimizer.step(lr)
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
         self.version += 1
-        return statistics.metrics() | {
-            "grad/norm": outcome.norm,
-            "grad/clipped": float(outcome.clipped),
-            "grad/skipped": float(self.skipped),
-            "lr": lr,
-        }
+        value = {} if self._value is None else self._value.step()
+        return (
+            statistics.metrics()
+            | value
+            | {
+                "batch/oom_splits": float(splits),
+                "grad/norm": outcome.norm,
+                "grad/clipped": float(outcome.clipped),
+                "grad/skipped": float(self.skipped),
+                "lr": lr,
+            }
+        )
 
     def weights(self) -> WeightStream:
         return named_weights(self.model)
@@ -129,22 +156,41 @@ class TorchLearner:
         self.skipped, self._skipped_in_a_row = counters["skipped"], counters["skipped_in_a_row"]
 
     # --- inner ----------------------------------------------------------------------------------------------------
-    def _packed(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> Iterator[tuple[Packed, list[int]]]:
-        share, budget = self._plan.share_prompts, self._plan.tokens_per_microbatch
-        for chosen in microbatches(sequences, budget, share_prompts=share, prefix=prefix):
-            yield pack(sequences, chosen, share_prompts=share, device=self._device, prefix=prefix), chosen
+    def _streams(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> Iterator[Packed]:
+        share, budget = self._plan.share_prompts, self.execution.tokens_per_microbatch
+        return streams(sequences, budget, share_prompts=share, device=self._device, prefix=prefix)
+
+    def _train(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> int:
+        """Forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
+        optimizers = [self.optimizer] + ([self._value.optimizer] if self._value else [])
+        for optimizer in optimizers:
+            optimizer.collected.clear()
+
+        def run(part: Packed) -> None:
+            self._backward(part, batch, loss, statistics)
+
+        def repack(chosen: Sequence[int]) -> Packed:
+            share = self._plan.share_prompts
+            return pack(batch.sequences, chosen, share_prompts=share, device=self._device, prefix=batch.prefix)
+
+        return run_or_halve(packed, run, repack, lambda: [p for o in optimizers for p in o.collected])
 
     def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
         sequences = [batch.sequences[i] for i in packed.order]
-        logprobs_R, entropy_R = _forward(self.model, packed, batch.temperature)
+        logprobs_R, entropy_R, hidden_RH = _forward(self.model, packed, batch.temperature)
         if not logprobs_R.numel():
             return
-        inputs = _loss_input(sequences, packed, logprobs_R, entropy_R)
+        inputs = _loss_input(sequences, packed, logprobs_R, entropy_R, batch.kl_coef)
         output = loss(inputs)
-        weight_R = _per_token(sequences, [[s.weight] * len(s.ids) for s in sequences], logprobs_R)
-        total = (weight_R * output.loss_T).sum()
-        total.backward()
-        statistics.add(inputs, output, float(total.detach()), packed.tokens)
+        weight_N = on_device(np.array([s.weight for s in sequences]), self._device).to(logprobs_R.dtype)
+        policy = (weight_N[packed.sequence_R] * output.loss_T).sum()
+        value = None if self._value is None else self._value.loss(hidden_RH, sequences)
+        total = policy if value is None else policy + value.loss
+        if total.requires_grad:
+            total.backward()
+        statistics.add(inputs, output, policy.detach(), packed.tokens)
+        if self._value is not None and value is not None:
+            self._value.record(value)
 
     def _count_skip(self, skipped: bool, norm: float) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -182,46 +228,58 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def _recompute_layers(base: Any) -> None:
-    """Have each decoder layer compute its activations again in the backward pass."""
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in base.modules():
-        # transformers recomputes in training mode alone. Only the layer's own flag is set: no dropout, which sits inside, wakes.
-        if getattr(layer, "gradient_checkpointing", False):
-            layer.training = True
-
-
-def _forward(model: nn.Module, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of the tokens with loss, [R] each, fp32."""
-    base = base_model(model)
+def hidden_states(decoder: Any, packed: Packed) -> Tensor:
+    """Final hidden states of a transformers decoder, [R, H]: those that predict the tokens with loss."""
     padding = -packed.tokens % STREAM_MULTIPLE
     ids_1T = nn.functional.pad(packed.ids_T, (0, padding))[None]
     positions_1T = nn.functional.pad(packed.positions_T, (0, padding))[None]
-    output = base.get_decoder()(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout)
-    hidden_RH = output.last_hidden_state[0].index_select(0, packed.rows_R)
+    with recomputing(decoder):
+        output = decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout)
+    hidden_RH: Tensor = output.last_hidden_state[0].index_select(0, packed.rows_R)
+    return hidden_RH
+
+
+def _forward(model: nn.Module, packed: Packed, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability and entropy of the tokens with loss, fp32 [R] each, and the hidden states [R, H] they come from."""
+    base = base_model(model)
+    hidden_RH = hidden_states(base.get_decoder(), packed)
     head: Head = head_of(base)
-    return token_logprobs(head, hidden_RH, packed.targets_R, temperature)
+    return *token_logprobs(head, hidden_RH, packed.targets_R, temperature), hidden_RH
 
 
-def _loss_input(sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor) -> LossInput:
-    rollout_R = _per_token(sequences, [s.rollout_logprobs for s in sequences], logprobs_R)
+def plain_logprobs(
+    model: nn.Module, sequences: Sequence[TokenIds], tokens_per_microbatch: int
+) -> list[tuple[float, ...]]:
+    """Log-probability of every token but the first of each sequence at temperature 1, by the forward pass of training."""
+    plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
+    device = next(base_model(model).parameters()).device
+    packed_streams = streams(plain, tokens_per_microbatch, share_prompts=False, device=device)
+    with torch.no_grad():
+        return number_tokens(plain, packed_streams, lambda packed: _forward(model, packed, 1.0)[0])
+
+
+def _loss_input(
+    sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor, kl_coef: float
+) -> LossInput:
+    rollout_R = per_token(sequences, [s.rollout_logprobs for s in sequences], logprobs_R)
     old_R = logprobs_R.detach()
     if sequences[0].old_logprobs is not None:
-        old_R = _per_token(sequences, [s.old_logprobs or () for s in sequences], logprobs_R)
+        old_R = per_token(sequences, [s.old_logprobs or () for s in sequences], logprobs_R)
     ref_R = None
     if sequences[0].ref_logprobs is not None:
-        ref_R = _per_token(sequences, [s.ref_logprobs or () for s in sequences], logprobs_R)
-    advantages_R = _per_token(sequences, [s.advantages for s in sequences], logprobs_R)
-    return LossInput(logprobs_R, old_R, rollout_R, advantages_R, entropy_R, packed.sequence_R, len(sequences), ref_R)
-
-
-def _per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    """Per-token lists of all sequences, tokens without loss left out, as a tensor like `like`."""
-    kept = chain.from_iterable(
-        (value for value, trained in zip(row, s.trained, strict=True) if trained)
-        for row, s in zip(values, sequences, strict=True)
+        ref_R = per_token(sequences, [s.ref_logprobs or () for s in sequences], logprobs_R)
+    advantages_R = per_token(sequences, [s.advantages for s in sequences], logprobs_R)
+    return LossInput(
+        logprobs_R,
+        old_R,
+        rollout_R,
+        advantages_R,
+        entropy_R,
+        packed.sequence_R,
+        len(sequences),
+        ref_R,
+        kl_coef,
     )
-    return torch.tensor(list(kept), dtype=like.dtype, device=like.device)
 
 
 def with_old_logprobs(sequences: Sequence[TrainSequence], logprobs: Sequence[tuple[float, ...]]) -> list[TrainSequence]:

@@ -51,10 +51,12 @@ class _FusedLora(torch.autograd.Function):
         ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scaling: float
     ) -> Tensor:
         down_TR = x_TI @ a_RI.T
-        base_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
         ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, down_TR)
         ctx.scaling = scaling
-        return base_TO.addmm_(down_TR, b_OR.T, alpha=scaling)
+        linear = torch.nn.functional.linear
+        if x_TI.is_cuda:  # a large product adds to what is there while it computes; a small one would wait for memory
+            return linear(down_TR * scaling, b_OR, bias_O).addmm_(x_TI, weight_OI.T)
+        return linear(x_TI, weight_OI, bias_O).addmm_(down_TR, b_OR.T, alpha=scaling)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,6 +64,8 @@ class _FusedLora(torch.autograd.Function):
         x_TI, weight_OI, a_RI, b_OR, down_TR = ctx.saved_tensors
         grad_down_TR = (grad_TO @ b_OR) * ctx.scaling
         grad_x_TI = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and grad_TO.is_cuda:
+            grad_x_TI = (grad_down_TR @ a_RI).addmm_(grad_TO, weight_OI)
+        elif ctx.needs_input_grad[0]:
             grad_x_TI = (grad_TO @ weight_OI).addmm_(grad_down_TR, a_RI)
         return grad_x_TI, None, None, grad_down_TR.T @ x_TI, (grad_TO.T @ down_TR) * ctx.scaling, None

@@ -1,104 +1,25 @@
 """From sequences to token streams: micro-batches by a token budget, without padding, a group's prompt once.
 
-Legend: T tokens of the stream, R response tokens with loss, N sequences, G responses of one prompt, P prompt tokens,
-H query heads, K key/value heads, D head size, Q queries, S keys.
+Legend: T tokens of the stream, R response tokens with loss, N sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lockstep.errors import LearnerError
-from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+from lockstep.learner.host import on_device
+from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.types import TokenIds, TrainSequence
 
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A prompt and the responses that continue it. Response tokens are those fed to the model: all but the last sampled one."""
-
-    prompt: int
-    responses: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + sum(self.responses)
-
-
-class PackedLayout:
-    """A root that all sequences begin with, then branches end to end: prompt, response, response, …
-
-    A response sees root, its prompt and itself; a prompt sees root and itself.
-    """
-
-    def __init__(self, branches: Sequence[Branch], device: torch.device, root: int = 0) -> None:
-        self._branches, self._root = branches, root
-        self._gathers = [_Gather.of(branch.responses, device) for branch in branches]
-
-    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        root = slice(0, self._root)
-        root_key, root_value = key_KTD[None, :, root], value_KTD[None, :, root]
-        pieces_THD: list[Tensor] = []
-        if self._root:
-            pieces_THD.append(
-                dense_attention(query_HTD[None, :, root], root_key, root_value, None, kind)[0].transpose(0, 1)
-            )
-        start = self._root
-        for branch, gather in zip(self._branches, self._gathers, strict=True):
-            prompt, tail = slice(start, start + branch.prompt), slice(start + branch.prompt, start + branch.tokens)
-            start += branch.tokens
-            query, key, value = (x[None, :, prompt] for x in (query_HTD, key_KTD, value_KTD))
-            if self._root:
-                key, value = torch.cat([root_key, key], 2), torch.cat([root_value, value], 2)
-            mask = causal_mask(branch.prompt, key.shape[2], kind.window, key.device) if self._root else None
-            pieces_THD.append(dense_attention(query, key, value, mask, kind)[0].transpose(0, 1))
-            if not gather.longest:
-                continue
-            count = len(branch.responses)
-            keys_GKSD = torch.cat([key.expand(count, -1, -1, -1), gather.pad(key_KTD[:, tail])], 2)
-            values_GKSD = torch.cat([value.expand(count, -1, -1, -1), gather.pad(value_KTD[:, tail])], 2)
-            # One mask serves all responses: their padding sits at the end, where causality already hides it.
-            mask = causal_mask(gather.longest, keys_GKSD.shape[2], kind.window, key.device)
-            output_GHQD = dense_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, mask, kind)
-            pieces_THD.append(gather.unpad(output_GHQD))
-        if start < query_HTD.shape[1]:
-            pieces_THD.append(query_HTD.new_zeros(query_HTD.shape[1] - start, query_HTD.shape[0], query_HTD.shape[2]))
-        return torch.cat(pieces_THD)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """Between responses end to end [X, T, D] and one padded row each [G, X, longest, D]."""
-
-    count: int
-    longest: int
-    equal: bool
-    into: Tensor
-    back: Tensor
-
-    @staticmethod
-    def of(lengths: tuple[int, ...], device: torch.device) -> _Gather:
-        longest = max(lengths, default=0)
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        into = [s + min(j, n - 1) if n else 0 for s, n in zip(starts, lengths, strict=True) for j in range(longest)]
-        back = [row * longest + j for row, n in enumerate(lengths) for j in range(n)]
-        equal = all(n == longest for n in lengths)
-        return _Gather(
-            len(lengths), longest, equal, torch.tensor(into, device=device), torch.tensor(back, device=device)
-        )
-
-    def pad(self, flat_XTD: Tensor) -> Tensor:
-        rows_XTD = flat_XTD if self.equal else flat_XTD.index_select(1, self.into)
-        padded_XGQD: Tensor = rows_XTD.unflatten(1, (self.count, self.longest))
-        return padded_XGQD.transpose(0, 1)
-
-    def unpad(self, padded_GXQD: Tensor) -> Tensor:
-        flat_TXD = padded_GXQD.transpose(1, 2).flatten(0, 1)
-        return flat_TXD if self.equal else flat_TXD.index_select(0, self.back)
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +65,16 @@ def microbatches(
     return chunks
 
 
+@dataclass(slots=True)
+class _Shared:
+    """A prompt and the sequences that continue it, as places in the micro-batch."""
+
+    prompt: TokenIds
+    """Without the root."""
+    fed: list[int] = field(default_factory=list)
+    """Response tokens that each of them feeds to the model."""
+
+
 def pack(
     sequences: Sequence[TrainSequence],
     chosen: Sequence[int],
@@ -151,45 +82,114 @@ def pack(
     share_prompts: bool,
     device: torch.device,
     prefix: int = 0,
+    prompts_first: bool | None = None,
 ) -> Packed:
     """The stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt.
 
-    The first `prefix` tokens, which all of them have, are processed once. Raises LearnerError if they differ.
+    The first `prefix` tokens, which all of them have, are processed once. The order of the stream is PackedLayout's; None
+    chooses by device. Raises LearnerError if sequences of a group or of a prefix differ in it.
     """
-    root = sequences[chosen[0]].prompt_ids[:prefix] if share_prompts else ()
-    ids: list[int] = list(root)
-    positions: list[int] = list(range(len(root)))
-    rows: list[int] = []
-    targets: list[int] = []
-    owner: list[int] = []
-    branches: list[tuple[int, list[int]]] = []
-    last_row, group = 0, None
-    for place, index in enumerate(chosen):
-        sequence = sequences[index]
-        prompt, fed = len(sequence.prompt_ids), _fed(sequence)
-        if not (share_prompts and sequence.group == group):
-            if sequence.prompt_ids[: len(root)] != root or prompt <= len(root):
-                raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
-            group, branch = sequence.group, (prompt - len(root), list[int]())
-            branches.append(branch)
-            ids += sequence.prompt_ids[len(root) :]
-            positions += range(len(root), prompt)
-            last_row = len(ids) - 1
-        first = len(ids)
-        ids += sequence.ids[:fed]
-        positions += range(prompt, prompt + fed)
-        branches[-1][1].append(fed)
-        for j, (token, trained) in enumerate(zip(sequence.ids, sequence.trained, strict=True)):
-            if trained:
-                rows.append(last_row if j == 0 else first + j - 1)
-                targets.append(token)
-                owner.append(place)
-    layout = PackedLayout([Branch(prompt, tuple(responses)) for prompt, responses in branches], device, len(root))
-    tensors = (
-        torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, rows, targets, owner)
-    )
-    ids_T, positions_T, rows_R, targets_R, sequence_R = tensors
+    members = [sequences[index] for index in chosen]
+    root = members[0].prompt_ids[:prefix] if share_prompts else ()
+    shared = _shared(members, chosen, root, share_prompts)
+    if prompts_first is None:
+        prompts_first = device.type == "cuda" and any(len(one.fed) > 1 for one in shared)
+    stream = sorted(range(len(shared)), key=lambda i: not any(shared[i].fed)) if prompts_first else range(len(shared))
+    branches = [Branch(len(shared[i].prompt), tuple(shared[i].fed)) for i in stream]
+    layout = PackedLayout(branches, device, len(root), prompts_first=prompts_first)
+
+    tokens = len(root) + sum(branch.tokens for branch in branches)
+    ids, positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+    ids[: len(root)], positions[: len(root)] = root, np.arange(len(root))
+    starts: dict[int, tuple[int, int]] = {}
+    for i, prompt, tail in zip(stream, layout.prompt_starts, layout.tail_starts, strict=True):
+        starts[i] = prompt, tail
+        end = prompt + len(shared[i].prompt)
+        ids[prompt:end], positions[prompt:end] = shared[i].prompt, np.arange(len(root), len(root) + end - prompt)
+
+    rows, targets, owner = _Column(), _Column(), _Column()
+    places = ((i, fed, n == 0) for i, one in enumerate(shared) for n, fed in enumerate(one.fed))
+    first = 0
+    for place, (sequence, (i, fed, begins)) in enumerate(zip(members, places, strict=True)):
+        response: Ints = np.array(sequence.ids, np.int64)
+        first = starts[i][1] if begins else first
+        ids[first : first + fed] = response[:fed]
+        positions[first : first + fed] = np.arange(len(sequence.prompt_ids), len(sequence.prompt_ids) + fed)
+        predicting = np.arange(first - 1, first - 1 + len(response))
+        predicting[:1] = starts[i][0] + len(shared[i].prompt) - 1
+        trained = np.array(sequence.trained, np.bool_)
+        rows.add(predicting[trained])
+        targets.add(response[trained])
+        owner.add(np.full(int(trained.sum()), place))
+        first += fed
+    columns = (on_device(array, device) for array in (ids, positions, rows.all(), targets.all(), owner.all()))
+    ids_T, positions_T, rows_R, targets_R, sequence_R = columns
     return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))
+
+
+class _Column:
+    """Arrays of whole numbers that become one."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Ints] = [np.empty(0, np.int64)]
+
+    def add(self, piece: Ints) -> None:
+        self._pieces.append(piece)
+
+    def all(self) -> Ints:
+        return np.concatenate(self._pieces)
+
+
+def _shared(
+    members: Sequence[TrainSequence], chosen: Sequence[int], root: TokenIds, share_prompts: bool
+) -> list[_Shared]:
+    """Neighbours of one group together; each alone without sharing."""
+    result: list[_Shared] = []
+    group = None
+    for index, sequence in zip(chosen, members, strict=True):
+        if not (share_prompts and sequence.group == group):
+            if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
+                raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
+            group = sequence.group
+            result.append(_Shared(sequence.prompt_ids[len(root) :]))
+        result[-1].fed.append(_fed(sequence))
+    return result
+
+
+def streams(
+    sequences: Sequence[TrainSequence], budget: int, *, share_prompts: bool, device: torch.device, prefix: int = 0
+) -> Iterator[Packed]:
+    """All sequences as packed micro-batches of at most `budget` tokens; `Packed.order` says which are in which."""
+    for chosen in microbatches(sequences, budget, share_prompts=share_prompts, prefix=prefix):
+        yield pack(sequences, chosen, share_prompts=share_prompts, device=device, prefix=prefix)
+
+
+def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    """Per-token lists of a micro-batch's sequences, tokens without loss left out, as a tensor [R] like `like`."""
+    kept: list[npt.NDArray[np.float64]] = [np.empty(0)]
+    for row, sequence in zip(values, sequences, strict=True):
+        if len(row) != len(sequence.trained):
+            raise ValueError(f"{len(row)} values for a response of {len(sequence.trained)} tokens")
+        array = np.array(row, np.float64)
+        kept.append(array if all(sequence.trained) else array[np.array(sequence.trained, np.bool_)])
+    narrow = torch.from_numpy(np.concatenate(kept)).to(like.dtype).numpy()
+    return on_device(narrow, like.device)
+
+
+def number_tokens(
+    sequences: Sequence[TrainSequence], packed_streams: Iterable[Packed], number: Callable[[Packed], Tensor]
+) -> list[tuple[float, ...]]:
+    """One number per response token of each sequence (0 where not trained), from a function that gives [R] of a stream."""
+    result: list[tuple[float, ...]] = [()] * len(sequences)
+    queued = [(packed.order, number(packed)) for packed in packed_streams]  # a GPU is not waited for in between
+    for order, values_R in queued:
+        values, start = values_R.double().cpu().numpy(), 0
+        for index in order:
+            trained = np.array(sequences[index].trained, np.bool_)
+            row, end = np.zeros(len(trained)), start + int(trained.sum())
+            row[trained] = values[start:end]
+            result[index], start = tuple(row.tolist()), end
+    return result
 
 
 def _fed(sequence: TrainSequence) -> int:

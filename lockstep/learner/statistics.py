@@ -4,56 +4,59 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.correction import Mismatch, measure_mismatch
 from lockstep.types import LossInput, LossOutput, Metrics
 
 
 class UpdateStatistics:
-    """Collects per-token values of the micro-batches of one update."""
+    """Collects per-token values of the micro-batches of one update. Nothing is read from the device before `metrics`."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._maxima: dict[str, float] = defaultdict(lambda: -math.inf)
-        self._entropies: list[Tensor] = []
-        self._tokens, self._processed, self._microbatches, self._loss = 0, 0, 0, 0.0
+        self._sums: dict[str, list[Tensor]] = defaultdict(list)
+        self._maxima: dict[str, list[Tensor]] = defaultdict(list)
+        self._losses: list[Tensor] = []
+        self._inputs: list[LossInput] = []
+        """Without gradient: what entropies and mismatch are measured on."""
+        self._tokens, self._processed = 0, 0
 
-    def add(self, inputs: LossInput, output: LossOutput, loss: float, processed: int) -> None:
+    def add(self, inputs: LossInput, output: LossOutput, loss: Tensor | float, processed: int) -> None:
         """One micro-batch: its loss (already weighted) and the tokens that its forward pass processed."""
-        with torch.no_grad():
-            gap_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
-            means = {
-                "entropy/mean": inputs.entropy_T.detach(),
-                "mismatch/mean_abs_dlogp": gap_T.abs(),
-                "mismatch/k3": (-gap_T).exp() - 1 + gap_T,
-                "mismatch/token_mult_prob_error": gap_T.abs().exp(),
-                **output.means,
-            }
-            for name, value_T in means.items():
-                self._sums[name] += float(value_T.detach().double().sum())
-            for name, value_T in {"mismatch/max_abs_dlogp": gap_T.abs(), **output.maxima}.items():
-                self._maxima[name] = max(self._maxima[name], float(value_T.detach().max()))
-            self._entropies.append(inputs.entropy_T.detach())
+        inputs = replace(inputs, logprobs_T=inputs.logprobs_T.detach(), entropy_T=inputs.entropy_T.detach())
+        for name, value_T in {"entropy/mean": inputs.entropy_T, **output.means}.items():
+            self._sums[name].append(value_T.detach().double().sum())
+        for name, value_T in output.maxima.items():
+            self._maxima[name].append(value_T.detach().max().double())
+        self._losses.append(torch.as_tensor(loss, device=inputs.entropy_T.device).detach().double())
+        self._inputs.append(inputs)
         self._tokens += inputs.logprobs_T.numel()
         self._processed += processed
-        self._microbatches += 1
-        self._loss += loss
 
     def metrics(self) -> Metrics:
         """Names as in docs/metrics.md. Without any token there is nothing to report but the counts."""
         counts = {
             "batch/tokens_trained": float(self._tokens),
             "batch/tokens_processed": float(self._processed),
-            "batch/microbatches": float(self._microbatches),
+            "batch/microbatches": float(len(self._inputs)),
         }
         if not self._tokens:
             return counts
-        entropy_T = torch.cat(self._entropies).float()
+        entropy_T = torch.cat([inputs.entropy_T for inputs in self._inputs]).float()
         p10, p90 = torch.quantile(
             entropy_T[:: max(1, entropy_T.numel() // 2**20)], torch.tensor([0.1, 0.9], device=entropy_T.device)
         ).tolist()
-        means = {name: total / self._tokens for name, total in self._sums.items()}
-        tails = {"entropy/p10": p10, "entropy/p90": p90, "loss/policy": self._loss}
-        return counts | means | dict(self._maxima) | tails
+        means = {name: sum(_read(values)) / self._tokens for name, values in self._sums.items()}
+        maxima = {name: reduce(max, _read(values), -math.inf) for name, values in self._maxima.items()}
+        mismatch = sum((measure_mismatch(inputs) for inputs in self._inputs), Mismatch())
+        tails = {"entropy/p10": p10, "entropy/p90": p90, "loss/policy": sum(_read(self._losses))}
+        return counts | means | maxima | mismatch.metrics() | tails
+
+
+def _read(values: list[Tensor]) -> list[float]:
+    numbers: list[float] = torch.stack(values).tolist()
+    return numbers

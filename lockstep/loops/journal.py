@@ -75,7 +75,7 @@ class Journal:
 
 
 class Clock:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step; a phase that comes several times is summed."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -87,7 +87,8 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[f"time/{phase}"] = time.perf_counter() - start
+        name = f"time/{phase}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, counts: Mapping[str, float]) -> Metrics:
         """Times, throughputs and memory of the step so far."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from torch import Tensor, nn
 
@@ -13,16 +13,22 @@ from lockstep.algorithms.build import Objective, build_objective
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
 from lockstep.learner.adapters import attach
+from lockstep.learner.critic import TorchCritic, build_critic
 from lockstep.learner.device import choose_device, prepare_process
 from lockstep.learner.learner import TorchLearner, base_model
+from lockstep.loops.carried import Carried
+from lockstep.loops.memory import execution, plan_run
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
-from lockstep.models.weights import frozen_names, load_weights
-from lockstep.rollout.native import NativeEngine
+from lockstep.models.weights import frozen_names, load_weights, named_weights
+from lockstep.plan.choice import MemoryPlan
+from lockstep.rollout.build import native_engine
+from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
 from lockstep.seeds import seed_for
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
+from lockstep.types import RolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,18 +57,24 @@ class Parts:
 
     policy: Policy
     task: BuiltTask
-    engine: NativeEngine
+    engine: RolloutEngine
     objective: Objective
     learner: TorchLearner
+    critic: TorchCritic | None
     sync: SharedSync | CopySync
+    carried: Carried
+    memory: MemoryPlan | None
+    """None for a model whose sizes cannot be told."""
 
 
 def build_task_of(recipe: Recipe) -> BuiltTask:
     return build_task(recipe.task, recipe.seed)
 
 
-def build_policy(recipe: Recipe, weights: Mapping[str, Tensor] | None = None) -> Policy:
-    """Load the model with its adapter; `weights`, in the names of lockstep.models.weights, replace what was loaded."""
+def build_policy(recipe: Recipe) -> Policy:
+    """Load the model with its adapter."""
+    if recipe.rollout.engine == "vllm":
+        prepare_environment()
     device = choose_device(recipe.device)
     prepare_process(device, recipe.threads)
     resolved = resolve(recipe.model)
@@ -72,32 +84,60 @@ def build_policy(recipe: Recipe, weights: Mapping[str, Tensor] | None = None) ->
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
     model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"))
-    if weights is not None:
-        load_weights(model, iter(weights.items()))
     return Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32")
 
 
-def build_engine(policy: Policy, recipe: Recipe, *, own_copy: bool = False) -> NativeEngine:
-    """The engine over the policy's own model, or over a copy that must be sent its weights."""
-    model = copy.deepcopy(policy.model) if own_copy else policy.model
+def build_engine(policy: Policy, recipe: Recipe, *, own_copy: bool = False) -> RolloutEngine:
+    """The recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its weights."""
     decode: Any = policy.tokenizer.decode
-    return NativeEngine(model, slots=recipe.rollout.slots, stop_ids=frozenset(policy.chat.stop_ids), decode=decode)
+    stop_ids = frozenset(policy.chat.stop_ids)
+    match recipe.rollout.engine:
+        case "native":
+            model = copy.deepcopy(policy.model) if own_copy else policy.model
+            return native_engine(model, slots=recipe.rollout.slots, stop_ids=stop_ids, decode=decode)
+        case "vllm":
+            return vllm_engine(recipe, policy.model, str(policy.resolved.path), stop_ids, decode)
+        case other:
+            assert_never(other)
 
 
-def build_parts(recipe: Recipe, task: BuiltTask, weights: Mapping[str, Tensor] | None = None) -> Parts:
-    """Everything that a training run needs. Raises LockstepError for whatever would fail later."""
-    policy = build_policy(recipe, weights)
-    objective = build_objective(recipe)
-    reference = None
-    if objective.needs_reference and recipe.adapter.kind == "none":
-        reference = copy.deepcopy(policy.model).requires_grad_(False)
-    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy")
-    learner = TorchLearner(policy.model, recipe, reference)
-    sync = build_sync(
+def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
+    """How the policy's weights reach its engine. vLLM has no adapters: they are merged into what is sent."""
+    merges = recipe.rollout.engine == "vllm" and recipe.adapter.kind != "none"
+    return build_sync(
         recipe.sync,
         vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
         numerics=policy.numerics,
         special=policy.tokenizer.all_special_ids,
         frozen=frozen_names(policy.model),
+        transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",
+        merge=frozenset(name for name, _ in named_weights(policy.model)) if merges else None,
     )
-    return Parts(policy, task, engine, objective, learner, sync)
+
+
+def build_parts(
+    recipe: Recipe,
+    task: BuiltTask,
+    weights: Mapping[str, Tensor] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Parts:
+    """Everything that a training run needs. Raises LockstepError for whatever would fail later.
+
+    `weights`, in the names of lockstep.models.weights, replace those that the run starts from; its reference stays the start.
+    `say` is given the lines of the memory plan before the model is loaded.
+    """
+    objective = build_objective(recipe)
+    if recipe.rollout.engine == "vllm":
+        prepare_environment()  # the plan asks the GPU for its memory, which starts CUDA
+    memory = plan_run(recipe, task, objective, say)
+    policy = build_policy(recipe)
+    critic = build_critic(policy.model, recipe, execution(memory)) if objective.needs_values else None
+    reference = None
+    if objective.needs_reference and recipe.adapter.kind == "none":
+        reference = copy.deepcopy(policy.model).requires_grad_(False)
+    if weights is not None:
+        load_weights(policy.model, iter(weights.items()))
+    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy")
+    learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
+    sync = build_weight_sync(policy, recipe)
+    return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import Interrupted
 from lockstep.evaluate.plan import evaluation_steps
-from lockstep.learner.learner import with_old_logprobs, with_ref_logprobs
+from lockstep.loops.credit import Samples, advantage_rows, assign_credit, mean_kl, train_samples
 from lockstep.loops.evaluation import evaluate_modes
 from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Clock, Journal
 from lockstep.loops.keeper import Keeper
+from lockstep.loops.measures import credit_metrics, proof_metrics, rollout_metrics
+from lockstep.loops.memory import check_memory
 from lockstep.loops.parts import Parts
-from lockstep.loops.rollouts import (
-    check_scored,
-    grade_groups,
-    group_advantages,
-    make_batches,
-    rollout_metrics,
-    sample_groups,
-)
+from lockstep.loops.passes import before_credit, before_updates
+from lockstep.loops.sampling import draw_groups, sampling_metrics
+from lockstep.loops.updates import run_updates, warms_up
 from lockstep.sync.record import proof_line
 from lockstep.track.rollouts import write_rollouts
-from lockstep.types import Batch, Group, Metrics, Proof
+from lockstep.types import Group, Metrics, Proof
 
 
 def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
@@ -44,28 +40,23 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
         journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
             done, clock = step + 1, Clock()
-            prompts = parts.task.batch(step, recipe.prompts_per_step)
-            with clock("rollout"):
-                completions = sample_groups(
-                    parts.engine, parts.policy.chat, prompts, recipe, step, parts.learner.version
-                )
-            with clock("grade"):
-                groups = grade_groups(parts.task, parts.policy.chat, prompts, completions)
-            if warning := check_scored(groups, recipe, done):
+            drawn = draw_groups(parts, recipe, step, clock)
+            for warning in drawn.warnings:
                 journal.warn(warning, step=done)
-            advantages = group_advantages(groups, parts.objective)
-            metrics = rollout_metrics(groups, advantages, recipe)
             with clock("update"):
-                metrics |= update(parts, recipe, groups, advantages, step)
+                rows, metrics = improve(parts, recipe, drawn.kept_groups, step)
+            metrics |= rollout_metrics(drawn.groups, recipe)
+            metrics |= sampling_metrics(drawn, recipe, parts.carried.empty_steps)
             with clock("sync"):
                 proof = parts.sync.push(parts.learner, parts.engine)
             metrics |= proof_metrics(proof)
             if done % recipe.track.rollouts_every == 0:
-                write_rollouts(journal.run, done, groups, advantages)
+                write_rollouts(journal.run, done, drawn.groups, drawn.spread(rows))
             if done in due and not stop:
                 with clock("evaluate"):
                     metrics |= evaluate_modes(parts, recipe, journal, done, proof)
-            journal.step(done, metrics | clock.metrics(metrics), proof)
+            metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
+            journal.step(done, metrics, proof)
             best = keeper.note(done, metrics)
             if best or done % recipe.save.every == 0 or done == recipe.steps or stop:
                 with clock("save"):
@@ -87,55 +78,30 @@ def prove_at_start(parts: Parts, journal: Journal, start: int) -> Proof:
     return proof
 
 
-def update(
-    parts: Parts, recipe: Recipe, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int
-) -> Metrics:
-    """All optimizer updates of one step. With several, the ratio's denominator is fixed before the first."""
-    metrics: Metrics = {}
-    trained = 0
-    passes = [
-        make_batches(groups, advantages, parts.objective, recipe, step * recipe.update.epochs + epoch)
-        for epoch in range(recipe.update.epochs)
-    ]
-    ready = [[prepare(parts, recipe, batch) for batch in batches] for batches in passes]
-    for place, batch in enumerate(batch for batches in ready for batch in batches):
-        trained += len(batch.sequences)
-        result = parts.learner.update(batch, parts.objective.loss)
-        # Mismatch with the engine is a fact of the first update; the tails are those of the worst.
-        metrics = result if place == 0 else metrics | worst(metrics, result)
-    return metrics | {"batch/samples_trained": float(trained)}
+def improve(
+    parts: Parts, recipe: Recipe, groups: Sequence[Group], step: int
+) -> tuple[list[tuple[float, ...]], Metrics]:
+    """From graded groups to new weights. Returns an advantage per reply, group by group, and what happened.
+
+    Without a group the weights stay as they are, and the step is counted as empty.
+    """
+    samples = train_samples(groups, recipe, parts.carried.kl_coef)
+    samples = before_credit(parts, recipe, samples)
+    samples = assign_credit(parts.objective, recipe, groups, samples)
+    if not warms_up(recipe, step):
+        samples = before_updates(parts, recipe, samples)
+    rows = advantage_rows(groups, samples)
+    metrics = credit_metrics(groups, rows, samples, recipe)
+    metrics |= run_updates(parts, recipe, samples, step)
+    return rows, metrics | carry_on(parts, recipe, samples)
 
 
-def prepare(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
-    """Attach what the loss compares with: old log-probabilities if there are several updates, the reference's if asked."""
-    sequences = list(batch.sequences)
-    if recipe.updates_per_step > 1:
-        sequences = with_old_logprobs(
-            sequences, parts.learner.response_logprobs(sequences, batch.temperature, prefix=batch.prefix)
-        )
-    if parts.objective.needs_reference:
-        reference = parts.learner.response_logprobs(sequences, batch.temperature, reference=True, prefix=batch.prefix)
-        sequences = with_ref_logprobs(sequences, reference)
-    return replace(batch, sequences=tuple(sequences))
-
-
-def worst(before: Metrics, after: Metrics) -> Metrics:
-    """Sums of counts and maxima of tails over a step's updates; of the rest, the last update's."""
-    kept = {name: value for name, value in after.items() if not name.startswith("mismatch/")}
-    for name in kept.keys() & before.keys():
-        if name.startswith("batch/"):
-            kept[name] += before[name]
-        elif name.startswith("ratio/") or name == "grad/norm":
-            kept[name] = max(kept[name], before[name])
-    return kept
-
-
-def proof_metrics(proof: Proof) -> Metrics:
-    metrics = {
-        "sync/seconds": proof.seconds,
-        "sync/tensors": float(proof.tensors),
-        "weights/changed_tensors": float(proof.changed),
-    }
-    if proof.probe is not None:
-        metrics |= {"sync/probe_mean": proof.probe.mean, "sync/probe_max": proof.probe.max}
-    return metrics
+def carry_on(parts: Parts, recipe: Recipe, samples: Samples) -> Metrics:
+    """Set what the next step inherits besides weights; returns what that was decided by."""
+    if not samples.sequences:
+        parts.carried.empty_steps += 1
+    kl = mean_kl(samples)
+    if kl is None:
+        return {}
+    parts.carried.adapt_kl(recipe, kl, len(samples.sequences))
+    return {"kl/k1": kl}

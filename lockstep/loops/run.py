@@ -18,7 +18,10 @@ from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts, build_parts, build_task_of
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_prompts
+from lockstep.loops.sampling import round_prompts
 from lockstep.loops.state import read_weights, restore
+from lockstep.plan.batch import batch_lines
+from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from lockstep.track.sinks import check_installed
@@ -69,12 +72,14 @@ def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Par
         journal.say(line)
     task = build_task_of(recipe)
     weights, state = read_weights(info) if info else (None, None)
-    parts = build_parts(recipe, task, weights)
+    parts = build_parts(recipe, task, weights, journal.say)
     if state is not None:
         restore(parts, state, recipe)
         journal.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
-    prompts = [*task.batch(0, recipe.prompts_per_step), *_heldout(parts, recipe)]
+    prompts = round_prompts(task, recipe, 0, 0, (), 0)
     check_prompts(parts.policy.chat, prompts, recipe.rollout.max_tokens, parts.policy.context)
+    reply = recipe.eval.max_tokens or recipe.rollout.max_tokens
+    check_prompts(parts.policy.chat, _heldout(parts, recipe), reply, parts.policy.context)
     _describe(parts, recipe, journal, prompts)
     return parts
 
@@ -86,20 +91,14 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prompt]) -> None:
     """What a reader must know to judge the run, on the console and in the manifest."""
     policy = parts.policy
-    updates = recipe.updates_per_step
-    arithmetic = (
-        f"{recipe.prompts_per_step} prompts x {recipe.samples_per_prompt} samples = {recipe.samples_per_step} samples a "
-        f"step, {updates} update{'s' if updates > 1 else ''} of {recipe.samples_per_update} samples, "
-        f"{recipe.steps} steps = {recipe.steps * updates} optimizer steps"
-    )
+    batch = batch_lines(recipe)
     lines = [
         *parts.task.notes,
         *policy.chat.notes,
         f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
         describe(recipe.adapter, policy.model),
-        arithmetic,
-        f"learning rate {recipe.lr:g} ({'set' if recipe.optimizer.lr is not None else 'default'}), "
-        f"{recipe.optimizer.schedule}, warm-up {recipe.optimizer.warmup_steps} steps",
+        *batch,
+        *rate_lines(recipe),
         *parts.objective.formula.splitlines(),
         f"first prompt, as the model sees it:\n{policy.chat.preview(prompts[0].messages)}",
     ]
@@ -109,7 +108,7 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
         {
             "threads": torch.get_num_threads(),
             "formula": parts.objective.formula,
-            "batch": arithmetic,
+            "batch": "\n".join(batch),
             "template_hash": policy.chat.template_hash,
             "heldout_hash": data_hash(_heldout(parts, recipe)),
             "numerics": policy.numerics,

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: weights, optimizer, counters. Random numbers need none: seeds are functions."""
+"""What a run saves and how it comes back: weights, optimizer, critic, counters. Random numbers need none: seeds are functions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Proof
 
 ADAPTER_PREFIX = "base_model.model."
+CRITIC_PREFIX = "critic."
+"""Of the critic's tensors, which stand among the optimizer's."""
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -32,13 +34,18 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
     adapter = recipe.adapter.kind != "none"
     meta: dict[str, Any] = {
         "counters": parts.learner.counters(),
+        "carried": parts.carried.as_json(),
         "fingerprint": proof.fingerprint,
         "recipe": recipe_hash(recipe),
         "numerics": parts.policy.numerics,
         "model": recipe.model.path,
         "adapter": recipe.adapter.kind,
     }
-    state = CheckpointState(step, _stored(parts, adapter=adapter), parts.learner.optimizer.tensors(), meta)
+    optimizer = parts.learner.optimizer.tensors()
+    if parts.critic is not None:
+        meta["critic"] = parts.critic.counters()
+        optimizer |= {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in parts.critic.tensors().items()}
+    state = CheckpointState(step, _stored(parts, adapter=adapter), optimizer, meta)
     texts = {"adapter_config.json": _adapter_config(parts.policy.model, recipe)} if adapter else {}
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     source = None if adapter else parts.policy.resolved.path
@@ -60,7 +67,12 @@ def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
         raise CheckpointError(
             "it was saved under another recipe", where=f"step {state.step}", fix="resume with the run's own recipe.yaml"
         )
-    parts.learner.restore(meta["counters"], state.optimizer)
+    critic = {n.removeprefix(CRITIC_PREFIX): t for n, t in state.optimizer.items() if n.startswith(CRITIC_PREFIX)}
+    policy = {n: t for n, t in state.optimizer.items() if not n.startswith(CRITIC_PREFIX)}
+    parts.learner.restore(meta["counters"], policy)
+    if parts.critic is not None:
+        parts.critic.restore(meta["critic"], critic)
+    parts.carried.restore(meta["carried"])
     found = fingerprint(parts.learner.weights()).combined
     if found != meta["fingerprint"]:
         raise CheckpointError(

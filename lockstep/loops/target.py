@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.loops.parts import Policy
-    from lockstep.rollout.native import NativeEngine
     from lockstep.sync.transports import CopySync, SharedSync
     from lockstep.tasks.base import BuiltTask
-    from lockstep.types import Batch, Loss, Metrics, Proof, TokenIds, WeightStream
+    from lockstep.types import Batch, Loss, Metrics, Proof, RolloutEngine, TokenIds, WeightStream
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 
@@ -164,30 +163,16 @@ def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
 class Holder:
     """Weights that are read and never trained: the side of types.Learner that a proof of sync needs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tokens_per_microbatch: int) -> None:
         self.model = model
         self.version = 0
+        self._tokens_per_microbatch = tokens_per_microbatch
 
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
-        import torch
+        from lockstep.learner.learner import plain_logprobs
 
-        from lockstep.learner.learner import base_model
-        from lockstep.learner.packing import as_sequence, pack
-        from lockstep.models.heads import head_of, token_logprobs
-
-        base = base_model(self.model)
-        plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
-        packed = pack(plain, range(len(plain)), share_prompts=False, device=next(base.parameters()).device)
-        with torch.no_grad():
-            ids_1T, positions_1T = packed.ids_T[None], packed.positions_T[None]
-            output = base.get_decoder()(
-                input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=packed.layout
-            )
-            hidden_RH = output.last_hidden_state[0].index_select(0, packed.rows_R)
-            logprobs_R, _ = token_logprobs(head_of(base), hidden_RH, packed.targets_R)
-        values = iter(logprobs_R.tolist())
-        return [tuple(next(values) for _ in sequence.ids) for sequence in plain]
+        return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         raise LearnerError("an evaluation never trains")
@@ -214,7 +199,7 @@ class Rig:
 
     policy: Policy
     task: BuiltTask
-    engine: NativeEngine
+    engine: RolloutEngine
     sync: SharedSync | CopySync
     holder: Holder
 
@@ -261,21 +246,17 @@ class Rig:
 
 def build_rig(recipe: Recipe) -> Rig:
     """Load model and task of a recipe. Raises LockstepError for whatever would fail later."""
-    from lockstep.learner.learner import base_model
-    from lockstep.loops.parts import build_engine, build_policy, build_task_of
-    from lockstep.models.weights import frozen_names
-    from lockstep.sync.transports import build_sync
+    from lockstep.learner.execution import execution_of
+    from lockstep.loops.parts import build_engine, build_policy, build_task_of, build_weight_sync
 
     task = build_task_of(recipe)
     policy = build_policy(recipe)
-    sync = build_sync(
-        recipe.sync.model_copy(update={"transport": "shared"}),
-        vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
-        numerics=policy.numerics,
-        special=policy.tokenizer.all_special_ids,
-        frozen=frozen_names(policy.model),
+    sync = build_weight_sync(
+        policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
     )
-    return Rig(policy, task, build_engine(policy, recipe), sync, Holder(policy.model))
+    execution = execution_of(recipe.update, next(policy.model.parameters()).device)
+    holder = Holder(policy.model, execution.tokens_per_microbatch)
+    return Rig(policy, task, build_engine(policy, recipe), sync, holder)
 
 
 def _misfit(info: CheckpointInfo, what: str) -> NoReturn:

@@ -1,12 +1,14 @@
 """Token log-probabilities and entropies from hidden states, without a tokens × vocabulary matrix.
 
 The head runs over a tile of rows and vocabulary entries at a time; only a few numbers per token are kept, and the backward
-pass computes each tile of logits again. Peak memory is one tile, whatever the number of tokens.
+pass computes each tile of logits again. Peak memory is one tile, whatever the number of tokens. GPUs with Triton have the
+kernels of head_kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,11 +70,24 @@ def token_logprobs(head: Head, hidden_TH: Tensor, targets_T: Tensor, temperature
     hidden_TH predicts targets_T row by row. Returns fp32 logprobs_T, with gradient to the hidden states and to the head's
     weight and bias, and fp32 entropy_T, with gradient likewise.
     """
-    function: Any = _TokenLogprobs
-    logprobs_T, entropy_T = function.apply(
+    logprobs_T, entropy_T = _function(hidden_TH).apply(
         hidden_TH, head.weight_VH, head.bias_V, targets_T, temperature, head.softcap, head.scale
     )
     return logprobs_T, entropy_T
+
+
+def _function(hidden_TH: Tensor) -> Any:
+    fused = _fused() if hidden_TH.is_cuda and hidden_TH.dtype != torch.float64 else None
+    return _TokenLogprobs if fused is None else fused
+
+
+@cache
+def _fused() -> Any | None:
+    try:
+        from lockstep.models.head_kernels import FusedTokenLogprobs
+    except ImportError:  # no Triton: tiles of the vocabulary, by torch's own operations
+        return None
+    return FusedTokenLogprobs
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -49,6 +49,42 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Te
     return tokens_B, (mass_BV.gather(-1, tokens_B[:, None])[:, 0].double() / total_B).log().float()
 
 
+def sample_rows(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, drawn_B: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample` without cuts, each row at its own temperature, numbers drawn on the device from (seed, tokens drawn).
+
+    `logits_BV` is fp32 and is overwritten; `seed_B` holds the bits of 64-bit seeds as int64.
+    """
+    greedy_B = temperature_B == 0
+    logits_BV /= torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    best_B = logits_BV.argmax(-1)
+    top_B = logits_BV.amax(-1)
+    mass_BV = logits_BV.sub_(top_B[:, None]).exp_()
+    drawn_token_B, total_B = _invert(mass_BV, uniforms_on(seed_B, drawn_B))
+    tokens_B = torch.where(greedy_B, best_B, drawn_token_B)
+    return tokens_B, (mass_BV.gather(-1, tokens_B[:, None])[:, 0].double() / total_B).log().float()
+
+
+def uniforms_on(seed_B: Tensor, drawn_B: Tensor) -> Tensor:
+    """`uniforms` on the device of its arguments, with 64-bit arithmetic that wraps around."""
+    x_B = seed_B + drawn_B.long() * _signed(0x9E3779B97F4A7C15)
+    for _ in range(2):
+        x_B = x_B + _signed(0x9E3779B97F4A7C15)
+        x_B = (x_B ^ _shifted(x_B, 30)) * _signed(0xBF58476D1CE4E5B9)
+        x_B = (x_B ^ _shifted(x_B, 27)) * _signed(0x94D049BB133111EB)
+        x_B = x_B ^ _shifted(x_B, 31)
+    return _shifted(x_B, 11).double() * 2.0**-53
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _shifted(x_B: Tensor, places: int) -> Tensor:
+    """Logical shift to the right; int64 has only the arithmetic one."""
+    shifted_B: Tensor = (x_B >> places) & (2 ** (64 - places) - 1)
+    return shifted_B
+
+
 def _invert(mass_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """The first token at which the running sum exceeds uniform × total: first the block of 256, then within it."""
     rows, vocabulary = mass_BV.shape

@@ -13,7 +13,7 @@ across runs and checkpoints. It guards against mistakes and faults, not against 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -197,10 +197,14 @@ def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
 
 def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
     """A run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
+    total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
+    if len(bits_T) and not offset and (add_sum := _kernel(bits_T.device)):
+        blocks = -(-len(bits_T) // BLOCK)
+        add_sum(total, bits_T, _table(KEY_A, BLOCK, bits_T.device), _rows(0, blocks, bits_T.device))
+        return total
     head = min(-offset % BLOCK, len(bits_T))
     blocks = (len(bits_T) - head) // BLOCK
     tail = head + blocks * BLOCK
-    total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
     if head:
         total += _piece_sum(bits_T[:head], offset)
     if blocks:
@@ -208,6 +212,17 @@ def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
     if tail < len(bits_T):
         total += _piece_sum(bits_T[tail:], offset + tail)
     return total
+
+
+def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    """The Triton kernel for tensors on a GPU; None where there is none, or no Triton."""
+    if device.type != "cuda":
+        return None
+    try:
+        from lockstep.sync.kernels import add_sum
+    except ImportError:
+        return None
+    return add_sum
 
 
 def _piece_sum(bits_T: Tensor, offset: int) -> Tensor:

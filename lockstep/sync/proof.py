@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from lockstep.config.schema import Sync
 from lockstep.errors import SyncError
 from lockstep.sync.compare import Fault, Mismatch, compare, explain
 from lockstep.sync.fingerprint import Fingerprinter, Fingerprints, combine, fingerprint, splitmix64
+from lockstep.sync.merged import MergedLearner
 from lockstep.sync.record import VERSION
 from lockstep.types import Learner, Probe, Proof, RolloutEngine, TokenIds, WeightStream
 
@@ -33,13 +34,34 @@ class ProofSettings:
     """Largest mean |Δ log-probability|, nats."""
 
 
+@runtime_checkable
+class Remote(Protocol):
+    """An engine in another process: it fingerprints its weights itself, and sends tensors only to be looked at."""
+
+    def fingerprints(self) -> Fingerprints: ...
+
+    def weights(self, only: Collection[str] = ()) -> WeightStream:
+        """These tensors, all if none is named."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that gives memory back between rollouts."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The two fingerprinters of a run. `shared` says that the engine claims to read the learner's own tensors."""
+    """The fingerprinters of a run. `shared` says that the engine claims to read the learner's own tensors."""
 
     learner: Fingerprinter
     engine: Fingerprinter
     shared: bool = False
+    identity: Fingerprinter | None = None
+    """Of the learner's weights as they are saved, when those that are compared are merged (merged.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +96,28 @@ def prove(
     tensors, one without trusts the readers' memory of frozen ones. Raises SyncError if a side's answer is malformed.
     """
     start = time.perf_counter()
+    if isinstance(engine, Sleeper):
+        engine.wake()  # what is proven is what will sample: waking has brought old weights back elsewhere
     readers = readers or Readers(Fingerprinter(), Fingerprinter())
     if probe:
         readers.learner.refresh_frozen()
         readers.engine.refresh_frozen()
+        if readers.identity:
+            readers.identity.refresh_frozen()
     if readers.shared:
         ours, theirs, faults = _read_shared(learner, engine, readers)
     else:
-        ours, theirs, faults = readers.learner.read(learner.weights()), readers.engine.read(engine.weights()), ()
+        ours, theirs, faults = readers.learner.read(learner.weights()), _read_engine(engine, readers.engine), ()
     differing = compare(ours, theirs, previous)
     if differing:
-        differing = explain(differing, learner.weights(), engine.weights())
+        both = [entry.name for entry in differing if entry.name in theirs.tensors]
+        differing = explain(differing, learner.weights(), _look_at(engine, both))
     named = {entry.name for entry in differing}
     thawed = (Mismatch(name, Fault.THAWED, "it changed since the first proof") for name in readers.learner.thawed)
     tensor_faults = (*differing, *(fault for fault in (*faults, *thawed) if fault.name not in named))
     proof = Proof(
         version=learner.version,
-        fingerprint=ours.combined,
+        fingerprint=_identity(learner, readers, ours).combined,
         tensors=len(ours.tensors.keys() | theirs.tensors.keys()),
         bytes=ours.bytes,
         mismatched=(*_version_lag(learner, engine), *map(str, tensor_faults)),
@@ -99,6 +126,24 @@ def prove(
         seconds=time.perf_counter() - start,
     )
     return Proven(proof, ours)
+
+
+def _read_engine(engine: RolloutEngine, reader: Fingerprinter) -> Fingerprints:
+    return engine.fingerprints() if isinstance(engine, Remote) else reader.read(engine.weights())
+
+
+def _look_at(engine: RolloutEngine, names: Sequence[str]) -> WeightStream:
+    """At least these tensors of the engine; none of another process's if nothing is asked for."""
+    if isinstance(engine, Remote):
+        return engine.weights(names) if names else iter(())
+    return engine.weights()
+
+
+def _identity(learner: Learner, readers: Readers, compared: Fingerprints) -> Fingerprints:
+    """Of the weights as a checkpoint holds them: merging an adapter does not make another model of it."""
+    if readers.identity is None or not isinstance(learner, MergedLearner):
+        return compared
+    return readers.identity.read(learner.learner.weights())
 
 
 def _version_lag(learner: Learner, engine: RolloutEngine) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import assert_never
+from typing import Literal, assert_never
 
 from lockstep.config.schema import Sync
 from lockstep.errors import SyncError
 from lockstep.sync.control import control_copy, control_shared
 from lockstep.sync.fingerprint import Fingerprinter, Fingerprints
+from lockstep.sync.merged import MergedLearner, merged_names
 from lockstep.sync.proof import Numerics, ProofSettings, Readers, proof_settings, prove
 from lockstep.sync.record import proof_line
 from lockstep.types import Learner, Proof, RolloutEngine, WeightStream
@@ -22,11 +23,24 @@ log = logging.getLogger(__name__)
 class Prover:
     """Proves again and again: remembers the last proof's fingerprints, frozen tensors, and when a probe is due."""
 
-    def __init__(self, settings: Sync, probe: ProofSettings, frozen: frozenset[str], *, shared: bool) -> None:
+    def __init__(
+        self,
+        settings: Sync,
+        probe: ProofSettings,
+        frozen: frozenset[str],
+        *,
+        shared: bool,
+        merge: frozenset[str] | None = None,
+    ) -> None:
+        """`frozen` as in build_sync; with `merge` the engine's tensors are all read at every proof."""
+        identity = None if merge is None else Fingerprinter(frozen)
+        frozen = frozen if merge is None else merged_names(frozen, merge)
         self.frozen = frozen
         self.previous: Fingerprints | None = None
         self._schedule, self._probe, self._pushes = settings, probe, 0
-        self._readers = Readers(Fingerprinter(frozen), Fingerprinter(frozen), shared)
+        self._readers = Readers(
+            Fingerprinter(frozen), Fingerprinter(frozen if merge is None else frozenset()), shared, identity
+        )
 
     def next_push(self) -> bool:
         """Count a push; True if its proof is to include the probe."""
@@ -84,16 +98,20 @@ class SharedSync:
 
 
 class CopySync:
-    """The engine owns its weights: they are streamed one tensor at a time, frozen ones only once."""
+    """The engine owns its weights: they are streamed one tensor at a time, frozen ones only once.
 
-    def __init__(self, prover: Prover) -> None:
-        self._prover = prover
+    With `merge`, adapters are added into the weights that are sent and compared: the engine has none (merged.py).
+    """
+
+    def __init__(self, prover: Prover, *, merge: bool = False) -> None:
+        self._prover, self._merge = prover, merge
         self.sent = 0
         """Bytes sent by the last push; 0 if version and fingerprint already matched."""
 
     def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Send the weights, unless they are there already, and prove it. Raises SyncError naming the tensors on failure."""
         start = time.perf_counter()
+        learner = self._seen(learner)
         probe = self._prover.next_push()
         self.sent = 0
         if engine.version == learner.version and self._prover.previous is not None:
@@ -111,15 +129,20 @@ class CopySync:
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything and send nothing: at the end of a run, before a score. Raises SyncError."""
-        return self._prover.verify(learner, engine)
+        return self._prover.verify(self._seen(learner), engine)
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
         """See control_copy. Call once at start, after the first push. Raises SyncError if the proof is blind."""
+        learner = self._seen(learner)
 
         def check() -> Proof:
             return self._prover.prove(learner, engine, probe=False, remember=False)
 
         return control_copy(learner, engine, check, self._prover.frozen)
+
+    def _seen(self, learner: Learner) -> Learner:
+        """The learner as the engine is to have it."""
+        return MergedLearner(learner, learner.version) if self._merge else learner
 
     def _counted(self, stream: WeightStream, skipped: frozenset[str]) -> WeightStream:
         for name, tensor in stream:
@@ -135,19 +158,22 @@ def build_sync(
     numerics: Numerics,
     special: Collection[int] = (),
     frozen: frozenset[str] = frozenset(),
+    transport: Literal["shared", "copy"] | None = None,
+    merge: frozenset[str] | None = None,
 ) -> SharedSync | CopySync:
     """The transport that the recipe asks for.
 
     `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance;
-    `frozen` are the names of tensors in learner.weights() that no update changes (the base under an adapter).
+    `frozen` are the names of tensors in learner.weights() that no update changes (the base under an adapter). `transport`
+    none takes that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters.
     """
     probe = proof_settings(settings, vocab, numerics, special)
-    prover = Prover(settings, probe, frozen, shared=settings.transport == "shared")
-    match settings.transport:
+    transport = transport or settings.transport
+    match transport:
         case "shared":
-            return SharedSync(prover)
+            return SharedSync(Prover(settings, probe, frozen, shared=True))
         case "copy":
-            return CopySync(prover)
+            return CopySync(Prover(settings, probe, frozen, shared=False, merge=merge), merge=merge is not None)
         case other:
             assert_never(other)
 

@@ -11,8 +11,8 @@ from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import LockstepError, TaskError
 from lockstep.types import Grade, Prompt, Task
+from lockstep.user_code import describe, load_object
 from lockstep.verifiers.python import check_call, grade_safely
-from lockstep.verifiers.user_code import describe, load_object
 
 METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("prompt", "reply")}
 _EXAMPLE = 'self.name = "my_task"'

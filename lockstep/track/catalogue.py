@@ -15,7 +15,8 @@ from functools import cache
 from typing import Literal, TypeAlias
 
 from lockstep.errors import ConfigError
-from lockstep.track.entries import ENTRIES, Drift, Healthy, MetricInfo
+from lockstep.track.entries import ENTRIES
+from lockstep.track.metric import Drift, Healthy, MetricInfo
 
 __all__ = [
     "Drift", "Healthy", "Judge", "MetricInfo", "all_metrics", "drift", "explain", "find", "healthy_text", "metrics_markdown",

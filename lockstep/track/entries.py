@@ -1,85 +1,17 @@
-"""The metrics, as data. To add one: append it to its group here, then run `lockstep metrics list --markdown > docs/metrics.md`.
-
-Where a range's source says "proposal", nobody has measured it on many runs yet.
-"""
+"""The metrics, as data. To add one: append it to its group here, then run `make docs`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from lockstep.track.metric import Drift, Healthy, MetricInfo
 
 NOTES = "notes of earlier GRPO runs"
 TRL = "TRL #5312: 0.010 to 0.018 in bf16, 0.201 when the weights were stale"
-
-
-@dataclass(frozen=True, slots=True)
-class Healthy:
-    """A range that holds for any run. Example: Healthy(high=0.5, source="…") reads "≤ 0.5"."""
-
-    low: float | None = None
-    high: float | None = None
-    source: str = "proposal"
-    open_low: bool = False
-    """The lower end itself is unhealthy: "> 0"."""
-    until_step: int | None = None
-    """Judged up to this step only."""
-
-    def __str__(self) -> str:
-        low = "" if self.low is None else f"{'>' if self.open_low else '≥'} {self.low:g}"
-        high = "" if self.high is None else f"≤ {self.high:g}"
-        text = (
-            f"{self.low:g} to {self.high:g}"
-            if low and high and not self.open_low
-            else " and ".join(filter(None, (low, high)))
-        )
-        return text if self.until_step is None else f"{text} at steps 1 to {self.until_step}"
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """A range relative to the run itself, as factors of a baseline over `steps` steps."""
-
-    against: Literal["start", "recent"]
-    """start: the mean of the first steps; recent: the median of the last ones."""
-    steps: int
-    low: float | None = None
-    high: float | None = None
-    source: str = "proposal"
-
-    def __str__(self) -> str:
-        ends = [
-            f"≥ {self.low:g}×" if self.low is not None else "",
-            f"≤ {self.high:g}×" if self.high is not None else "",
-        ]
-        what = (
-            f"mean of the first {self.steps} steps"
-            if self.against == "start"
-            else f"median of the last {self.steps} steps"
-        )
-        return f"{' and '.join(filter(None, ends))} the {what}"
-
-
-@dataclass(frozen=True, slots=True)
-class MetricInfo:
-    """One metric. In a pattern, <mode> stands for one part of the name."""
-
-    name: str
-    unit: str
-    meaning: str
-    healthy: Healthy | None = None
-    drift: Drift | None = None
-    advice: str = ""
-    """What to do when it is outside."""
-
-    @property
-    def group(self) -> str:
-        return self.name.partition("/")[0]
-
 
 _GRADER = "Read rollouts (`lockstep rollouts RUN --step N --wrong`): is the grader right? Then change the difficulty."
 _SYNC = (
     "Look at sync, chat template, temperature and dtype, in this order; the proof of sync names tensors that differ."
 )
+_STALE = "Rollouts and learner differ: see mismatch/mean_abs_dlogp; take fewer updates a rollout, or set algorithm.correction."
 _RATIO = "Lower the learning rate, tighten the clip range, or take fewer updates a rollout."
 
 REWARD = (
@@ -97,7 +29,7 @@ REWARD = (
     MetricInfo(
         "reward/zero_std_groups",
         "share of groups",
-        "Groups whose samples all got the same reward: they carry no gradient.",
+        "Groups whose samples all got the same reward: where rewards are compared within a group, they carry no gradient.",
         Healthy(high=0.5),
         advice="Prompts are too easy or too hard: change the difficulty, filter, or take more samples a prompt.",
     ),
@@ -107,6 +39,11 @@ REWARD = (
         "Replies that the grader could not score. They are never counted as reward 0.",
         Healthy(high=0.01),
         advice="The `error` column of the rollouts says why. The run stops above health.max_unscored.",
+    ),
+    MetricInfo(
+        "reward/shaped_mean",
+        "reward",
+        "Mean reward as the advantages see it, after the overlong penalty; absent when algorithm.overlong.buffer is 0.",
     ),
 )
 
@@ -143,6 +80,32 @@ LENGTH = (
         "Responses cut off at rollout.max_tokens.",
         Healthy(high=0.5, source=NOTES),
         advice="Raise rollout.max_tokens, or ask for shorter replies: a cut-off reply has no answer to reward.",
+    ),
+    MetricInfo(
+        "length/dropped",
+        "replies",
+        "Truncated replies left out of the loss and its denominators; absent unless algorithm.overlong.drop_truncated is on.",
+    ),
+)
+
+SAMPLING = (
+    MetricInfo(
+        "sampling/acceptance_rate",
+        "share of prompts",
+        "Prompts with some right and some wrong replies, of all that dynamic sampling drew in the step.",
+        Healthy(low=0.25),
+        advice="Most samples are thrown away: prompts are too easy or too hard. Change the difficulty, or take more samples.",
+    ),
+    MetricInfo("sampling/rounds", "rounds", "Rounds of sampling of the step, at most dynamic_sampling.max_rounds."),
+    MetricInfo(
+        "sampling/prompts_drawn", "prompts", "Prompts sampled in the step, those that were not trained on included."
+    ),
+    MetricInfo(
+        "sampling/empty_steps",
+        "steps so far",
+        "Steps that found no prompt with right and wrong replies, and so updated nothing.",
+        Healthy(high=0, source="a step without an update is lost"),
+        advice="See answer/correct: near 0 or 1 there is nothing to compare. Change the difficulty, or raise max_rounds.",
     ),
 )
 
@@ -196,6 +159,12 @@ LOSS = (
         Healthy(high=5, source=NOTES),
         advice=f"{_RATIO} Gradient spikes come from such tokens more than from advantages.",
     ),
+    MetricInfo("ratio/clamped_share", "share of tokens", "Trained tokens whose log ratio was cut at ±20."),
+    MetricInfo("ratio/dual_clip_share", "share of tokens", "Trained tokens that the dual clip stopped."),
+    MetricInfo(
+        "ratio/bounded_share", "share of tokens", "Trained tokens whose weight CISPO bounded; they keep a gradient."
+    ),
+    MetricInfo("ratio/sequence_max", "–", "Largest geometric-mean ratio of a reply (GSPO)."),
     MetricInfo(
         "entropy/mean",
         "nats a token",
@@ -212,6 +181,10 @@ LOSS = (
         Healthy(high=0.1),
         advice="The policy is far from where it started: raise algorithm.kl.coef or lower the learning rate.",
     ),
+    MetricInfo(
+        "kl/k1", "nats a token", "Mean log π_old - log π_ref of the trained tokens: what algorithm.kl.target steers."
+    ),
+    MetricInfo("kl/coef", "–", "Weight of the KL penalty in the step; moves if algorithm.kl.target is set."),
 )
 
 MISMATCH = (
@@ -223,12 +196,38 @@ MISMATCH = (
         "mismatch/max_abs_dlogp", "nats", "Largest such difference; single tokens of 1.56 were seen in bf16 (torchtitan, 8B).",
     ),
     MetricInfo(
-        "mismatch/k3", "nats a token", "KL between the rollout's and the learner's distribution, k3 estimate.",
+        "mismatch/k1", "nats a token",
+        "KL of the rollout's distribution to the learner's, k1 estimate: mean of log π_rollout - log π_learner, of either sign.",
+    ),
+    MetricInfo(
+        "mismatch/k3", "nats a token", "The same divergence, k3 estimate: never negative, and steadier.",
         Healthy(high=2e-3, source="NeMo RL: about 1e-3 is normal in bf16"), advice=_SYNC,
     ),
     MetricInfo(
         "mismatch/token_mult_prob_error", "–", "Mean of exp |log π_learner - log π_rollout|; 1 is perfect.",
         Healthy(high=1.05, source="NeMo RL: above it, suspect the framework"), advice=_SYNC,
+    ),
+    MetricInfo(
+        "mismatch/max_weight", "–", "Largest w = π_learner / π_rollout of a sampled token.", Healthy(high=10), advice=_STALE,
+    ),
+    MetricInfo(
+        "mismatch/ess_tokens", "share of tokens",
+        "Effective sample size with token weights w, (Σw)² / (n Σw²): 1 if all are equal.",
+        Healthy(low=0.9), advice=_STALE,
+    ),
+    MetricInfo(
+        "mismatch/ess_sequences", "share of replies", "The same with each reply's product of w. It falls fast with length.",
+        Healthy(low=0.3), advice=_STALE,
+    ),
+)  # fmt: skip
+
+CORRECTION = (
+    MetricInfo("correction/weight_mean", "–", "Mean importance weight, after capping or masking."),
+    MetricInfo("correction/weight_max", "–", "Largest importance weight before capping or masking."),
+    MetricInfo("correction/capped_share", "share of tokens", "Trained tokens whose weight was cut to algorithm.correction.cap."),
+    MetricInfo(
+        "correction/kept_share", "share of tokens", "Trained tokens whose weight lies in the band; the others have no gradient.",
+        Healthy(low=0.9), advice=_STALE,
     ),
 )  # fmt: skip
 
@@ -259,6 +258,23 @@ OPTIMIZER = (
     ),
 )
 
+CRITIC = (
+    MetricInfo("critic/loss", "reward²", "Value loss, ½ (V - R)² with clipped values: mean over the trained tokens."),
+    MetricInfo(
+        "critic/explained_variance", "–", "1 - Var(R - V) / Var(R) over the trained tokens, before the update: 1 is perfect, "
+        "0 is no better than a constant, below 0 worse. Absent while all returns are equal.",
+    ),
+    MetricInfo("critic/value_mean", "reward", "Mean value of the trained tokens, before the update."),
+    MetricInfo("critic/clip_share", "share of tokens", "Tokens whose value has left algorithm.critic.value_clip: no gradient."),
+    MetricInfo("critic/grad_norm", "–", "Gradient norm before clipping: of head and own backbone; of the head, if it is shared."),
+    MetricInfo("critic/oom_splits", "splits", "As batch/oom_splits, of the critic's own passes."),
+    MetricInfo("critic/lr", "–", "Learning rate of the critic's last optimizer step."),
+    MetricInfo(
+        "critic/skipped", "optimizer steps so far", "Critic steps left out because a gradient was not finite.",
+        Healthy(high=0, source="a skipped step is never normal"), advice="Look at reward/max and critic/loss of that step.",
+    ),
+)  # fmt: skip
+
 SYNC = (
     MetricInfo("sync/seconds", "s", "Time of weight transfer and proof."),
     MetricInfo(
@@ -273,13 +289,24 @@ SYNC = (
 )
 
 BATCH = (
-    MetricInfo("batch/prompts", "prompts", "Prompts of the step."),
+    MetricInfo("batch/prompts", "prompts", "Prompts of the step that are trained on."),
     MetricInfo("batch/samples", "samples", "Replies drawn in the step."),
-    MetricInfo("batch/samples_trained", "samples", "Replies with a gradient; the others had advantage 0 or no score."),
+    MetricInfo(
+        "batch/samples_trained",
+        "samples",
+        "Replies with a gradient; the others had advantage 0, no score, or were left out.",
+    ),
     MetricInfo("batch/tokens_generated", "tokens", "Response tokens sampled, before any is left out."),
     MetricInfo("batch/tokens_trained", "tokens", "Response tokens that carried loss, over all updates of the step."),
     MetricInfo("batch/tokens_processed", "tokens", "Tokens that went through forward and backward, prompts included."),
     MetricInfo("batch/microbatches", "micro-batches", "Forward and backward passes of the step."),
+    MetricInfo(
+        "batch/oom_splits",
+        "splits",
+        "Micro-batches that did not fit into the GPU's memory and were taken in halves; the result is the same.",
+        Healthy(high=0, source="memory that runs out costs a pass"),
+        advice="Each costs a pass: set update.tokens_per_microbatch lower, or update.recompute to more.",
+    ),
     MetricInfo("batch/optimizer_steps", "optimizer steps", "Optimizer steps of the step, skipped ones not counted."),
 )
 
@@ -298,6 +325,16 @@ TIME = (
     MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_trained over time/update."),
     MetricInfo("memory/rss_gib", "GiB", "Resident memory of the process at the end of the step."),
     MetricInfo("memory/gpu_gib", "GiB", "Largest GPU memory allocated so far; absent on a CPU."),
+    MetricInfo(
+        "memory/predicted_gib", "GiB", "What the memory plan predicted for it; absent on a CPU and in the first step."
+    ),
+    MetricInfo(
+        "memory/plan_error",
+        "share",
+        "memory/gpu_gib over memory/predicted_gib, minus 1; absent on a CPU and in the first step.",
+        Healthy(-0.1, 0.1, "the plan's promise"),
+        advice="Above it, longer replies may not fit: lower update.tokens_per_microbatch. Below it, there is room for more.",
+    ),
 )
 
 EVAL = (
@@ -324,5 +361,6 @@ EVAL = (
 )
 
 ENTRIES: tuple[MetricInfo, ...] = (
-    *REWARD, *ANSWER, *LENGTH, *ADVANTAGE, *LOSS, *MISMATCH, *OPTIMIZER, *SYNC, *BATCH, *TIME, *EVAL,
+    *REWARD, *ANSWER, *LENGTH, *SAMPLING, *ADVANTAGE, *LOSS, *MISMATCH, *CORRECTION, *OPTIMIZER, *CRITIC,
+    *SYNC, *BATCH, *TIME, *EVAL,
 )  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
+from lockstep.user_code import describe, load_object
 from lockstep.verifiers.base import unscored
-from lockstep.verifiers.user_code import describe, load_object
 
 UserGrade = Callable[[Prompt, str], object]
 

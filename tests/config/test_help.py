@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from lockstep.config.help import Setting, groups, help_lines, schema_json, settings_markdown
+from lockstep.config.algorithm import Algorithm, Parts
+from lockstep.config.help import (
+    Setting,
+    common_section,
+    groups,
+    help_lines,
+    schema_json,
+    settings_markdown,
+    variants,
+)
 from lockstep.config.load import dump, load, parse
 from lockstep.config.schema import Recipe, Section
 
@@ -30,11 +39,13 @@ def test_a_setting_has_type_default_range_and_meaning() -> None:
     assert setting("task.heldout").allowed == "keys id_probe, ood_probe, sanity"
     assert setting("eval.modes.N.name").default == '"greedy"'
     assert setting("chat.examples.N.user").default == "required"
+    assert setting("algorithm.critic").type == "section or null"
+    assert setting("algorithm.kind").help.startswith("A name for one choice of the settings below")
+    assert setting("algorithm.loss.kind").help.endswith("Also path.py:function, for a loss of your own.")
 
 
 def test_every_setting_has_a_meaning() -> None:
-    nameless = [s.path for group in groups() for s in group.settings if not s.help and s.path != "algorithm.kind"]
-    assert nameless == []
+    assert [s.path for group in groups() for s in group.settings if not s.help] == []
 
 
 def _leaves(value: Any, path: str) -> list[str]:
@@ -49,6 +60,8 @@ def _leaves(value: Any, path: str) -> list[str]:
         [],
         ["adapter.kind=lora", "task={kind: file, path: x, verifier: {kind: text}}"],
         ["task={kind: python, path: 'x.py:y'}"],
+        ["algorithm.kind=ppo", "algorithm.correction.kind=mis"],
+        ["algorithm.kind=cispo", "algorithm.advantage.kind=whitened", "algorithm.correction.kind=tis"],
     ],
 )
 def test_every_setting_of_a_recipe_is_listed(args: list[str]) -> None:
@@ -56,15 +69,65 @@ def test_every_setting_of_a_recipe_is_listed(args: list[str]) -> None:
     assert set(_leaves(parse(dump(load(args)), "").value, "")) <= known
 
 
+def test_what_all_kinds_of_algorithm_share_is_listed_once() -> None:
+    titles = [group.title for group in groups() if group.title.startswith("algorithm")]
+    assert titles[:3] == ["algorithm", "algorithm.advantage (kind: group)", "algorithm.advantage (kind: leave_one_out)"]
+    assert len(titles) == len(set(titles))
+    assert not any(title.startswith("algorithm (kind") for title in titles)
+    paths = [s.path for group in groups() for s in group.settings if s.path.startswith("algorithm.kl")]
+    assert paths == [f"algorithm.kl.{name}" for name in ("coef", "estimator", "placement", "target", "horizon")]
+
+
+def test_each_kind_of_algorithm_has_a_line_with_the_defaults_of_its_own() -> None:
+    (shared,) = (group for group in groups() if group.kinds)
+    own = {kind.name: kind.defaults for kind in shared.kinds}
+    assert tuple(own) == tuple(
+        get_args(get_args(Algorithm)[0])[n].model_fields["kind"].default for n in range(len(own))
+    )
+    assert own["grpo"] == ()
+    assert own["dr_grpo"] == ("advantage.divide_by_std=false", "aggregation=seq-mean-token-sum-norm")
+    assert own["dapo"] == ("loss.clip_high=0.28", "aggregation=token-mean", "dynamic_sampling.enabled=true")
+    assert own["ppo"] == ("advantage.kind=gae", "aggregation=token-mean", "critic={}")
+    assert own["reinforce_pp_baseline"] == (
+        "advantage.kind=whitened",
+        "advantage.baseline=group_mean",
+        "aggregation=token-mean",
+    )
+
+
+@pytest.mark.parametrize("kind", get_args(get_args(Algorithm)[0]))
+def test_the_listed_defaults_make_the_kind_out_of_grpo(kind: type[Section]) -> None:
+    """Written as overrides of plain GRPO, they give the same objective: nothing is left out, nothing is invented."""
+    (shared,) = (group for group in groups() if group.kinds)
+    (own,) = (entry.defaults for entry in shared.kinds if entry.name == kind.model_fields["kind"].default)
+    built = load([f"algorithm.{default}" for default in own]).algorithm.model_dump(exclude={"kind"})
+    assert built == kind().model_dump(exclude={"kind"})
+
+
+def test_sections_whose_variants_share_nothing_are_listed_one_by_one() -> None:
+    assert common_section(variants(Recipe.model_fields["task"].annotation)) is None
+    assert common_section(variants(Recipe.model_fields["algorithm"].annotation)) is Parts
+    assert {group.title for group in groups() if group.path == "adapter"} == {
+        "adapter (kind: none)",
+        "adapter (kind: lora)",
+    }
+
+
 def test_help_is_one_line_a_setting_and_a_prefix_narrows_it() -> None:
     everything = help_lines()
-    listed = [line.split()[0] for line in everything if line.startswith("  ")]
+    listed = [line.split()[0] for line in everything if line.startswith("  ") and not line.startswith("    ")]
     assert listed == [s.path for group in groups() for s in group.settings]
+    kinds = [line.split()[0] for line in everything if line.startswith("    ")]
+    assert kinds == [f"algorithm.kind={kind.name}" for group in groups() for kind in group.kinds]
+    assert [line.split()[0] for line in help_lines("algorithm.kind") if line.startswith("    ")] == kinds
     (heading, *kl) = help_lines("algorithm.kl.")
     assert heading.startswith("algorithm.kl: Penalty")
     assert [line.split()[:3] for line in kl] == [
         ["algorithm.kl.coef", "number", "0.0"],
         ["algorithm.kl.estimator", "choice", '"k3"'],
+        ["algorithm.kl.placement", "choice", '"loss"'],
+        ["algorithm.kl.target", "number", "or"],
+        ["algorithm.kl.horizon", "integer", "10000"],
     ]
     assert help_lines("nothing") == []
 
@@ -86,8 +149,10 @@ def test_the_settings_page_is_the_generated_one() -> None:
 
 def test_the_settings_page_has_a_row_for_each_setting() -> None:
     rows = [line for line in settings_markdown().splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(len(group.settings) for group in groups())
-    assert all(len(row.replace("\\|", "").split("|")) == 7 for row in rows)
+    assert len(rows) == sum(len(group.settings) + len(group.kinds) for group in groups())
+    columns = [len(row.replace("\\|", "").split("|")) for row in rows]
+    assert columns.count(7) == sum(len(group.settings) for group in groups())
+    assert columns.count(5) == sum(len(group.kinds) for group in groups())
 
 
 def test_a_new_setting_shows_up_by_itself() -> None:

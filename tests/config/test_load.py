@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lockstep.config.algorithm import PythonLoss
 from lockstep.config.load import built_in, dump, load, load_mapping
 from lockstep.config.schema import (
     EvalMode,
@@ -15,6 +17,7 @@ from lockstep.config.schema import (
     Recipe,
     TextVerifier,
 )
+from lockstep.config.text import parse
 from lockstep.errors import ConfigError
 
 
@@ -49,7 +52,7 @@ def test_override_values_are_yaml() -> None:
     assert recipe.rollout.stop == ["a", "b"]
     assert recipe.optimizer.betas == (0.8, 0.9)
     assert (recipe.model.revision, recipe.chat.system, recipe.threads) == (None, "1", 2)
-    assert load(["update={epochs: 2}", "update.recompute=true"]).update.epochs == 2
+    assert load(["update={epochs: 2}", "update.recompute=full"]).update.epochs == 2
     assert load(["chat.suffix=a=b"]).chat.suffix == "a=b"
 
 
@@ -96,6 +99,36 @@ def test_the_same_kind_keeps_what_was_set(tmp_path: Path) -> None:
     assert load(["task.size=7", "task.kind=reasoning_gym"]).task == ReasoningGymTask(size=7)
 
 
+@pytest.mark.parametrize(
+    ("args", "kept"),
+    [
+        (["algorithm={kind: dr_grpo, advantage: {std_eps: 1e-5}}"], {"advantage": {"divide_by_std": False}}),
+        (["algorithm.kind=dapo", "algorithm.loss.clip_low=0.1"], {"loss": {"clip_low": 0.1, "clip_high": 0.28}}),
+        (["algorithm.kind=dapo", "algorithm.dynamic_sampling.max_rounds=4"], {"dynamic_sampling": {"enabled": True}}),
+        (
+            ["algorithm.kind=reinforce_pp_baseline", "algorithm.advantage.gamma=0.9"],
+            {"advantage": {"baseline": "group_mean"}},
+        ),
+        (["algorithm.kind=gspo", "algorithm.loss.clip_low=1e-4"], {"loss": {"kind": "gspo", "clip_high": 4e-4}}),
+        (["algorithm={kind: dapo, loss: {kind: clip, clip_low: 0.1}}"], {"loss": {"clip_high": 0.28}}),
+        (["algorithm={kind: dapo, loss: {kind: gspo}}"], {"loss": {"kind": "gspo", "clip_high": 4e-4}}),
+    ],
+)
+def test_one_setting_of_a_part_leaves_the_algorithms_other_defaults(args: list[str], kept: dict[str, Any]) -> None:
+    """Without this, `dr_grpo` with another std_eps would divide by the deviation after all."""
+    recipe = load(args)
+    for part, settings in kept.items():
+        assert getattr(recipe.algorithm, part).model_dump().items() >= settings.items()
+    assert load_mapping(parse(dump(recipe), "").value) == recipe  # type: ignore[arg-type]
+
+
+def test_a_loss_of_ones_own_may_be_written_as_its_path() -> None:
+    own = PythonLoss(path="my.py:fn", settings={"x": 1})
+    assert load(["algorithm.loss=my.py:fn"]).algorithm.loss == PythonLoss(path="my.py:fn")
+    assert load(["algorithm.loss=my.py:fn", "algorithm.loss.settings.x=1"]).algorithm.loss == own
+    assert load(["algorithm.loss={kind: python, path: 'my.py:fn', settings: {x: 1}}"]).algorithm.loss == own
+
+
 def test_settings_of_a_kind_may_come_before_it() -> None:
     assert load(["adapter.rank=4", "adapter.kind=lora"]).adapter == Lora(rank=4)
 
@@ -139,8 +172,10 @@ def test_numbers_and_texts_are_not_mixed_up() -> None:
     assert mistakes("steps=5.0") == ["steps = 5.0: must be a whole number"]
     assert mistakes("steps=true") == ["steps = true: must be a whole number"]
     assert mistakes("optimizer.lr=true") == ["optimizer.lr = true: must be a number"]
-    assert mistakes("algorithm.std_ddof=true") == ["algorithm.std_ddof = true: must be a whole number"]
-    assert mistakes("update.recompute=1") == ["update.recompute = 1: must be true or false"]
+    assert mistakes("algorithm.advantage.std_ddof=true") == [
+        "algorithm.advantage.std_ddof = true: must be a whole number"
+    ]
+    assert mistakes("update.share_prompts=1") == ["update.share_prompts = 1: must be true or false"]
     assert mistakes("model.revision=1234567") == [
         "model.revision = 1234567: must be text; put it in quotes: '\"1234567\"'"
     ]

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.help import groups
 from lockstep.config.load import load, load_mapping
-from lockstep.config.mistakes import ELSEWHERE
+from lockstep.config.mistakes import ELSEWHERE, OURS
 from lockstep.config.schema import NumericVerifier, PythonVerifier, Recipe
 from lockstep.errors import ConfigError
 
@@ -37,7 +37,7 @@ health: {warn_unscored: 0.5}
         f"{file}:10: steps: written twice, first in line 1",
         f'{file}:1: steps = "many": must be a whole number',
         f'{file}:7: adapter.kind = "lorra": must be none or lora; did you mean lora?',
-        f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr?",
+        f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr or algorithm.critic.lr?",
         f"{file}:4: optimizer.eps = 0: must be above 0",
         f"{file}:3: optimizer.lrr = 3e-06: no such setting; did you mean optimizer.lr?",
         "eval.items = 0: must be at least 1",
@@ -54,9 +54,9 @@ health: {warn_unscored: 0.5}
         ("optimiser.lr=1", "did you mean optimizer?"),
         ("rollout.max_token=3", "did you mean rollout.max_tokens?"),
         ("Rollout.slots=3", "did you mean rollout?"),
-        ("lr=3", "did you mean optimizer.lr?"),
+        ("lr=3", "did you mean optimizer.lr or algorithm.critic.lr?"),
         ("kl.coef=3", "did you mean algorithm.kl?"),
-        ("model.lr=3", "did you mean optimizer.lr?"),
+        ("model.lr=3", "did you mean optimizer.lr or algorithm.critic.lr?"),
         ("learning_rate=3", "did you mean optimizer.lr?"),
         ("rollout.max_new_tokens=3", "did you mean rollout.max_tokens?"),
         ("group_size=4", "did you mean samples_per_prompt?"),
@@ -74,8 +74,98 @@ def test_nearest_names(arg: str, hint: str) -> None:
 
 def test_names_of_other_systems_lead_to_settings_that_exist() -> None:
     known = {setting.path for group in groups() for setting in group.settings}
-    assert set(ELSEWHERE.values()) <= known
+    assert OURS.keys() <= known
     assert not ELSEWHERE.keys() & known
+    assert all(name in OURS[ours] for name, meant in ELSEWHERE.items() for ours in meant)
+    for name, meant in ELSEWHERE.items():
+        (line,) = mistakes(f"{name}=1")
+        assert f"did you mean {' or '.join(meant)}" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        (
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "actor_rollout_ref",
+        ),  # the first name that is unknown is the one refused
+        ("algorithm.clip_ratio_low", "algorithm.loss.clip_low"),
+        ("epsilon_high", "algorithm.loss.clip_high"),
+        ("loss_agg_mode", "algorithm.aggregation"),
+        ("loss_type", "algorithm.loss.kind or algorithm.aggregation"),
+        ("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.divide_by_std"),
+        ("scale_rewards", "algorithm.advantage.divide_by_std"),
+        ("num_iterations", "update.epochs"),
+        ("update.ppo_epochs", "update.epochs"),
+        ("ppo_mini_batch_size", "update.samples_per_update"),
+        ("beta", "algorithm.kl.coef"),
+        ("init_kl_coef", "algorithm.kl.coef"),
+        ("algorithm.kl.kl_loss_type", "algorithm.kl.estimator"),
+        ("algorithm.adv_estimator", "algorithm.kind"),
+        ("rollout_is", "algorithm.correction.kind"),
+        ("vllm_importance_sampling_clip_max", "algorithm.correction.cap or algorithm.correction.high"),
+        ("lam", "algorithm.advantage.lam"),
+        ("gamma", "algorithm.advantage.gamma"),
+        ("cliprange_value", "algorithm.critic.value_clip"),
+        ("algorithm.filter_groups", "algorithm.dynamic_sampling.enabled"),
+        ("overlong_buffer", "algorithm.overlong.buffer"),
+        ("algorithm.std_eps", "algorithm.advantage.std_eps"),
+    ],
+)
+def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -> None:
+    (line,) = mistakes(f"{name}=1")
+    assert ours in line
+    assert "no such setting" in line
+
+
+def test_a_kind_written_where_a_section_belongs_is_understood() -> None:
+    assert mistakes("algorithm=dapo") == [
+        'algorithm = "dapo": must be a mapping of settings; did you mean kind: dapo?',
+    ]
+    assert mistakes("algorithm.loss=cispo") == [
+        'algorithm.loss = "cispo": must be a mapping of settings; did you mean kind: cispo?',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["algorithm.correction={kind: mis, low: -0.5}"], "algorithm.correction.low = -0.5: must be at least 0"),
+        (["algorithm.correction={kind: mis, low: 3, high: 2}"], "low = 3 is above high = 2: nothing would be kept"),
+        (
+            ["algorithm.correction={kind: mis, low: 1.5}"],
+            "the band [1.5, 5] leaves out w = 1, the weight of equal policies",
+        ),
+        (
+            ["algorithm.correction={kind: mis, level: geometric}"],
+            "[0.5, 5] is no band for a geometric mean, which stays within a few percent of 1",
+        ),
+        (
+            ["samples_per_prompt=1"],
+            "samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2",
+        ),
+        (["algorithm.kind=rloo", "samples_per_prompt=1"], "samples_per_prompt = 1: rloo compares"),
+        (["algorithm.kind=dapo", "samples_per_prompt=1"], "samples_per_prompt = 1: dapo compares"),
+        (["algorithm.kind=reinforce_pp_baseline", "samples_per_prompt=1"], "reinforce_pp_baseline compares"),
+        (["algorithm.kind=ppo", "algorithm.critic=null"], "advantage.kind = gae needs a critic: set algorithm.critic"),
+        (["algorithm.critic={}"], "the critic would not be used: advantage.kind is group, only gae reads values"),
+        (["algorithm.kl={coef: 0.1, estimator: k1}"], "k1 in the loss has no gradient in expectation"),
+        (["algorithm.kl.target=0.1"], "a target needs a coef above 0 to start from"),
+        (["algorithm.kl={coef: 0.1, placement: reward}"], "kl.placement = reward needs per-token rewards"),
+        (["algorithm.old_logprobs=rollout", "algorithm.correction.kind=tis"], "a correction would count it twice"),
+        (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1: must be above 1"),
+        (["algorithm.loss={kind: cispo, weight_cap: 0.5}"], "algorithm.loss.weight_cap = 0.5: must be at least 1"),
+    ],
+)
+def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[str], reason: str) -> None:
+    (line,) = mistakes(*args)
+    assert reason in line
+    assert "algorithm" in line or "samples_per_prompt" in line
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "reinforce_pp", "ppo"])
+def test_algorithms_that_compare_no_samples_take_one(kind: str) -> None:
+    assert load([f"algorithm.kind={kind}", "samples_per_prompt=1"]).samples_per_prompt == 1
 
 
 def test_paths_have_no_variant_tags_even_if_a_key_is_called_like_one() -> None:

@@ -62,14 +62,16 @@ GIVEN: Tree = {
     },
     "algorithm": {
         "kind": "grpo",
-        "divide_by_std": False,
-        "std_eps": 1e-5,
-        "std_ddof": 0,
-        "clip_low": 0.1,
-        "clip_high": 0.3,
+        "advantage": {"kind": "group", "divide_by_std": False, "std_eps": 1e-5, "std_ddof": 0},
+        "loss": {"kind": "clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0},
         "aggregation": "token-mean",
-        "kl": {"coef": 0.01, "estimator": "k1"},
+        "old_logprobs": "recompute",
+        "kl": {"coef": 0.01, "estimator": "k2", "placement": "loss", "target": 0.1, "horizon": 100},
+        "correction": {"kind": "mis", "level": "geometric", "low": 0.99, "high": 1.01, "weigh": False},
         "entropy_coef": 0.001,
+        "critic": None,
+        "dynamic_sampling": {"enabled": True, "max_rounds": 4},
+        "overlong": {"buffer": 4, "penalty": 0.5, "drop_truncated": True},
     },
     "optimizer": {
         "lr": 3e-6,
@@ -77,6 +79,7 @@ GIVEN: Tree = {
         "eps": 1e-9,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
+        "states": "8bit",
         "schedule": "cosine",
         "warmup_steps": 4,
         "min_lr_ratio": 0.1,
@@ -87,7 +90,7 @@ GIVEN: Tree = {
         "tokens_per_microbatch": 4096,
         "share_prompts": False,
         "drop_zero_advantage": False,
-        "recompute": True,
+        "recompute": "selective",
         "max_skipped": 5,
     },
     "sync": {"transport": "copy", "probe_first": 3, "probe_every": 5, "probe_sequences": 2, "probe_tokens": 16},
@@ -118,6 +121,25 @@ FILE_TASK: Tree = {
     "verifier": {"kind": "text", "fallback": "last_line"},
 }
 PYTHON_TASK: Tree = {"kind": "python", "path": "my.py:Mine", "settings": {"level": 3}}
+PPO: Tree = {
+    "kind": "ppo",
+    "advantage": {"kind": "gae", "gamma": 0.99, "lam": 0.95, "whiten": False, "whiten_eps": 1e-6},
+    "loss": {"kind": "python", "path": "my.py:loss", "settings": {"a": 1}},
+    "kl": {"coef": 0.01, "estimator": "k1", "placement": "reward"},
+    "correction": {"kind": "tis", "level": "sequence", "cap": 3.0},
+    "critic": {"backbone": "shared", "lr": 1e-4, "value_clip": 0.3, "coef": 0.1, "warmup_steps": 2},
+}
+ALGORITHMS: tuple[Tree, ...] = (
+    PPO,
+    {
+        "kind": "reinforce_pp_baseline",
+        "advantage": {"kind": "whitened", "baseline": "group_mean", "gamma": 0.9, "whiten_eps": 1e-6},
+        "loss": {"kind": "cispo", "weight_floor": 0.1, "weight_cap": 3.0},
+    },
+    {"kind": "gspo", "advantage": {"kind": "max_rl", "mean_eps": 1e-3}, "loss": {"kind": "gspo", "clip_low": 1e-3}},
+    {"kind": "reinforce", "advantage": {"kind": "reward", "baseline": 0.5}},
+)
+"""The variants that GIVEN does not have."""
 
 SETTINGS = {setting.path: setting for group in groups() for setting in group.settings}
 
@@ -130,6 +152,8 @@ def _complete(given: Tree) -> Tree:
 FULL = _complete(GIVEN)
 FULL_FILE = _complete(GIVEN | {"task": FILE_TASK})
 FULL_PYTHON = _complete(GIVEN | {"task": PYTHON_TASK})
+FULL_ALGORITHMS = tuple(_complete(GIVEN | {"algorithm": algorithm}) for algorithm in ALGORITHMS)
+BASES = (FULL, FULL_FILE, FULL_PYTHON, *FULL_ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -149,6 +173,8 @@ def _mutations() -> Iterator[Mutation]:
     yield from _mutated(FULL, ())
     for other in (FULL_FILE, FULL_PYTHON):
         yield from _mutated(other, ("task",))
+    for other in FULL_ALGORITHMS:
+        yield from _mutated(other, ("algorithm",))
     for overrides, path in IMPOSSIBLE:
         tree = copy.deepcopy(FULL)
         for at, value in overrides.items():
@@ -185,8 +211,27 @@ IMPOSSIBLE: tuple[tuple[Tree, str], ...] = (
     ({"task.verifier": {"kind": "python"}}, "task.verifier.path"),
     ({"task.settings": {"a": float("nan")}}, "task.settings.a"),
     ({"chat.template_kwargs": {"a": [1, float("inf")]}}, "chat.template_kwargs.a.1"),
-    ({"algorithm.kind": "ppo"}, "algorithm.kind"),
-    ({"algorithm.std_ddof": 2}, "algorithm.std_ddof"),
+    ({"algorithm.kind": "ppoo"}, "algorithm.kind"),
+    ({"algorithm.advantage.std_ddof": 2}, "algorithm.advantage.std_ddof"),
+    ({"algorithm.advantage.kind": "leave_one_out"}, "algorithm.advantage.std_ddof"),
+    ({"algorithm.advantage": {"kind": "gae"}}, "algorithm"),
+    ({"algorithm.critic": {}}, "algorithm"),
+    ({"algorithm.loss.kind": "reinforce"}, "algorithm.loss.clip_low"),
+    ({"algorithm.loss.clip_low": 1}, "algorithm.loss.clip_low"),
+    ({"algorithm.loss.dual_clip": 1}, "algorithm.loss.dual_clip"),
+    ({"algorithm.loss": "my.txt:fn"}, "algorithm.loss"),
+    ({"algorithm.loss": "cispo"}, "algorithm.loss"),
+    ({"algorithm.aggregation": "mean"}, "algorithm.aggregation"),
+    ({"algorithm.kl.coef": 0}, "algorithm.kl"),
+    ({"algorithm.kl.estimator": "k1"}, "algorithm.kl"),
+    ({"algorithm.kl.estimator": "k4"}, "algorithm.kl.estimator"),
+    ({"algorithm.kl.placement": "reward"}, "algorithm"),
+    ({"algorithm.old_logprobs": "rollout"}, "algorithm"),
+    ({"algorithm.correction.low": 1.02}, "algorithm.correction"),
+    ({"algorithm.correction.low": 0.5}, "algorithm.correction"),
+    ({"algorithm.correction": {"kind": "mis", "low": 6}}, "algorithm.correction"),
+    ({"algorithm.correction": {"kind": "tis", "cap": 0.5}}, "algorithm.correction.cap"),
+    ({"algorithm.correction": {"kind": "tis", "high": 5}}, "algorithm.correction.high"),
     ({"optimizer.betas": [0.9]}, "optimizer.betas"),
     ({"optimizer.betas": [0.9, 0.9, 0.9]}, "optimizer.betas"),
     ({"optimizer.betas": [0.9, 1.0]}, "optimizer.betas.1"),
@@ -249,7 +294,8 @@ def _nodes(value: Any, at: At) -> Iterator[tuple[At, Any]]:
     """Every section and setting with its path; the keys of a mapping that is one setting belong to the user."""
     if at:
         yield at, value
-    if isinstance(value, dict) and _pattern(at) not in SETTINGS:
+    setting = SETTINGS.get(_pattern(at))
+    if isinstance(value, dict) and (setting is None or setting.type.startswith("section")):
         for key, inner in value.items():
             yield from _nodes(inner, (*at, key))
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -305,9 +351,9 @@ def complaints() -> tuple[int, list[str]]:
 
 def test_every_setting_is_mutated(tmp_path: Path) -> None:
     """The recipes that are mutated are valid and have every setting but those of other variants."""
-    covered = {_pattern(at) for tree in (FULL, FULL_FILE, FULL_PYTHON) for at, _ in _nodes(tree, ())}
+    covered = {_pattern(at) for tree in BASES for at, _ in _nodes(tree, ())}
     assert SETTINGS.keys() - covered == {"task.verifier.path"}
-    for tree in (FULL, FULL_FILE, FULL_PYTHON):
+    for tree in BASES:
         file = tmp_path / "full.yaml"
         file.write_text(yaml.safe_dump(tree))
         assert dump(load([str(file)])) == dump(load_mapping(tree))

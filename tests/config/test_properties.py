@@ -93,6 +93,43 @@ tasks = (
     | section({"kind": st.just("python"), "path": python_path}, settings=free)
 )
 
+above_one = st.floats(min_value=1, max_value=1e6)
+levels = st.sampled_from(["token", "sequence"])
+losses = (
+    section(
+        {"kind": st.just("clip")},
+        clip_low=share,
+        clip_high=positive,
+        dual_clip=st.none() | above_one.filter(lambda c: c > 1),
+    )
+    | section({"kind": st.just("gspo")}, clip_low=share)
+    | section({"kind": st.just("cispo")}, weight_floor=share, weight_cap=above_one)
+    | section({"kind": st.just("python"), "path": python_path}, settings=free)
+    | python_path
+)
+corrections = section({"kind": st.just("tis")}, level=levels, cap=above_one) | section(
+    {"kind": st.just("mis")}, level=levels, low=share, high=above_one, weigh=st.booleans()
+)
+algorithms = section(  # of the default kind: the settings that other kinds have other defaults for
+    advantage=section(divide_by_std=st.booleans(), std_eps=positive, std_ddof=st.integers(0, 1))
+    | section({"kind": st.just("leave_one_out")}),
+    loss=losses,
+    aggregation=st.sampled_from(["token-mean", "prompt-mean"]),
+    kl=section({"coef": positive}, target=st.none() | positive, estimator=st.sampled_from(["k2", "k3"])),
+    correction=corrections,
+    overlong=section(buffer=count, penalty=positive, drop_truncated=st.booleans()),
+    dynamic_sampling=section(enabled=st.booleans()),
+) | section(
+    {
+        "kind": st.sampled_from(
+            ["dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "max_rl", "reinforce"]
+        )
+    },
+    entropy_coef=positive,
+    old_logprobs=st.sampled_from(["auto", "recompute", "rollout"]),
+    dynamic_sampling=section(max_rounds=count),
+)
+
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
@@ -109,7 +146,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         task=tasks,
         chat=section(system=st.none() | words, suffix=words, template_kwargs=free, examples=examples),
         rollout=section(temperature=positive, top_p=share, stop=st.lists(words, max_size=3), ignore_eos=st.booleans()),
-        algorithm=section(clip_low=share, kl=section(coef=positive), std_ddof=st.integers(0, 1)),
+        algorithm=algorithms,
         optimizer=section(lr=st.none() | positive, betas=st.tuples(share, share), eps=positive),
         track=section(tags=st.lists(words, max_size=2), sinks=sinks),
         threads=st.none() | count,

@@ -42,7 +42,7 @@ def make_batch(temperature: float = 1.0, *, masked: bool = True, old: bool = Tru
                     numbers(length, -5, 1) if ref else None,
                 )
             )
-    return Batch(tuple(sequences), temperature)
+    return Batch(tuple(sequences), temperature, kl_coef=0.3 if ref else 0.0)
 
 
 def plain_gradients(model: nn.Module, batch: Batch, loss: Loss) -> tuple[float, dict[str, Tensor]]:
@@ -50,7 +50,7 @@ def plain_gradients(model: nn.Module, batch: Batch, loss: Loss) -> tuple[float, 
     model.zero_grad(set_to_none=True)
     total = 0.0
     for sequence in batch.sequences:
-        inputs = plain_inputs(model, sequence, batch.temperature)
+        inputs = plain_inputs(model, sequence, batch.temperature, batch.kl_coef)
         if inputs.logprobs_T.numel():
             value = sequence.weight * loss(inputs).loss_T.sum()
             value.backward()
@@ -59,7 +59,7 @@ def plain_gradients(model: nn.Module, batch: Batch, loss: Loss) -> tuple[float, 
     return total, zero
 
 
-def plain_inputs(model: nn.Module, sequence: TrainSequence, temperature: float) -> LossInput:
+def plain_inputs(model: nn.Module, sequence: TrainSequence, temperature: float, kl_coef: float = 0.0) -> LossInput:
     """What a loss sees of one sequence."""
     prompt = len(sequence.prompt_ids)
     logits_TV = logits_of(model, (*sequence.prompt_ids, *sequence.ids))[prompt - 1 : -1]
@@ -81,6 +81,7 @@ def plain_inputs(model: nn.Module, sequence: TrainSequence, temperature: float) 
         torch.zeros(int(kept.sum()), dtype=torch.int64),
         1,
         None if sequence.ref_logprobs is None else constant(sequence.ref_logprobs),
+        kl_coef,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.learner.device import choose_device
+from lockstep.learner.device import choose_device, prepare_process
 
 
 def test_the_device_that_is_asked_for():
@@ -43,3 +43,14 @@ print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), 1e-
     assert output[:2] == ["3", "True"]
     assert output[2] == "True"  # denormal numbers are left alone: the setting would be the whole process's
     assert int(output[4]) < int(output[3]) / 10
+
+
+def test_on_a_gpu_sums_of_products_are_not_rounded_to_half_precision():
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    try:
+        settings.allow_bf16_reduced_precision_reduction = True
+        prepare_process(torch.device("cuda"), None)
+        assert not settings.allow_bf16_reduced_precision_reduction
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before

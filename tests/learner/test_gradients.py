@@ -23,7 +23,7 @@ from tests.learner.models import plain, tokens, twin
 
 def recipe(**update: object) -> Recipe:
     """Everything that a GRPO loss can hold: ratio, KL penalty, entropy bonus."""
-    algorithm = {"kl": {"coef": 0.3}, "entropy_coef": 0.2}
+    algorithm = {"kind": "grpo", "kl": {"coef": 0.3}, "entropy_coef": 0.2}
     return Recipe.model_validate({"algorithm": algorithm, "update": update, "optimizer": {"lr": 0.0}})
 
 
@@ -96,12 +96,14 @@ def test_a_beginning_that_all_share_changes_nothing(family: str, budget: int, sh
     plain_batch, begins = make_batch(0.7), tokens(11, 5)
     longer = tuple(replace(s, prompt_ids=(*begins, *s.prompt_ids)) for s in plain_batch.sequences)
     given = recipe(tokens_per_microbatch=budget, share_prompts=share)
-    metrics, ours = learner_gradients(twin(wide(family)), Batch(longer, 0.7, prefix=11), LOSS, given)
-    _, theirs = plain_gradients(wide(family), Batch(longer, 0.7), LOSS)
+    metrics, ours = learner_gradients(
+        twin(wide(family)), replace(plain_batch, sequences=longer, prefix=11), LOSS, given
+    )
+    _, theirs = plain_gradients(wide(family), replace(plain_batch, sequences=longer), LOSS)
     assert closest(ours, theirs) < 1e-12
     if budget == 10_000:
         groups = len({s.group for s in longer})
-        apart, _ = learner_gradients(twin(wide(family)), Batch(longer, 0.7), LOSS, given)
+        apart, _ = learner_gradients(twin(wide(family)), replace(plain_batch, sequences=longer), LOSS, given)
         saved = 11 * (groups - 1) if share else 0
         assert metrics["batch/tokens_processed"] == apart["batch/tokens_processed"] - saved
 
@@ -172,8 +174,8 @@ def test_untrained_tokens_carry_no_loss_but_are_seen():
             ref_logprobs=swap(sequence.ref_logprobs, junk),
         )
 
-    numbers = Batch(tuple(changed(s, False) for s in batch.sequences))
-    context = Batch(tuple(changed(s, True) for s in batch.sequences))
+    numbers = replace(batch, sequences=tuple(changed(s, False) for s in batch.sequences))
+    context = replace(batch, sequences=tuple(changed(s, True) for s in batch.sequences))
     assert numbers != batch
     metrics, ours = learner_gradients(twin(wide("llama")), batch, LOSS, recipe())
     _, same = learner_gradients(twin(wide("llama")), numbers, LOSS, recipe())
@@ -189,7 +191,9 @@ def test_sequences_without_a_trained_token_change_nothing():
     _, ours = learner_gradients(twin(wide("llama")), batch, LOSS, recipe())
     for budget in (1, 10_000):
         given = recipe(tokens_per_microbatch=budget)
-        metrics, more = learner_gradients(twin(wide("llama")), Batch((*silent, *batch.sequences)), LOSS, given)
+        metrics, more = learner_gradients(
+            twin(wide("llama")), replace(batch, sequences=(*silent, *batch.sequences)), LOSS, given
+        )
         assert closest(more, ours) < 1e-12
         assert metrics["batch/tokens_trained"] == sum(sum(s.trained) for s in batch.sequences)
 
@@ -245,15 +249,15 @@ def test_recomputed_activations_give_the_same_gradients_and_cost_a_second_pass(l
 
     passes = {}
     gradients = {}
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         model = build()
         counted: list[int] = []
         layer = next(m for m in model.modules() if type(m).__name__ == "LlamaMLP")
         layer.register_forward_pre_hook(partial(_note, counted))
         _, gradients[recompute] = learner_gradients(model, make_batch(), LOSS, recipe(recompute=recompute))
         passes[recompute] = len(counted)
-    assert passes == {False: 1, True: 2}
-    assert all(torch.equal(gradients[False][name], gradients[True][name]) for name in gradients[True])
+    assert passes == {"none": 1, "full": 2}
+    assert all(torch.equal(gradients["none"][name], gradients["full"][name]) for name in gradients["full"])
 
 
 def _note(counted: list[int], *_: object) -> None:

@@ -100,7 +100,8 @@ def test_an_update_reports_what_it_did():
     expected = {
         "mismatch/mean_abs_dlogp": gap_T.abs().mean(),
         "mismatch/max_abs_dlogp": gap_T.abs().max(),
-        "mismatch/k3": ((-gap_T).exp() - 1 + gap_T).mean(),
+        "mismatch/k1": -gap_T.mean(),
+        "mismatch/k3": (gap_T.exp() - 1 - gap_T).mean(),
         "mismatch/token_mult_prob_error": gap_T.abs().exp().mean(),
         "entropy/mean": entropy_T.mean(),
         "entropy/p10": entropy_T.quantile(0.1),
@@ -262,7 +263,7 @@ def test_the_penalty_holds_the_policy_near_its_reference(kind: str):
     """End to end: the same updates with and without KL; with it the policy drifts less, and the reported KL is the true one."""
 
     def drift(coef: float) -> tuple[float, dict[str, float]]:
-        given = recipe(kind, algorithm={"kl": {"coef": coef}}, optimizer={"lr": 3e-3})
+        given = recipe(kind, algorithm={"kind": "grpo", "kl": {"coef": coef}}, optimizer={"lr": 3e-3})
         objective = build_objective(given)
         assert objective.needs_reference == (coef > 0)
         learner = build(kind, given)
@@ -276,7 +277,7 @@ def test_the_penalty_holds_the_policy_near_its_reference(kind: str):
             now = learner.response_logprobs(sequences, 1.0)
             again = learner.response_logprobs(sequences, 1.0, reference=True)
             ready = with_ref_logprobs(sequences, again) if coef else sequences
-            metrics = learner.update(Batch(tuple(ready)), objective.loss)
+            metrics = learner.update(Batch(tuple(ready), kl_coef=coef), objective.loss)
         if coef:
             gaps = [a - b for x, y in zip(now, reference, strict=True) for a, b in zip(x, y, strict=True)]
             k3 = sum(math.exp(-g) - 1 + g for g in gaps) / len(gaps)

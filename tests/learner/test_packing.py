@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import LearnerError
-from lockstep.learner.packing import as_sequence, microbatches, pack
+from lockstep.learner.packing import as_sequence, microbatches, number_tokens, pack, per_token
 from lockstep.models.attention import AttentionKind
 from lockstep.types import TrainSequence
 
@@ -43,6 +44,53 @@ def test_a_stream_by_hand():
     assert packed.sequence_R.tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
     assert packed.order == (0, 2, 1, 3)
     assert packed.tokens == 9
+
+
+def test_a_stream_with_prompts_first_by_hand():
+    packed = pack(FOUR, [0, 2, 1, 3], share_prompts=True, device=CPU, prompts_first=True)
+    #                              prompts     | 10 | 12 13 | 20 21 |
+    assert packed.ids_T.tolist() == [1, 2, 3, 4, 10, 12, 13, 20, 21]
+    assert packed.positions_T.tolist() == [0, 1, 2, 0, 3, 3, 4, 1, 2]
+    assert packed.targets_R.tolist() == [10, 11, 12, 13, 14, 20, 22, 23]
+    assert packed.rows_R.tolist() == [2, 4, 2, 5, 6, 3, 8, 3]
+    assert packed.sequence_R.tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
+    only_prompt_first = pack(FOUR, [3, 0], share_prompts=True, device=CPU, prompts_first=True)
+    assert only_prompt_first.ids_T.tolist() == [1, 2, 3, 4, 10], "who feeds no response comes last"
+    assert only_prompt_first.rows_R.tolist() == [3, 2, 4]
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_order_of_the_stream_changes_nothing(prefix: int):
+    """The same values at the same tokens, whatever their place; with a window, too."""
+    generator = torch.Generator().manual_seed(0)
+    begun = [replace(s, prompt_ids=(9,) * prefix + s.prompt_ids) for s in FOUR]
+    numbers = torch.randn(3, 2, 100, generator=generator, dtype=torch.float64)  # by token id and position
+    outputs = []
+    for prompts_first in (False, True):
+        packed = pack(begun, [3, 0, 2, 1], share_prompts=True, device=CPU, prefix=prefix, prompts_first=prompts_first)
+        query, key, value = (one[:, packed.ids_T, None] * (1 + packed.positions_T[:, None]) for one in numbers)
+        for kind in (AttentionKind(1.0), AttentionKind(1.0, window=2)):
+            output_THD = packed.layout.attend(0, query, key, value, kind)
+            outputs.append(output_THD[packed.rows_R])
+        assert packed.targets_R.tolist() == [23, 10, 11, 12, 13, 14, 20, 22]
+    torch.testing.assert_close(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[1], outputs[3])
+    assert not torch.allclose(outputs[0], outputs[1])
+
+
+def test_values_per_token_leave_out_untrained_ones_and_must_fit():
+    like = torch.zeros(0)
+    assert per_token(FOUR[:2], [[1.0, 2.0], [3.0, 4.0, 5.0]], like).tolist() == [1.0, 2.0, 3.0, 5.0]
+    assert per_token([], [], like).tolist() == []
+    assert per_token(FOUR[:1], [[0.1, 1e300]], like.double()).tolist() == [0.1, 1e300]
+    with pytest.raises(ValueError, match="3 values for a response of 2 tokens"):
+        per_token(FOUR[:1], [[1.0, 2.0, 3.0]], like)
+
+
+def test_numbers_go_back_to_their_sequences():
+    streams = [pack(FOUR, [2, 1], share_prompts=True, device=CPU), pack(FOUR, [0, 3], share_prompts=True, device=CPU)]
+    found = number_tokens(FOUR, streams, lambda packed: packed.targets_R.float())
+    assert found == [(10.0, 11.0), (20.0, 0.0, 22.0), (12.0, 13.0, 14.0), (23.0,)]
 
 
 def test_without_sharing_every_response_has_its_prompt():

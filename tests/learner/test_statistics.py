@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,14 +47,27 @@ def test_means_are_by_token_and_maxima_over_all():
     assert metrics["entropy/p90"] == pytest.approx(3.4)
     assert metrics["mismatch/mean_abs_dlogp"] == pytest.approx((0.5 + 0.25) / 4)
     assert metrics["mismatch/max_abs_dlogp"] == pytest.approx(0.5)
-    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(0.25) - 1 - 0.25)
+    assert metrics["mismatch/k1"] == pytest.approx((-0.5 + 0.25) / 4)
+    k3 = (math.exp(0.5) - 1 - 0.5) + (math.exp(-0.25) - 1 + 0.25)
     assert metrics["mismatch/k3"] == pytest.approx(k3 / 4)
     assert metrics["mismatch/token_mult_prob_error"] == pytest.approx((math.exp(0.5) + 1 + 1 + math.exp(0.25)) / 4)
+    up, down = math.exp(0.5), math.exp(-0.25)
+    assert metrics["mismatch/max_weight"] == pytest.approx(up)
+    assert metrics["mismatch/ess_tokens"] == pytest.approx((up + 2 + down) ** 2 / (4 * (up**2 + 2 + down**2)))
+    assert metrics["mismatch/ess_sequences"] == pytest.approx((up + down) ** 2 / (2 * (up**2 + down**2)))
     assert metrics["loss/policy"] == pytest.approx(-0.75), "already weighted: a sum"
     assert metrics["batch/tokens_trained"] == 4
     assert metrics["batch/tokens_processed"] == 12
     assert metrics["batch/microbatches"] == 2
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_the_mismatch_is_that_of_the_old_policy():
+    """A later update of a rollout has moved away from it on purpose; that is the ratio's business."""
+    statistics = UpdateStatistics()
+    later = replace(inputs([-3.0], [-1.5], [1.0]), old_logprobs_T=torch.tensor([-1.0]))
+    statistics.add(later, output([0.0], [1.0]), 0.0, processed=1)
+    assert statistics.metrics()["mismatch/mean_abs_dlogp"] == pytest.approx(0.5)
 
 
 def test_without_tokens_there_are_only_counts():

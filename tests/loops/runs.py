@@ -31,6 +31,12 @@ def grade(prompt, reply):
     return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 
 
+def rarely(prompt, reply):
+    """Right by chance once in eight, so that about every second group of four has nothing right in it."""
+    grade(prompt, reply)
+    return float(sum(reply.encode("utf-8", "surrogatepass")) % 8 == 0)
+
+
 def always_right(prompt, reply):
     return 1.0
 

@@ -148,7 +148,7 @@ class ForgetfulEngine(NativeEngine):
 def test_an_engine_that_misses_a_tensor_stops_the_run(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "NativeEngine", ForgetfulEngine)
+    monkeypatch.setattr(parts, "native_engine", ForgetfulEngine)
     with pytest.raises(SyncError, match=ForgetfulEngine.lost.replace(".", r"\.") + ": stale"):
         trained(tmp_path, tiny_model_dir, NO_EVAL, "sync.transport=copy")
     run = tmp_path / "runs" / "run"
@@ -161,7 +161,7 @@ def test_an_engine_that_misses_a_tensor_stops_the_run(
 def test_gradients_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path: Path, tiny_model_dir: Path) -> None:
     absurd = f"task.verifier.path={tmp_path}/grader.py:absurd"
     settings = recipe(
-        tmp_path, tiny_model_dir, NO_EVAL, absurd, "algorithm.divide_by_std=false", "update.max_skipped=2"
+        tmp_path, tiny_model_dir, NO_EVAL, absurd, "algorithm.advantage.divide_by_std=false", "update.max_skipped=2"
     )
     with pytest.raises(LearnerError, match="2 steps in a row were skipped"):
         start_run(settings)

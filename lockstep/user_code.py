@@ -9,39 +9,39 @@ import traceback
 from difflib import get_close_matches
 from pathlib import Path
 
-from lockstep.errors import TaskError
+from lockstep.errors import LockstepError, TaskError
 
 
-def load_object(spec: str) -> object:
+def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
     """Run the file and return the object of that name. `spec` is file.py:name, relative to the current folder.
 
-    Raises TaskError if the file is missing, does not run, or has no such name. The file runs with full rights: it is
+    Raises `failure` if the file is missing, does not run, or has no such name. The file runs with full rights: it is
     the user's own code.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise TaskError("there is no such file", where=spec, fix=f"give a path that exists from {Path.cwd()}")
-    names = vars(_run(path))
+        raise failure("there is no such file", where=spec, fix=f"give a path that exists from {Path.cwd()}")
+    names = vars(_run(path, failure))
     if name not in names:
         near = get_close_matches(name, [known for known in names if not known.startswith("_")], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
-        raise TaskError(f"{path} has no {name}", where=spec, fix=hint)
+        raise failure(f"{path} has no {name}", where=spec, fix=hint)
     return names[name]
 
 
-def _run(path: Path) -> object:
+def _run(path: Path, failure: type[LockstepError]) -> object:
     module_name = "lockstep_user_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise TaskError("Python cannot load this file", where=str(path), fix="give a .py file")
+        raise failure("Python cannot load this file", where=str(path), fix="give a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise TaskError(
+        raise failure(
             f"the file does not run: {describe(error, path)}", where=str(path), fix=f"try: python {path}"
         ) from error
     return module

@@ -1,0 +1,278 @@
+"""Rollouts on one GPU: Lockstep's native engine against vLLM on identical work, with the physical floor of each shape.
+
+    python benchmarks/gpu_rollout.py --out rollout.json
+
+Both arms: the Qwen2.5-1.5B shape with random bf16 weights, 64 prompts of 128 tokens x 8 samples, temperature 1, the
+log-probability of every sampled token returned, end tokens ignored so that the work is fixed. Three lengths: 512 each;
+log-normal with mean 480 and at most 1024, so that few sequences remain at the end; and 8 sequences of 512 alone. Each arm is a
+process of its own; what it needs to start is timed apart, the first run of each shape warms up. A ratio is printed only if
+both arms returned the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 8, 128
+
+
+def lengths_of(work: str) -> list[list[int]]:
+    """New tokens of each sample of each prompt."""
+    if work == "eight":
+        return [[512] * 8]
+    if work == "fixed":
+        return [[512] * SAMPLES for _ in range(PROMPTS)]
+    draw = random.Random(7)
+    sigma = 0.7
+    mean = 480 / math.exp(sigma**2 / 2) * 1.07  # the cut at 1024 takes a little from the mean
+    return [
+        [max(16, min(1024, round(mean * math.exp(draw.gauss(0, sigma))))) for _ in range(SAMPLES)]
+        for _ in range(PROMPTS)
+    ]
+
+
+def prompts_of(work: str, run: int) -> list[list[int]]:
+    draw = random.Random(run)
+    return [[draw.randrange(1000, 100000) for _ in range(PROMPT_TOKENS)] for _ in lengths_of(work)]
+
+
+def floor_seconds(work: str) -> float:
+    """Least time for the matrix products and the reads of keys and values, one after the other, at the run's real lengths."""
+    from random_model import random_model
+
+    from lockstep.plan.floors import H200, Work, generation
+    from lockstep.plan.shapes import shape_of_model
+
+    shape = shape_of_model(random_model("1.5b", device="meta"))
+    groups = tuple((PROMPT_TOKENS, tuple(row)) for row in lengths_of(work))
+    return sum(generation(shape, Work(groups), H200))
+
+
+# --- our arm --------------------------------------------------------------------------------------------------------
+def ours(args: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    import torch
+    from random_model import random_model
+
+    from lockstep.models.attention import NAME
+    from lockstep.rollout.paged.engine import PagedEngine
+
+    torch.zeros(1, device="cuda")
+    imported = time.perf_counter()
+    model = random_model("1.5b", args.dtype, attention=NAME)
+    loaded = time.perf_counter()
+    engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str, fused=not args.unfused)
+    engine.load(iter(()), 0)
+
+    def run(work: str, number: int) -> tuple[float, int, list[Any]]:
+        from lockstep.types import Request, Sampling
+
+        requests = [
+            Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, Sampling(n, ignore_eos=True), 0)
+            for p, (ids, row) in enumerate(zip(prompts_of(work, number), lengths_of(work), strict=True))
+            for s, n in enumerate(row)
+        ]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        engine.submit(requests)
+        done = list(engine.completed())
+        return time.perf_counter() - begin, sum(len(d.ids) for d in done), done
+
+    result = measure(args, run)
+    result["start"] = {"import": imported - start, "model": loaded - imported}
+    result["mismatch"] = mismatch(model, run("fixed", 99)[2])
+    if args.profile:
+        profile(run)
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def mismatch(model: Any, done: list[Any]) -> dict[str, float]:
+    """|Δ log-probability| of 16 samples against a full forward pass of plain transformers over the same weights."""
+    import torch
+
+    model.set_attn_implementation("sdpa")
+    gaps = []
+    with torch.no_grad():
+        for completion in done[:: max(1, len(done) // 16)][:16]:
+            ids = torch.tensor([[*completion.request.prompt_ids, *completion.ids]], device="cuda")
+            logprobs = model(ids).logits[0, len(completion.request.prompt_ids) - 1 : -1].float().log_softmax(-1)
+            expected = logprobs.gather(-1, torch.tensor(completion.ids, device="cuda")[:, None])[:, 0]
+            gaps.append((expected - torch.tensor(completion.logprobs, device="cuda")).abs())
+    model.set_attn_implementation("lockstep")
+    gap = torch.cat(gaps)
+    return {"mean": float(gap.mean()), "max": float(gap.max())}
+
+
+def profile(run: Callable[[str, int], Any]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    for work in ("fixed", "eight"):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            run(work, 5)
+        print(work, trace.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+
+
+# --- vLLM -----------------------------------------------------------------------------------------------------------
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """Its fastest known settings for short rollouts: no compilation, full decode graphs, the V2 runner, flat log-probs."""
+    for name, value in {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if args.variant == "v2" else {}),
+    }.items():
+        os.environ.setdefault(name, value)
+    start = time.perf_counter()
+    from vllm import LLM, SamplingParams
+
+    imported = time.perf_counter()
+    folder = os.environ["BENCH_MODEL"]
+    settings: dict[str, Any] = {}
+    if args.variant != "default":
+        settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    engine = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_model_len=2048,
+        max_num_seqs=512,
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=True,
+        **settings,
+    )
+    started = time.perf_counter()
+
+    def run(work: str, number: int) -> tuple[float, int, list[Any]]:
+        prompts, params = [], []
+        for ids, row in zip(prompts_of(work, number), lengths_of(work), strict=True):
+            for n in row:
+                prompts.append({"prompt_token_ids": ids})
+                params.append(
+                    SamplingParams(
+                        temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True
+                    )
+                )
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin, sum(len(o.outputs[0].token_ids) for o in outputs), []
+
+    return measure(args, run) | {"start": {"import": imported - start, "engine": started - imported}}
+
+
+def measure(args: argparse.Namespace, run: Callable[[str, int], tuple[float, int, list[Any]]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for work in args.work:
+        first, _, _ = run(work, 0)
+        seconds, tokens = [], 0
+        for number in range(1, args.runs + 1):
+            took, tokens, _ = run(work, number)
+            seconds.append(took)
+        result[work] = {"first": first, "seconds": seconds, "tokens": tokens}
+        print(
+            work,
+            "first",
+            round(first, 2),
+            "then",
+            [round(s, 2) for s in seconds],
+            "tok/s",
+            round(tokens / min(seconds)),
+        )
+    return result
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+def arm(name: str, extra: list[str], folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One arm in a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--arm", name, "--arm-out", file.name, "--runs", str(args.runs), *extra]
+        done = subprocess.run(
+            [*command, "--work", *args.work], env=os.environ | {"BENCH_MODEL": folder}, check=False, timeout=args.limit
+        )
+        text = Path(file.name).read_text()
+        return json.loads(text) if text else {"failed": done.returncode}
+
+
+def table(results: dict[str, dict[str, Any]], works: list[str]) -> list[str]:
+    lines = [
+        "| work | arm | seconds | tokens/s | share of the floor | ours / it |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for work in works:
+        mine = results["ours"].get(work)
+        for name, result in results.items():
+            if work not in result:
+                continue
+            seconds, tokens = statistics.median(result[work]["seconds"]), result[work]["tokens"]
+            same = mine is not None and mine["tokens"] == tokens
+            ratio = f"{seconds / statistics.median(mine['seconds']):.2f}x" if same and mine else "other work"
+            lines.append(
+                f"| {work} | {name} | {seconds:.2f} ({min(result[work]['seconds']):.2f}-{max(result[work]['seconds']):.2f}) "
+                f"| {tokens / seconds:,.0f} | {floor_seconds(work) / seconds:.0%} | {ratio} |"
+            )
+    return lines
+
+
+def versions() -> str:
+    found = []
+    for name in ("torch", "triton", "transformers", "vllm"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arm", choices=["ours", "vllm"], help="run one arm in this process")
+    parser.add_argument("--arm-out")
+    parser.add_argument("--out", default="gpu_rollout.json")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--variant", default="v2", choices=["v2", "v1", "default"], help="vLLM's settings")
+    parser.add_argument("--variants", nargs="*", default=["v2", "v1"], help="vLLM's settings to try")
+    parser.add_argument("--unfused", action="store_true", help="our engine runs the model's own forward pass")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--limit", type=float, default=300)
+    parser.add_argument("--work", nargs="*", default=["fixed", "lognormal", "eight"])
+    args = parser.parse_args()
+    if args.arm:
+        result = {"ours": ours, "vllm": vllm}[args.arm](args)
+        Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
+        return
+    results = {"ours": arm("ours", [], "", args), "ours, unfused": arm("ours", ["--unfused"], "", args)}
+    if args.variants:
+        from random_model import random_model
+
+        with tempfile.TemporaryDirectory() as folder:
+            random_model("1.5b", args.dtype).save_pretrained(folder)
+            for variant in args.variants:
+                results[f"vLLM {variant}"] = arm("vllm", ["--variant", variant], folder, args)
+    import torch
+
+    lines = [f"{torch.cuda.get_device_name()}, {platform.machine()}, {versions()}", "", *table(results, args.work)]
+    lines += ["", *(f"{name}: {result.get('start')} {result.get('mismatch', '')}" for name, result in results.items())]
+    Path(args.out).write_text(json.dumps(results, indent=1))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

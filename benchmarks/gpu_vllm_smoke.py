@@ -1,0 +1,519 @@
+"""All of the vLLM engine that only a GPU can show, in one call: each section runs by itself, and one that fails stops no other.
+
+    PYTHONPATH=vllm_site python benchmarks/gpu_vllm_smoke.py [--sections contract-in,big-own] [--seconds 540]
+
+Sections: contract-in, contract-own, contract-host (the contract of tests/rollout/contract.py on a tiny model, in process, in its
+own process by CUDA IPC, and through host memory); big-in, big-own, big-lora (the Qwen2.5-1.5B shape, random weights: start, share
+or push, proof, negative control, planted faults, sleep and wake, log-probabilities against transformers, tokens/s). Results are
+lines `RESULT {json}`, a table at the end, and $OUT/vllm_smoke.json if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+SECTIONS = ("contract-in", "contract-own", "contract-host", "big-in", "big-own", "big-lora")
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 512
+SLOTS = PROMPTS * SAMPLES
+
+
+def result(section: str, step: str, ok: bool, **values: object) -> None:
+    shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+    print("RESULT " + json.dumps({"section": section, "step": step, "ok": ok, **shown}), flush=True)
+
+
+class Steps:
+    """Runs steps one after the other; a step that fails is told with its traceback, and the next one runs."""
+
+    def __init__(self, section: str) -> None:
+        self.section = section
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[dict[str, Any]]:
+        values: dict[str, Any] = {}
+        start = time.perf_counter()
+        try:
+            yield values
+        except Exception as error:  # the whole point: one call shows all problems
+            traceback.print_exc(file=sys.stdout)
+            text = f"{type(error).__name__}: {str(error)[:600]}"
+            result(self.section, name, False, seconds=time.perf_counter() - start, error=text, **values)
+        else:
+            result(self.section, name, True, seconds=time.perf_counter() - start, **values)
+
+
+# --- the contract on a tiny model -----------------------------------------------------------------------------------
+def contract_section(section: str) -> None:
+    from tests.rollout import contract
+    from tests.rollout.vllm import on_gpu
+
+    step = Steps(section)
+    with tempfile.TemporaryDirectory() as folder:
+        made = None
+        with step("start"):
+            process = "in" if section == "contract-in" else "own"
+            made = on_gpu.subject(Path(folder), process=process, through_host=section == "contract-host")
+        if made is None:
+            return
+        chosen = contract.CHECKS
+        if section == "contract-host":
+            names = ("weights_are_what_was_loaded", "loaded_weights_sample_and_nothing_is_remembered_of_the_old")
+            chosen = {name: chosen[name] for name in names}
+        for name, check in chosen.items():
+            with step(name):
+                check(made)
+            tidy(made.engine)
+        with step("close"):
+            made.engine.close()
+
+
+def tidy(engine: Any) -> None:
+    """After a check that failed amid a rollout: read what is left, so that the next one starts from an idle engine."""
+    try:
+        for _ in engine.completed():
+            pass
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+
+
+# --- the 1.5B shape -------------------------------------------------------------------------------------------------
+def big_model(folder: Path) -> Any:
+    """transformers' model on the GPU, random bf16 weights; the folder gets its configuration and a byte tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from tests.tiny import write_tiny_tokenizer
+
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=2,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    write_tiny_tokenizer(folder)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():  # not model.to: the rotary frequencies stay fp32
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.eval()
+
+
+def big_settings(folder: Path) -> Any:
+    from lockstep.rollout.vllm.settings import VllmSettings
+
+    return VllmSettings(
+        folder=str(folder), dtype="bfloat16", slots=SLOTS, max_model_len=2048, kv_cache_bytes=20 * 2**30, stop_ids=(2,)
+    )
+
+
+class Trained:
+    """A learner that is changed by noise."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.version = model, 0
+
+    def train(self) -> None:
+        import torch
+
+        self.version += 1
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.002)
+
+    def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        import torch
+
+        rows = []
+        with torch.no_grad():
+            for ids in sequences:
+                ids_1T = torch.tensor([list(ids)], device=self.model.device)
+                logprobs_TV = self.model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
+                rows.append(tuple(logprobs_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].tolist()))
+        return rows
+
+    def weights(self) -> Any:
+        from lockstep.models.weights import named_weights
+
+        return named_weights(self.model)
+
+
+def requests(version: int, *, seed: int = 0) -> list[Any]:
+    import random
+
+    from lockstep.types import Request, Sampling
+
+    chosen = random.Random(7)
+    sampling = Sampling(NEW_TOKENS, ignore_eos=True)
+    made = []
+    for prompt in range(PROMPTS):
+        ids = tuple(chosen.randrange(3, 150000) for _ in range(PROMPT_TOKENS))
+        for sample in range(SAMPLES):
+            name = f"{prompt}/{sample}"
+            made.append(Request(name, ids, str(prompt), seed + SAMPLES * prompt + sample, sampling, version))
+    return made
+
+
+def rollouts(step: Steps, learner: Trained, engine: Any, times: int = 3) -> None:
+    """Tokens per second of whole rollouts, the first of them warming up, and log-probabilities against transformers."""
+    import statistics
+
+    speeds, done = [], []
+    with step("rollouts") as values:
+        for index in range(times + 1):
+            start = time.perf_counter()
+            engine.submit(requests(engine.version, seed=1000 * index))
+            done = list(engine.completed())
+            seconds = time.perf_counter() - start
+            tokens = sum(len(c.ids) for c in done)
+            assert tokens == SLOTS * NEW_TOKENS, tokens
+            if index:
+                speeds.append(tokens / seconds)
+        values |= {"tok_s": statistics.median(speeds), "tok_s_all": [round(s) for s in speeds]}
+    with step("logprobs against transformers") as values:
+        gaps = []
+        for completion in done[::64]:
+            prompt = completion.request.prompt_ids
+            (row,) = learner.logprobs([prompt + completion.ids])
+            wanted = row[len(prompt) - 1 :]
+            gaps += [abs(a - b) for a, b in zip(completion.logprobs, wanted, strict=True)]
+        values |= {"mean_gap": statistics.fmean(gaps), "max_gap": max(gaps), "tokens": len(gaps)}
+        assert statistics.fmean(gaps) <= 0.03
+
+
+def pushes(step: Steps, learner: Trained, engine: Any, sync: Any, target_ms: float) -> None:
+    with step("first push and proof") as values:
+        proof = sync.push(learner, engine)
+        values |= facts(proof)
+    with step("negative control") as values:
+        values["falsified"] = sync.negative_control(learner, engine)
+    with step(f"pushes without probe, target {target_ms:g} ms") as values:
+        import statistics
+
+        times = []
+        sync._prover._pushes = 10  # no probe from here on, but for every 1000th
+        for _ in range(6):
+            learner.train()
+            proof = sync.push(learner, engine)
+            assert proof.passed
+            assert proof.probe is None
+            times.append(1000 * proof.seconds)
+        values |= {"ms": statistics.median(times[1:]), "ms_all": [round(t, 1) for t in times], **facts(proof)}
+        assert statistics.median(times[1:]) <= target_ms
+    with step("verify (all and probe)") as values:
+        values |= facts(sync.verify(learner, engine))
+
+
+def facts(proof: Any) -> dict[str, Any]:
+    shown = {
+        "passed": proof.passed,
+        "tensors": proof.tensors,
+        "changed": proof.changed,
+        "proof_ms": 1000 * proof.seconds,
+    }
+    if proof.probe:
+        shown |= {"probe_mean": proof.probe.mean, "probe_max": proof.probe.max}
+    return shown
+
+
+def planted_faults(step: Steps, learner: Trained, engine: Any, sync: Any) -> None:
+    """Weights that miss a tensor, and rows exchanged: each must be named."""
+    from lockstep.errors import SyncError
+
+    name = "model.layers.13.self_attn.k_proj.weight"
+    with step("a tensor that was not sent is named") as values:
+        learner.train()
+        engine.load(((n, t) for n, t in learner.weights() if n != name), learner.version)
+        values["told"] = refused(SyncError, lambda: sync.verify(learner, engine), f"{name}: stale")
+    with step("rows exchanged in the engine are named") as values:
+        wrong = dict(learner.weights())[name].clone()
+        wrong[[3, 200]] = wrong[[200, 3]]
+        engine.load(iter([(name, wrong)]), learner.version)
+        values["told"] = refused(SyncError, lambda: sync.verify(learner, engine), "rows 3 and 200 are swapped")
+    with step("a push heals it") as values:
+        learner.train()
+        values |= facts(sync.push(learner, engine))
+
+
+def refused(kind: type[Exception], call: Callable[[], object], text: str) -> str:
+    said = ""
+    try:
+        call()
+    except kind as error:
+        said = str(error)
+    assert text in said, said or f"no {kind.__name__}"
+    return said[:200]
+
+
+def memory_steps(step: Steps, engine: Any) -> None:
+    import torch
+
+    with step("sleep and wake") as values:
+        times = []
+        for _ in range(3):
+            engine.wake()
+            torch.cuda.synchronize()
+            awake = torch.cuda.mem_get_info()[0]
+            start = time.perf_counter()
+            engine.sleep()
+            torch.cuda.synchronize()
+            asleep = torch.cuda.mem_get_info()[0]
+            middle = time.perf_counter()
+            engine.wake()
+            torch.cuda.synchronize()
+            times.append((1000 * (middle - start), 1000 * (time.perf_counter() - middle)))
+            engine.sleep()
+        values |= {"freed_gib": (asleep - awake) / 2**30, "sleep_ms": times[-1][0], "wake_ms": times[-1][1]}
+        assert asleep - awake > 15 * 2**30, "the cache of 20 GiB is to be given back"
+
+
+def fingerprint_steps(step: Steps, learner: Trained, engine: Any) -> None:
+    import torch
+
+    from lockstep.sync.fingerprint import fingerprint
+
+    with step("fingerprint of all weights") as values:
+        for side, read in (("learner_ms", learner.weights), ("engine_ms", engine.weights)):
+            if side == "engine_ms" and hasattr(engine, "fingerprints"):
+                timed = timing(engine.fingerprints)
+            else:
+                timed = timing(lambda read=read: fingerprint(read()))  # type: ignore[misc]
+            values[side] = timed
+        torch.cuda.synchronize()
+
+
+def timing(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return min(times[1:])
+
+
+def copy_sync(model: Any, *, merge: bool = False) -> Any:
+    from lockstep.config.schema import Sync
+    from lockstep.models.weights import frozen_names, named_weights
+    from lockstep.sync.transports import build_sync
+
+    names = frozenset(name for name, _ in named_weights(model)) if merge else None
+    settings = Sync(transport="copy", probe_first=10, probe_every=1000)
+    return build_sync(
+        settings, vocab=151936, numerics="bf16", frozen=frozen_names(model), transport="copy", merge=names
+    )
+
+
+def big_in(folder: Path, step: Steps) -> None:
+    """In process: first copied, then shared."""
+    import torch
+
+    from lockstep.config.schema import Sync
+    from lockstep.errors import SyncError
+    from lockstep.rollout.vllm.engine import VllmEngine
+    from lockstep.sync.transports import build_sync
+
+    learner = Trained(big_model(folder))
+    engine: Any = None
+    with step("start") as values:
+        engine = VllmEngine(big_settings(folder), str)
+        values["gib"] = gib()
+    if engine is None:
+        return
+    copying = copy_sync(learner.model)
+    pushes(step, learner, engine, copying, 150)
+    planted_faults(step, learner, engine, copying)
+    fingerprint_steps(step, learner, engine)
+    with step("share the parameters") as values:
+        before = gib()
+        values |= {"parameters": len(engine.share(learner.model)), "gib_before": before, "gib_after": gib()}
+    shared = build_sync(Sync(probe_every=1000), vocab=151936, numerics="bf16", transport="shared")
+    pushes(step, learner, engine, shared, 50)
+    with step("an optimizer step trains vLLM's memory") as values:
+        optimizer = torch.optim.AdamW(learner.model.parameters(), lr=1e-4)
+        ids = torch.randint(3, 150000, (2, 64), device=learner.model.device)
+        learner.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        learner.version += 1
+        values |= facts(shared.push(learner, engine))
+        values |= {"after": facts(shared.verify(learner, engine))}
+        del optimizer
+    rollouts(step, learner, engine)
+    with step("unseeded, for comparison"):
+        engine._settings = replace(engine._settings, seeded=False)
+    rollouts(step, learner, engine, 2)
+    engine._settings = replace(engine._settings, seeded=True)
+    memory_steps(step, engine)
+    with step("a parameter that is no view any more is named") as values:
+        weight = learner.model.model.layers[5].mlp.down_proj.weight
+        weight.data = weight.data.clone()
+        values["told"] = refused(SyncError, lambda: shared.verify(learner, engine), "not shared")
+    with step("close") as values:
+        engine.close()
+        values["gib"] = gib()
+
+
+def big_own(folder: Path, step: Steps) -> None:
+    """In its own process: by CUDA IPC, then through host memory."""
+    import torch
+
+    from lockstep.rollout.vllm.process import vllm_process
+
+    learner = Trained(big_model(folder))
+    engine: Any = None
+    with step("start") as values:
+        engine = vllm_process(big_settings(folder), torch.device("cuda", 0), through_host=False)
+        values |= {"engine_seconds": engine.seconds, "gib": gib()}
+    if engine is None:
+        return
+    sync = copy_sync(learner.model)
+    pushes(step, learner, engine, sync, 150)
+    planted_faults(step, learner, engine, sync)
+    fingerprint_steps(step, learner, engine)
+    with step("load alone") as values:
+        values["ms"] = timing(lambda: engine.load(learner.weights(), learner.version))
+        sync.push(learner, engine)
+    rollouts(step, learner, engine)
+    memory_steps(step, engine)
+    with step("through host memory") as values:
+        engine._device, engine._bucket = torch.device("cpu"), None
+        values["ms"] = timing(lambda: engine.load(learner.weights(), learner.version))
+        values |= facts(sync.verify(learner, engine))
+    with step("close") as values:
+        print("the end of the engine's output:\n" + engine._tail())
+        engine.close()
+        values["gib"] = gib()
+
+
+def big_lora(folder: Path, step: Steps) -> None:
+    """Adapters of rank 32 on all linear layers, merged into what is sent to a process of its own."""
+    import torch
+
+    from lockstep.config.schema import Lora
+    from lockstep.learner.adapters import attach
+    from lockstep.rollout.vllm.process import vllm_process
+
+    model = attach(big_model(folder), Lora(rank=32, alpha=64), 0)
+    learner = Trained(model)
+    learner.train()
+    engine: Any = None
+    with step("start"):
+        engine = vllm_process(big_settings(folder), torch.device("cuda", 0), through_host=False)
+    if engine is None:
+        return
+    pushes(step, learner, engine, copy_sync(model, merge=True), 250)
+    rollouts(step, learner, engine, 1)
+    with step("close"):
+        engine.close()
+
+
+def gib() -> float:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+def run_section(section: str) -> None:
+    """In this process."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if section.startswith("contract"):
+        contract_section(section)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        step = Steps(section)
+        with step("whole section"):
+            {"big-in": big_in, "big-own": big_own, "big-lora": big_lora}[section](Path(folder), step)
+
+
+def run_all(sections: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Each section in a process of its own: the tiny ones side by side, the timed ones alone."""
+    results: list[dict[str, Any]] = []
+    deadline = time.monotonic() + seconds
+
+    def run(section: str) -> None:
+        command = [sys.executable, __file__, "--section", section]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+        watch = threading.Timer(max(1.0, deadline - time.monotonic()), process.kill)
+        watch.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                results.append(json.loads(line[7:]))
+            print(f"[{section}] {line}", end="", flush=True)
+        watch.cancel()
+        if code := process.wait():
+            results.append({"section": section, "step": "exit", "ok": False, "error": f"code {code}"})
+
+    tiny = [threading.Thread(target=run, args=(s,)) for s in sections if s.startswith("contract")]
+    for thread in tiny:
+        thread.start()
+    for thread in tiny:
+        thread.join()
+    for section in sections:
+        if not section.startswith("contract"):
+            run(section)
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = ["| section | step | ok | seconds | what |", "| --- | --- | --- | --- | --- |"]
+    for entry in results:
+        rest = {k: v for k, v in entry.items() if k not in ("section", "step", "ok", "seconds")}
+        text = ", ".join(f"{k} {v}" for k, v in rest.items())[:300].replace("|", "/").replace("\n", " ")
+        ok = "yes" if entry["ok"] else "**NO**"
+        lines.append(f"| {entry['section']} | {entry['step']} | {ok} | {entry.get('seconds', '')} | {text} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=560.0, help="time for everything; what runs longer is ended")
+    parser.add_argument("--section", help="run this one here (for the script itself)")
+    given = parser.parse_args()
+    if given.section:
+        run_section(given.section)
+        return 0
+    results = run_all([s for s in given.sections.split(",") if s], given.seconds)
+    print("\n" + table(results))
+    if folder := os.environ.get("OUT"):
+        (Path(folder) / "vllm_smoke.json").write_text(json.dumps(results, indent=1))
+    failed = [entry for entry in results if not entry["ok"]]
+    print(f"\n{len(results) - len(failed)} of {len(results)} steps passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

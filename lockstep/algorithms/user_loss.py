@@ -1,0 +1,82 @@
+"""A policy loss of one's own: def loss(inputs, **settings) in a Python file. What it returns is checked at every call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import PythonLoss
+from lockstep.config.section import Json
+from lockstep.errors import LearnerError
+from lockstep.types import LossInput, LossOutput
+from lockstep.user_code import describe, load_object
+
+_RETURN = "return one finite loss per token, like inputs.logprobs_T and with gradient, alone or in a LossOutput"
+
+
+@dataclass(frozen=True, slots=True)
+class UserLoss:
+    """A types.Loss around the user's function. Raises LearnerError, with the function's name, for an unusable result."""
+
+    function: Callable[..., object]
+    path: str
+    settings: Mapping[str, Json]
+
+    def __call__(self, inputs: LossInput) -> LossOutput:
+        try:
+            result = self.function(inputs, **self.settings)
+        except Exception as error:
+            file = Path(self.path.rpartition(":")[0]).expanduser()
+            raise LearnerError(
+                f"the loss fails: {describe(error, file)}", where=self.path, fix="correct the function"
+            ) from error
+        output = result if isinstance(result, LossOutput) else LossOutput(self._tensor(result, "the loss", inputs))
+        loss_T = self._tensor(output.loss_T, "the loss", inputs)
+        if not bool(torch.isfinite(loss_T).all()):
+            bad = int((~torch.isfinite(loss_T)).nonzero()[0])
+            raise self._wrong(f"the loss of token {bad} of {loss_T.numel()} is {loss_T[bad].item()}")
+        if inputs.logprobs_T.requires_grad and not loss_T.requires_grad:
+            raise self._wrong("the loss has no gradient: it was detached, or does not depend on inputs.logprobs_T")
+        for name, value_T in {**output.means, **output.maxima}.items():
+            self._tensor(value_T, f"the metric {name}", inputs)
+        return output
+
+    def _tensor(self, value: object, what: str, inputs: LossInput) -> Tensor:
+        like_T = inputs.logprobs_T
+        if not isinstance(value, Tensor):
+            raise self._wrong(f"{what} is a {type(value).__name__}, not a tensor")
+        if value.shape != like_T.shape:
+            raise self._wrong(f"{what} has the shape {list(value.shape)}, not {list(like_T.shape)}")
+        if value.device != like_T.device:
+            raise self._wrong(f"{what} is on {value.device}, not on {like_T.device}")
+        return value
+
+    def _wrong(self, what: str) -> LearnerError:
+        return LearnerError(what, where=self.path, fix=_RETURN)
+
+
+def load_loss(settings: PythonLoss) -> UserLoss:
+    """The function of the settings' path. Raises LearnerError if it is missing or cannot be called with the settings."""
+    function = load_object(settings.path, LearnerError)
+    if not callable(function):
+        raise LearnerError(
+            f"it is a {type(function).__name__}, not a function", where=settings.path, fix="name a function"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise LearnerError("it is async; its result is used at once", where=settings.path, fix="use def")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **settings.settings)
+    except TypeError as error:
+        names = ", ".join(["inputs", *(f"{name}={value!r}" for name, value in settings.settings.items())])
+        raise LearnerError(
+            f"it takes {signature}, but would be called with ({names}): {error}",
+            where=settings.path,
+            fix="define it as (inputs, **settings), with the names of algorithm.loss.settings",
+        ) from error
+    return UserLoss(function, settings.path, settings.settings)

@@ -1,0 +1,85 @@
+"""`lockstep plan`: what a recipe amounts to, before anything is loaded: batches, objective, rates, evaluations, memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.config.load import load
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSection:
+    """A heading and what is printed under it; a section without lines is left out."""
+
+    title: str
+    lines: Callable[[Recipe], list[str]]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `plan RECIPE...`."""
+    parser = subparsers.add_parser(
+        "plan", help="print what a recipe amounts to: batches, objective, rates, evaluations, memory"
+    )
+    parser.add_argument("recipe", nargs="+", metavar="RECIPE|a.b=c", help="recipe files and overrides; later ones win")
+    parser.add_argument("--gpu-gib", type=float, help="plan the memory of a GPU of this size, which need not be here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, section by section. Raises ConfigError for a recipe with mistakes; no model is loaded."""
+    recipe = load(args.recipe)
+    print("\n".join([*plan_text(recipe), "", "Memory", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))]))
+    return 0
+
+
+def plan_text(recipe: Recipe) -> list[str]:
+    """All sections that have something to say, with their headings."""
+    lines = [recipe.name]
+    for section in SECTIONS:
+        if found := section.lines(recipe):
+            lines += ["", section.title, *(f"  {line}" for line in found)]
+    return lines
+
+
+def _batch(recipe: Recipe) -> list[str]:
+    from lockstep.plan.batch import batch_lines
+
+    return batch_lines(recipe)
+
+
+def _objective(recipe: Recipe) -> list[str]:
+    from lockstep.algorithms.build import build_objective
+
+    return build_objective(recipe).formula.splitlines()
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    from lockstep.plan.schedule import rate_lines
+
+    return rate_lines(recipe)
+
+
+def _evaluation(recipe: Recipe) -> list[str]:
+    from lockstep.plan.schedule import checkpoint_lines, evaluation_lines
+
+    return [*evaluation_lines(recipe), *checkpoint_lines(recipe)]
+
+
+def _memory(recipe: Recipe, gpu_gib: float | None) -> list[str]:
+    from lockstep.plan.preview import preview_lines
+
+    return preview_lines(recipe, gpu_gib)
+
+
+SECTIONS: tuple[PlanSection, ...] = (
+    PlanSection("Batch", _batch),
+    PlanSection("Objective", _objective),
+    PlanSection("Learning rate", _rate),
+    PlanSection("Evaluations and checkpoints", _evaluation),
+)
+"""In the order in which they are printed. To add one: a function from a recipe to its lines, and an entry here."""

@@ -1,0 +1,65 @@
+"""Settings of the vLLM engine, and which of them contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config.section import Section
+
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
+"""vLLM refuses more and raises what is less, 0 apart."""
+
+
+class Vllm(Section):
+    """The vLLM engine, used by rollout.engine = vllm alone. Needs vLLM 0.24 or later."""
+
+    process: Literal["in", "own"] = "in"
+    """in: inside the trainer's process; own: in a process of its own on the same GPU, reached by a private socket."""
+    transport: Literal["auto", "view", "copy", "ipc"] = "auto"
+    """view: the trained parameters are views of vLLM's tensors, so that there is one set and nothing is sent; copy: a
+    second set, copied after every update (through host memory to a process of its own); ipc: the same, handed over on the GPU.
+    auto is view in process, ipc to a process of its own, and copy in process under an adapter, which is merged into the weights
+    that are sent."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Memory of keys and values; none is room for rollout.slots sequences of max_model_len, at most gpu_memory_utilization."""
+    gpu_memory_utilization: float = Field(default=0.3, gt=0, lt=1)
+    """Most that the automatic kv_cache_gib may take, as a share of the GPU's memory."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and reply together; none is 8192 beyond the longest reply asked for, at most the model's context."""
+    seeded: bool = True
+    """Give every sample its own seed. Costs nothing with vLLM's second model runner, which is used; with the first
+    (VLLM_USE_V2_MODEL_RUNNER=0) seeded samples are drawn one by one. Off, samples depend on what was sampled before."""
+    enforce_eager: bool = False
+    """No CUDA graphs: starts sooner, samples slower."""
+    sleep: bool = True
+    """Free the memory of keys and values between rollouts."""
+
+
+def transport_of(vllm: Vllm, *, adapter: bool) -> Literal["view", "copy", "ipc"]:
+    """The transport in force: auto resolved."""
+    if vllm.transport != "auto":
+        return vllm.transport
+    if vllm.process == "own":
+        return "ipc"
+    return "copy" if adapter else "view"
+
+
+def mistake_of(vllm: Vllm, longest_reply: int, temperatures: Iterable[float], *, adapter: bool) -> str:
+    """What contradicts itself or cannot be served, "" if nothing does."""
+    if vllm.process == "in" and vllm.transport == "ipc":
+        return "rollout.vllm.transport = ipc needs process = own"
+    if vllm.process == "own" and vllm.transport == "view":
+        return "rollout.vllm.transport = view needs process = in: a view does not reach into another process"
+    if vllm.transport == "view" and adapter:
+        return "rollout.vllm.transport = view cannot carry an adapter, which is merged into a second set of weights; take copy"
+    if vllm.max_model_len is not None and vllm.max_model_len <= longest_reply:
+        return f"rollout.vllm.max_model_len = {vllm.max_model_len} leaves no prompt beside {longest_reply} new tokens"
+    for temperature in temperatures:
+        if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
+            return (
+                f"temperature {temperature:g}: vLLM samples at 0 or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}"
+            )
+    return ""

@@ -1,0 +1,148 @@
+"""PPO's critic: a value before each response token, from a second set of the trained weights or from the policy's own states.
+
+Legend: R tokens with loss of a micro-batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import CheckpointError, LearnerError
+from lockstep.learner.execution import Execution, execution_of
+from lockstep.learner.learner import base_model, hidden_states
+from lockstep.learner.oom import run_or_halve
+from lockstep.learner.packing import Packed, number_tokens, pack, streams
+from lockstep.learner.recompute import set_recompute
+from lockstep.learner.value_head import ValueHead, ValueTraining
+from lockstep.models.fused_layers import fuse_layers
+from lockstep.models.weights import clean_name
+from lockstep.types import Batch, Metrics, TrainSequence
+
+_WEIGHT = "weight."
+"""Before a weight's name among `tensors`; the optimizer's begin with master., exp_avg., exp_avg_sq. and step."""
+
+
+def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None = None) -> TorchCritic:
+    """The critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is what the learner is given.
+
+    Build it from the policy's model as loaded, before anything else is done to that. Raises LearnerError if the recipe has none.
+    """
+    settings = recipe.algorithm.critic
+    if settings is None:
+        raise LearnerError("the recipe has no critic", where="algorithm.critic", fix="set it, or do not build one")
+    base = base_model(policy_model)
+    decoder = base.get_decoder()
+    like = next(decoder.parameters())
+    execution = execution_of(recipe.update, like.device, plan)
+    head = ValueHead(base.config.get_text_config().hidden_size, like)
+    trained = {f"value_head.{name}": parameter for name, parameter in head.named_parameters()}
+    match settings.backbone:
+        case "own":
+            decoder = trained_copy(decoder)
+            if like.is_cuda:
+                fuse_layers(decoder)
+            set_recompute(decoder, execution.recompute)
+            trained |= {clean_name(name): p for name, p in decoder.named_parameters() if p.requires_grad}
+            training = ValueTraining(head, trained, settings, recipe, coef=1.0)
+        case "shared":
+            training = ValueTraining(head, trained, settings, recipe, coef=settings.coef)
+        case _:
+            assert_never(settings.backbone)
+    joint = settings.backbone == "shared"
+    return TorchCritic(decoder, training, execution, joint=joint, share_prompts=recipe.update.share_prompts)
+
+
+def trained_copy(module: Any) -> Any:
+    """A copy whose trained parameters are its own and whose frozen ones are the original's, in the same memory."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
+
+
+class TorchCritic:
+    """Implements types.Critic over a transformers decoder with a value head.
+
+    With a backbone of its own it trains that and the head. With a shared one the learner's update trains both losses at once:
+    give `joint` to TorchLearner; `update` here then trains the head alone, on states that it leaves as they are (warm-up).
+    """
+
+    def __init__(
+        self, decoder: nn.Module, training: ValueTraining, execution: Execution, *, joint: bool, share_prompts: bool
+    ) -> None:
+        self.decoder, self._training = decoder, training
+        """Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
+        self.trainable = training.trained
+        """What an update of the critic alone changes, by name: value_head.weight, value_head.bias, an own backbone's."""
+        self._share, self._budget = share_prompts, execution.tokens_per_microbatch
+        self._device = next(decoder.parameters()).device
+        self.joint = training if joint else None
+        """What the learner trains along with the policy; None with a backbone of its own."""
+
+    def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
+        """The value before each response token, 0 where not trained: of the state that predicts the token."""
+        with torch.no_grad():
+            return number_tokens(
+                sequences,
+                self._streams(sequences, prefix),
+                lambda packed: self._training.head(hidden_states(self.decoder, packed)),
+            )
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step towards the returns, in as many micro-batches as the token budget needs.
+
+        A non-finite gradient changes nothing. Raises LearnerError after too many of those in a row, or without returns.
+        """
+        collected, splits = self._training.optimizer.collected, 0
+
+        def run(packed: Packed) -> None:
+            with torch.set_grad_enabled(self.joint is None):
+                hidden_RH = hidden_states(self.decoder, packed)
+            if hidden_RH.shape[0]:
+                part = self._training.loss(hidden_RH, [batch.sequences[i] for i in packed.order])
+                if part.loss.requires_grad:
+                    part.loss.backward()
+                self._training.record(part)
+
+        def repack(chosen: Sequence[int]) -> Packed:
+            return pack(batch.sequences, chosen, share_prompts=self._share, device=self._device, prefix=batch.prefix)
+
+        for packed in self._streams(batch.sequences, batch.prefix):
+            collected.clear()
+            splits += run_or_halve(packed, run, repack, lambda: list(collected))
+        return self._training.step() | {"critic/oom_splits": float(splits)}
+
+    # --- state ----------------------------------------------------------------------------------------------------
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, the live ones."""
+        return {name: parameter.detach() for name, parameter in self.trainable.items()}
+
+    def counters(self) -> dict[str, int]:
+        return self._training.counters()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a resume needs besides the counters: weights as `weight.NAME`, and the optimizer's state."""
+        weights = {f"{_WEIGHT}{name}": tensor for name, tensor in self.weights().items()}
+        return weights | self._training.optimizer.tensors()
+
+    @torch.no_grad()
+    def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+        """Continue where `counters` and `tensors` were saved, to the bit. Raises CheckpointError for those of another critic."""
+        saved = {n.removeprefix(_WEIGHT): t for n, t in tensors.items() if n.startswith(_WEIGHT)}
+        own = self.weights()
+        wrong = {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
+        if problems := sorted((own.keys() ^ saved.keys()) | wrong):
+            raise CheckpointError(
+                f"{len(problems)} tensors of the critic are missing, unknown or of another shape",
+                where=problems[0],
+                fix="resume with the recipe that the run was started with",
+            )
+        self._training.restore(counters, {n: t for n, t in tensors.items() if not n.startswith(_WEIGHT)})
+        for name, tensor in saved.items():
+            own[name].copy_(tensor)
+
+    def _streams(self, sequences: Sequence[TrainSequence], prefix: int) -> Iterator[Packed]:
+        return streams(sequences, self._budget, share_prompts=self._share, device=self._device, prefix=prefix)

@@ -1,0 +1,189 @@
+"""Attention of a packed stream by flash-attention kernels that take segments end to end: no padding, no mask, no loop.
+
+Every segment of the stream (root, prompt, response, padding) sees itself causally, all of them in one call. What a segment
+continues it sees whole: a group's responses, as one block of queries, their prompt, and everything the root. The parts are
+merged by their log-sum-exps, which is the softmax over their union. Backward, a probability of the union is
+exp(score - merged log-sum-exp) and the row term is grad · merged output, so that each part's kernel yields its own share of the
+gradients when it is given those two (ring attention uses the same identity: Liu et al., arXiv 2310.01889).
+
+Legend: T tokens of the stream, Q queries and S keys of a part, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.learner.host import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kernel call: the i-th segment of a range of queries sees the i-th segment of a range of keys."""
+
+    queries: slice
+    keys: slice
+    query_bounds: Tensor
+    """int32: 0 and the end of each segment, relative to the range."""
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+    @staticmethod
+    def of(
+        queries: slice, keys: slice, query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
+    ) -> Part:
+        """Segments of queries that see segments of keys whole."""
+        bounds = _bounds(query_lengths, device), _bounds(key_lengths, device)
+        return Part(queries, keys, *bounds, max(query_lengths), max(key_lengths), causal=False)
+
+    @staticmethod
+    def itself(lengths: Sequence[int], device: torch.device) -> Part:
+        """A stream of segments that see themselves causally."""
+        whole, bounds, longest = slice(0, sum(lengths)), _bounds(lengths, device), max(lengths)
+        return Part(whole, whole, bounds, bounds, longest, longest, causal=True)
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes a part. Log-sum-exps are fp32 [H, Q], of the scaled scores."""
+
+    serves: Callable[[Tensor], bool]
+    """Whether queries like these can be computed."""
+    forward: Callable[[Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor]]
+    """query_QHD, key_SKD, value_SKD, part, scale → output_QHD, lse_HQ"""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor, Tensor]]
+    """grad_QHD, query_QHD, key_SKD, value_SKD, output_QHD, lse_HQ, part, scale → gradients of query, key and value. Output and
+    log-sum-exp may be those of a softmax over more keys than the part's."""
+
+
+def flash_attention(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, parts: Sequence[Part], scale: float, kernels: Kernels
+) -> Tensor:
+    """Attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once."""
+    function: Any = _FlashAttention
+    output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, tuple(parts), scale, kernels)
+    return output_THD
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        parts: tuple[Part, ...],
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        output_THD, lse_HT = kernels.forward(query_THD, key_TKD, value_TKD, parts[0], scale)
+        for part in parts[1:]:
+            query, key, value = query_THD[part.queries], key_TKD[part.keys], value_TKD[part.keys]
+            merge_(output_THD[part.queries], lse_HT[:, part.queries], *kernels.forward(query, key, value, part, scale))
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, output_THD, lse_HT)
+        ctx.parts, ctx.scale, ctx.kernels = parts, scale, kernels
+        return output_THD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_THD,) = grads
+        query_THD, key_TKD, value_TKD, output_THD, lse_HT = ctx.saved_tensors
+
+        def share(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+            rows, keys = part.queries, part.keys
+            result: tuple[Tensor, Tensor, Tensor] = ctx.kernels.backward(
+                grad_THD[rows],
+                query_THD[rows],
+                key_TKD[keys],
+                value_TKD[keys],
+                output_THD[rows],
+                lse_HT[:, rows].contiguous(),  # the kernels read it by address, without strides
+                part,
+                ctx.scale,
+            )
+            return result
+
+        grad_query, grad_key, grad_value = share(ctx.parts[0])
+        for part in ctx.parts[1:]:
+            more_query, more_key, more_value = share(part)
+            grad_query[part.queries] += more_query
+            grad_key[part.keys] += more_key
+            grad_value[part.keys] += more_value
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def merge_(output_QHD: Tensor, lse_HQ: Tensor, more_QHD: Tensor, more_lse_HQ: Tensor) -> None:
+    """Take further keys into a softmax-weighted mean and its log-sum-exp, in place."""
+    kernel = _merge_kernel() if output_QHD.is_cuda else None
+    if kernel is not None:
+        kernel(output_QHD, lse_HQ, more_QHD, more_lse_HQ)
+        return
+    total_HQ = torch.logaddexp(lse_HQ, more_lse_HQ)
+    kept_QH1, added_QH1 = ((one_HQ - total_HQ).exp().T[..., None] for one_HQ in (lse_HQ, more_lse_HQ))
+    output_QHD.copy_(output_QHD * kept_QH1 + more_QHD * added_QH1)
+    lse_HQ.copy_(total_HQ)
+
+
+@cache
+def _merge_kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    try:
+        from lockstep.learner.merge_kernel import merge_by_kernel_
+    except ImportError:  # no Triton: several passes over the output instead of one
+        return None
+    return merge_by_kernel_
+
+
+# --- torch's own kernels --------------------------------------------------------------------------------------------
+def _serves(query: Tensor) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    size = query.shape[-1]
+    return half and query.is_cuda and size <= 256 and size % 8 == 0 and _new_enough(query.device)
+
+
+@cache
+def _new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
+
+
+def _longest(part: Part) -> tuple[int, int]:
+    # Of one query each, torch's kernel makes blocks of a key head's query heads and then takes every segment for one long: a
+    # wrong shape if some are empty, and log-sum-exps in another order. A bound of 2 keeps it off that path.
+    return max(2, part.longest_query), part.longest_key
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    aten: Any = torch.ops.aten
+    bounds, longest = (part.query_bounds, part.key_bounds), _longest(part)
+    output, lse, *_ = aten._flash_attention_forward(
+        query, key, value, *bounds, *longest, 0.0, part.causal, False, scale=scale
+    )
+    return output, lse
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten: Any = torch.ops.aten
+    bounds, longest = (part.query_bounds, part.key_bounds), _longest(part)
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
+    grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+        grad, query, key, value, output, lse, *bounds, *longest, 0.0, part.causal, *no_dropout, scale=scale
+    )
+    return grads
+
+
+FLASH = Kernels(_serves, _forward, _backward)
+"""FlashAttention 2 as torch has it built in: half precision on NVIDIA GPUs from Ampere on, heads of at most 256 in steps of 8,
+fewer key heads than query heads."""

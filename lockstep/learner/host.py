@@ -1,0 +1,15 @@
+"""From Python's tuples to tensors on the device, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """The array as a tensor on `device`. A GPU copies from pinned memory behind the work that it has queued."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

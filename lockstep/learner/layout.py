@@ -1,0 +1,189 @@
+"""What each token of a packed stream sees, and attention over it.
+
+Legend: T tokens of the stream, H query heads, K key/value heads, D head size, G responses of one prompt, Q queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.learner.flash import FLASH, Kernels, Part, flash_attention
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A prompt and the responses that continue it. Response tokens are those fed to the model: all but the last sampled one."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tail(self) -> int:
+        """Tokens of all its responses."""
+        return sum(self.responses)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.tail
+
+
+class PackedLayout:
+    """A root that all sequences begin with, then branches: a prompt and its responses. A response sees root, its prompt and
+    itself; a prompt sees root and itself.
+
+    The stream has each branch's prompt and responses together, or, with `prompts_first`, all prompts and then all responses. In
+    that order flash attention can take the responses of all branches at once; branches without response tokens come last there.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        device: torch.device,
+        root: int = 0,
+        *,
+        prompts_first: bool = False,
+        kernels: Kernels = FLASH,
+    ) -> None:
+        self._branches, self._device, self._root, self._kernels = tuple(branches), device, root, kernels
+        self._prompts_first = prompts_first
+        self.prompt_starts, self.tail_starts = _starts(branches, root, prompts_first)
+        """Where each branch's prompt and its first response begin in the stream."""
+        self._used = root + sum(branch.tokens for branch in branches)
+        self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
+        self._gathers: list[_Gather] = []
+        self._parts: dict[int, tuple[Part, ...]] = {}
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        if not self._flash_serves(query_HTD, kind):
+            return self._dense(query_HTD, key_KTD, value_KTD, kind)
+        tokens = query_HTD.shape[1]
+        if tokens not in self._parts:  # the same for every layer of the stream
+            self._parts[tokens] = self._plan(tokens - self._used)
+        query, key, value = (x.transpose(0, 1).contiguous() for x in (query_HTD, key_KTD, value_KTD))
+        return flash_attention(query, key, value, self._parts[tokens], kind.scale, self._kernels)
+
+    # --- flash ----------------------------------------------------------------------------------------------------
+    def _flash_serves(self, query_HTD: Tensor, kind: AttentionKind) -> bool:
+        narrow = kind.window is not None and kind.window < self._longest
+        plain = kind.softcap is None and kind.sinks_H is None and not narrow
+        ordered = self._prompts_first or all(len(branch.responses) <= 1 for branch in self._branches)
+        return plain and ordered and self._kernels.serves(query_HTD)
+
+    def _plan(self, padding: int) -> tuple[Part, ...]:
+        """The kernel calls. Padding is a segment of its own, so that every row is defined."""
+        root, branches = self._root, self._branches
+        joined = [branch for branch in branches if branch.tail] if self._prompts_first else []
+        if self._prompts_first:
+            segments = [*(b.prompt for b in branches), *(length for b in branches for length in b.responses)]
+        else:
+            segments = [branch.tokens for branch in branches]
+        parts = [Part.itself([n for n in (root, *segments, padding) if n], self._device)]
+        if joined:
+            prompts, tails = [b.prompt for b in joined], [b.tail for b in joined]
+            start = self.tail_starts[0]
+            responses, keys = slice(start, start + sum(tails)), slice(root, root + sum(prompts))
+            parts.append(Part.of(responses, keys, tails, prompts, self._device))
+        if root and self._used > root:
+            rest = self._used - root
+            parts.append(Part.of(slice(root, self._used), slice(0, root), [rest], [root], self._device))
+        return tuple(parts)
+
+    # --- dense ----------------------------------------------------------------------------------------------------
+    def _dense(self, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        """Branch by branch, for whatever the kernels do not serve: CPUs, fp32, narrow windows, caps, sinks."""
+        if not self._gathers:
+            self._gathers = [_Gather.of(branch.responses, self._device) for branch in self._branches]
+        prompts_THD: list[Tensor] = []
+        tails_THD: list[Tensor] = []
+        for branch, gather, start, tail in zip(
+            self._branches, self._gathers, self.prompt_starts, self.tail_starts, strict=True
+        ):
+            rows = slice(start, start + branch.prompt), slice(tail, tail + branch.tail)
+            prompt_THD, tail_THD = self._branch(branch, gather, *rows, query_HTD, key_KTD, value_KTD, kind)
+            prompts_THD.append(prompt_THD)
+            tails_THD.append(tail_THD)
+        pieces_THD = [*prompts_THD, *tails_THD]
+        if not self._prompts_first:
+            pieces_THD = [piece for pair in zip(prompts_THD, tails_THD, strict=True) for piece in pair]
+        if self._root:
+            query, key, value = (x[None, :, : self._root] for x in (query_HTD, key_KTD, value_KTD))
+            pieces_THD.insert(0, dense_attention(query, key, value, None, kind)[0].transpose(0, 1))
+        if self._used < query_HTD.shape[1]:
+            heads, tokens, size = query_HTD.shape
+            pieces_THD.append(query_HTD.new_zeros(tokens - self._used, heads, size))
+        return torch.cat(pieces_THD)
+
+    def _branch(
+        self,
+        branch: Branch,
+        gather: _Gather,
+        prompt: slice,
+        tail: slice,
+        query_HTD: Tensor,
+        key_KTD: Tensor,
+        value_KTD: Tensor,
+        kind: AttentionKind,
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of a branch's prompt and of its responses, each [·, H, D]."""
+        query, key, value = (x[None, :, prompt] for x in (query_HTD, key_KTD, value_KTD))
+        if self._root:
+            key, value = (torch.cat([x[None, :, : self._root], y], 2) for x, y in ((key_KTD, key), (value_KTD, value)))
+        mask = causal_mask(branch.prompt, key.shape[2], kind.window, key.device) if self._root else None
+        prompt_THD = dense_attention(query, key, value, mask, kind)[0].transpose(0, 1)
+        if not gather.longest:
+            return prompt_THD, prompt_THD[:0]
+        count = len(branch.responses)
+        keys_GKSD = torch.cat([key.expand(count, -1, -1, -1), gather.pad(key_KTD[:, tail])], 2)
+        values_GKSD = torch.cat([value.expand(count, -1, -1, -1), gather.pad(value_KTD[:, tail])], 2)
+        # One mask serves all responses: their padding sits at the end, where causality already hides it.
+        mask = causal_mask(gather.longest, keys_GKSD.shape[2], kind.window, key.device)
+        output_GHQD = dense_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, mask, kind)
+        return prompt_THD, gather.unpad(output_GHQD)
+
+
+def _starts(branches: Sequence[Branch], root: int, prompts_first: bool) -> tuple[list[int], list[int]]:
+    prompts: list[int] = []
+    tails: list[int] = []
+    prompt, tail = root, root + sum(branch.prompt for branch in branches)
+    for branch in branches:
+        prompts.append(prompt)
+        tails.append(tail if prompts_first else prompt + branch.prompt)
+        prompt += branch.prompt if prompts_first else branch.tokens
+        tail += branch.tail
+    return prompts, tails
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Between responses end to end [X, T, D] and one padded row each [G, X, longest, D]."""
+
+    count: int
+    longest: int
+    equal: bool
+    into: Tensor
+    back: Tensor
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], device: torch.device) -> _Gather:
+        longest = max(lengths, default=0)
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        into = [s + min(j, n - 1) if n else 0 for s, n in zip(starts, lengths, strict=True) for j in range(longest)]
+        back = [row * longest + j for row, n in enumerate(lengths) for j in range(n)]
+        equal = all(n == longest for n in lengths)
+        return _Gather(
+            len(lengths), longest, equal, torch.tensor(into, device=device), torch.tensor(back, device=device)
+        )
+
+    def pad(self, flat_XTD: Tensor) -> Tensor:
+        rows_XTD = flat_XTD if self.equal else flat_XTD.index_select(1, self.into)
+        padded_XGQD: Tensor = rows_XTD.unflatten(1, (self.count, self.longest))
+        return padded_XGQD.transpose(0, 1)
+
+    def unpad(self, padded_GXQD: Tensor) -> Tensor:
+        flat_TXD = padded_GXQD.transpose(1, 2).flatten(0, 1)
+        return flat_TXD if self.equal else flat_TXD.index_select(0, self.back)

@@ -1,0 +1,147 @@
+"""Less memory for activations: layers computed again in the backward pass, whole or only where that is cheap.
+
+`selective` keeps what matrix products and attention gave and drops what norms and activation products made of it: the input of a
+product is kept for the product's weight gradient, but it takes one pass over memory to make again from what the norm or the
+activation keeps for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.learner.execution import Recompute
+from lockstep.models.fused_layers import is_fused, is_gated, set_gate
+
+_ATTRIBUTE = "lockstep_selective"
+
+
+def set_recompute(model: Any, mode: Recompute) -> None:
+    """Set a transformers model or decoder up, in place. Forward passes that are to be differentiated run in `recomputing(it)`."""
+    match mode:
+        case "none":
+            pass
+        case "selective":
+            setattr(model, _ATTRIBUTE, Selective(model))
+        case "full":
+            _recompute_layers(model)
+        case _:
+            assert_never(mode)
+
+
+def recomputing(model: nn.Module) -> AbstractContextManager[Any]:
+    """What a forward pass of the model runs in."""
+    selective: Selective | None = getattr(model, _ATTRIBUTE, None)
+    return selective if selective is not None and torch.is_grad_enabled() else nullcontext()
+
+
+def _recompute_layers(model: Any) -> None:
+    """Have each decoder layer compute its activations again in the backward pass."""
+    # The name of transformers before 5.23 is deprecated since.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for layer in model.modules():
+        # transformers recomputes in training mode alone. Only the layer's own flag is set: no dropout, which sits inside, wakes.
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+
+
+class Selective:
+    """As a context: what autograd keeps of the outputs of cheap parts is how to make them again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace the forward of the model's norms over whole hidden states and of its gated MLPs."""
+        self._latest: _Again | None = None
+        self._hooks: Any = None
+        config: Any = model.config
+        hidden = config.get_text_config().hidden_size
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if type(module).__name__.endswith("Norm") and weight is not None and weight.numel() == hidden:
+                replaced: Any = module
+                replaced.forward = _Cheap(self, module.forward, is_fused(module))
+            elif is_gated(module):
+                set_gate(module, _Cheap(self, _gate_of(module), is_fused(module)))
+
+    def __enter__(self) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._hooks.__exit__(*failure)
+        self._hooks = None
+        self._remember(None)
+
+    def run(self, part: Callable[..., Tensor], inputs: tuple[Tensor, ...], lean: bool) -> Tensor:
+        """A cheap part, remembered until the next. `lean`: it keeps nothing for its backward pass but its inputs."""
+        if self._hooks is None or not torch.is_grad_enabled():
+            return part(*inputs)
+        output = part(*inputs) if lean else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        self._remember(_Again(output, part, tuple(x.detach() for x in inputs)))
+        return output
+
+    def _remember(self, latest: _Again | None) -> None:
+        if self._latest is not None:
+            self._latest.output = None
+        self._latest = latest
+
+    def _pack(self, tensor: Tensor) -> Any:
+        latest = self._latest
+        # The remembered output is alive, so that nothing else can lie at its address.
+        if latest is not None and tensor.data_ptr() == latest.address and tensor.numel() == latest.count:
+            return latest, tensor.shape, tensor.stride()
+        return tensor
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    latest, shape, stride = kept
+    again: Tensor = latest.value().as_strided(shape, stride)
+    return again
+
+
+class _Again:
+    """An output that is made again when it is asked for, once for all who ask, and goes when the last of them has gone."""
+
+    def __init__(self, output: Tensor, part: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        self.output: Tensor | None = output
+        """Held as long as it is the latest."""
+        self.address, self.count = output.data_ptr(), output.numel()
+        self._part, self._inputs = part, inputs
+        self._value: Tensor | None = None
+
+    def value(self) -> Tensor:
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._part(*self._inputs)
+        return self._value
+
+
+class _Cheap:
+    """A part that goes through Selective. A class, so that a copy of the model copies it along."""
+
+    def __init__(self, selective: Selective, part: Callable[..., Tensor], lean: bool) -> None:
+        self._selective, self._part, self._lean = selective, part, lean
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self._selective.run(self._part, inputs, self._lean)
+
+
+class _Gate:
+    def __init__(self, activation: nn.Module) -> None:
+        self._activation = activation
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        product: Tensor = self._activation(gate) * up
+        return product
+
+
+def _gate_of(module: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    gate: Callable[[Tensor, Tensor], Tensor] = getattr(module, "lockstep_gate", None) or _Gate(module.act_fn)
+    return gate

@@ -1,0 +1,38 @@
+"""What a run carries from step to step besides weights and optimizer; saved with every checkpoint, restored to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.algorithms.kl import adapted_coef
+from lockstep.config.schema import Recipe
+
+
+@dataclass(slots=True)
+class Carried:
+    """Example: Carried(kl_coef=0.05, empty_steps=0)"""
+
+    kl_coef: float
+    """Weight of the KL penalty in the coming step."""
+    empty_steps: int = 0
+    """Steps so far that found no group to train on, and so updated nothing."""
+
+    @staticmethod
+    def at_start(recipe: Recipe) -> Carried:
+        return Carried(recipe.algorithm.kl.coef)
+
+    def adapt_kl(self, recipe: Recipe, kl: float, samples: int) -> None:
+        """Move the coefficient after a step whose mean k1 per token was `kl`; without a target it stays."""
+        settings = recipe.algorithm.kl
+        if settings.target is not None:
+            self.kl_coef = adapted_coef(
+                self.kl_coef, kl=kl, target=settings.target, samples=samples, horizon=settings.horizon
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.kl_coef, self.empty_steps = saved["kl_coef"], saved["empty_steps"]

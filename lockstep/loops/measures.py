@@ -1,0 +1,100 @@
+"""The numbers of a step that come from its samples and its proof. Names as in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from lockstep.config.schema import Recipe
+from lockstep.loops.credit import Samples, kl_estimates, shaped_reward, truncated
+from lockstep.types import Group, Metrics, Proof, Rollout
+
+
+def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
+    """What the replies of a step look like: of all that were drawn, whether they are trained on or not."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.ids) for rollout in rollouts]
+    metrics: Metrics = {
+        "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
+        "reward/zero_std_groups": fmean(_all_equal(group) for group in groups),
+        "length/mean": fmean(lengths),
+        "length/max": float(max(lengths)),
+        "length/truncated": fmean(truncated(rollout) for rollout in rollouts),
+        "batch/samples": float(len(rollouts)),
+        "batch/tokens_generated": float(sum(lengths)),
+    }
+    return metrics | _reward_metrics(rollouts) | _overlong_metrics(rollouts, recipe)
+
+
+def credit_metrics(
+    groups: Sequence[Group], rows: Sequence[Sequence[float]], samples: Samples, recipe: Recipe
+) -> Metrics:
+    """What is trained on, and towards what. `rows` are the advantages of the groups' replies."""
+    flat = [advantage for row in rows for advantage in row]
+    metrics: Metrics = {"batch/prompts": float(len(groups))}
+    if recipe.algorithm.kl.coef > 0:
+        metrics["kl/coef"] = samples.kl_coef
+    if not flat:
+        return metrics
+    metrics |= {
+        "advantage/mean": fmean(flat),
+        "advantage/std": pstdev(flat),
+        "advantage/min": min(flat),
+        "advantage/max": max(flat),
+    }
+    if recipe.algorithm.overlong.drop_truncated:
+        dropped = [truncated(rollout) and rollout.grade.scored for group in groups for rollout in group.rollouts]
+        metrics["length/dropped"] = float(sum(dropped))
+    return metrics | _penalty_metrics(samples, recipe)
+
+
+def proof_metrics(proof: Proof) -> Metrics:
+    metrics = {
+        "sync/seconds": proof.seconds,
+        "sync/tensors": float(proof.tensors),
+        "weights/changed_tensors": float(proof.changed),
+    }
+    if proof.probe is not None:
+        metrics |= {"sync/probe_mean": proof.probe.mean, "sync/probe_max": proof.probe.max}
+    return metrics
+
+
+def _all_equal(group: Group) -> bool:
+    return len({rollout.grade.reward for rollout in group.rollouts if rollout.grade.scored}) < 2
+
+
+def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    rewards = [r.grade.reward for r in rollouts if r.grade.reward is not None]
+    if not rewards:
+        return {}
+    metrics: Metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/p90": float(np.quantile(rewards, 0.9)),
+    }
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.grade.metrics.items():
+            values.setdefault(f"answer/{name}", []).append(float(value))
+        if rollout.prompt.task and rollout.grade.reward is not None:
+            values.setdefault(f"task/{rollout.prompt.task}/reward", []).append(rollout.grade.reward)
+    return metrics | {name: fmean(column) for name, column in values.items()}
+
+
+def _overlong_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
+    shaped = [reward for rollout in rollouts if (reward := shaped_reward(rollout, recipe)) is not None]
+    return {"reward/shaped_mean": fmean(shaped)} if shaped and recipe.algorithm.overlong.buffer else {}
+
+
+def _penalty_metrics(samples: Samples, recipe: Recipe) -> Metrics:
+    """The divergence that was subtracted from the rewards; a penalty in the loss is reported by the update."""
+    settings = recipe.algorithm.kl
+    compared = [sequence for sequence in samples.sequences if sequence.ref_logprobs is not None]
+    if settings.placement == "loss" or not compared:
+        return {}
+    total = sum(sum(kl_estimates(sequence, settings.estimator)) for sequence in compared)
+    return {"kl/ref": total / sum(sum(sequence.trained) for sequence in compared)}

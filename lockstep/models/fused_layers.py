@@ -1,0 +1,196 @@
+"""Norms, gated activations and rotary embeddings of a loaded model by the fused kernels of layer_kernels.
+
+Layers are known by what they compute, not by their name: a module is replaced if its class's code is that of a layer whose
+meaning is known. Families that share the code of Llama's layers are served without being listed, and a family whose code
+differs by a cast or an offset never gets the wrong kernel. Only instances are changed, nothing of transformers or PEFT; the
+engine, which runs the same modules, gets the same kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_MARK = "lockstep_fused_layers"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayers:
+    """What was replaced in a model."""
+
+    norms: int = 0
+    gates: int = 0
+    rotary: int = 0
+    """Attention modules whose rotary embedding is fused."""
+    reason: str = ""
+    """Why nothing was."""
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        if self.reason:
+            return f"fused layers: none, {self.reason}"
+        counts = (
+            f"{self.norms} norms, {self.gates} gated activations, rotary embeddings of {self.rotary} attention layers"
+        )
+        return f"fused layers: {counts}"
+
+
+def fuse_layers(model: nn.Module) -> FusedLayers:
+    """Replace what can be, in place. Meant for a model on a GPU; a second call changes nothing and says the same."""
+    done: FusedLayers | None = getattr(model, _MARK, None)
+    if done is not None:
+        return done
+    kernels = _kernels()
+    if kernels is None:
+        result = FusedLayers(reason="Triton is not installed")
+    else:
+        modules = list(model.modules())
+        norms, gates, rotary = (sum([replace(m, kernels) for m in modules]) for replace in (_norm, _gate, _rotary))
+        result = FusedLayers(norms, gates, rotary)
+        if result == FusedLayers():
+            result = FusedLayers(reason=f"no layer of {type(model).__name__} is of a known kind")
+    setattr(model, _MARK, result)
+    return result
+
+
+def gated_forward(module: Any, x: Tensor) -> Tensor:
+    """A gated MLP whose activation is the function that `set_gate` gave it."""
+    result: Tensor = module.down_proj(module.lockstep_gate(module.gate_proj(x), module.up_proj(x)))
+    return result
+
+
+def set_gate(module: nn.Module, gate: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Have a gated MLP compute down(gate(gate_proj(x), up_proj(x)))."""
+    replaced: Any = module
+    replaced.lockstep_gate = gate
+    replaced.forward = MethodType(gated_forward, module)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the module is a norm or a gated MLP with a fused kernel, which keeps only its inputs for the backward pass."""
+    return getattr(module, "lockstep_fused", False)
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether the module computes down(act(gate_proj(x)) * up_proj(x))."""
+    return _same(type(module).forward, _reference("llama", "LlamaMLP").forward)
+
+
+# --- replacing ------------------------------------------------------------------------------------------------------
+@cache
+def _kernels() -> Any | None:
+    try:
+        from lockstep.models import layer_kernels
+    except ImportError:
+        return None
+    return layer_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _NormKind:
+    family: str
+    layer: str
+    epsilon: str
+    """Its attribute."""
+    offset: float
+    """Added to the weight."""
+    late: bool
+    """It rounds once, after the weight; else before it, too."""
+
+
+_NORMS = (
+    _NormKind("llama", "LlamaRMSNorm", "variance_epsilon", 0.0, False),
+    _NormKind("gemma", "GemmaRMSNorm", "eps", 1.0, True),
+    _NormKind("gpt_oss", "GptOssRMSNorm", "variance_epsilon", 0.0, True),
+)
+
+
+def _norm(module: nn.Module, kernels: Any) -> bool:
+    for kind in _NORMS:
+        reference = _reference(kind.family, kind.layer)
+        inner = getattr(type(module), "_norm", None)  # Gemma's does half of it
+        if _same(type(module).forward, reference.forward) and _same(inner, getattr(reference, "_norm", None)):
+            replaced: Any = module
+            replaced.forward = _FusedNorm(kernels.RmsNorm, module, kind)
+            replaced.lockstep_fused = True
+            return True
+    return False
+
+
+class _FusedNorm:
+    """Stands in for a norm's forward. A class, so that a copy of the model copies it along."""
+
+    def __init__(self, function: Any, module: nn.Module, kind: _NormKind) -> None:
+        self._function, self._module, self._kind = function, module, kind
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kind, module = self._kind, self._module
+        epsilon = getattr(module, kind.epsilon)
+        result: Tensor = self._function.apply(x, module.weight, epsilon, kind.offset, kind.late)
+        return result
+
+
+def _gate(module: Any, kernels: Any) -> bool:
+    if not is_gated(module):
+        return False
+    match type(module.act_fn).__name__:
+        case "SiLU" | "SiLUActivation":
+            set_gate(module, kernels.SiluGate.apply)
+        case "GELUTanh" | "PytorchGELUTanh":
+            set_gate(module, kernels.GeluGate.apply)
+        case _:
+            return False
+    module.lockstep_fused = True
+    return True
+
+
+def _rotary(module: nn.Module, kernels: Any) -> bool:
+    """Give an attention module its class's own forward with another function of the name apply_rotary_pos_emb."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    used = "apply_rotary_pos_emb" in forward.__code__.co_names
+    theirs = forward.__globals__
+    reference = importlib.import_module("transformers.models.llama.modeling_llama")
+    if not used or not all(
+        _same(theirs.get(name), getattr(reference, name)) for name in ("apply_rotary_pos_emb", "rotate_half")
+    ):
+        return False
+
+    def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim != 1:
+            plain: tuple[Tensor, Tensor] = theirs["apply_rotary_pos_emb"](q, k, cos, sin, unsqueeze_dim)
+            return plain
+        rotated: tuple[Tensor, Tensor] = kernels.Rotary.apply(q, k, cos, sin)
+        return rotated
+
+    names = {**theirs, "apply_rotary_pos_emb": fused}
+    clone = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    clone.__kwdefaults__ = forward.__kwdefaults__
+    replaced: Any = module
+    replaced.forward = MethodType(clone, module)
+    return True
+
+
+# --- knowing --------------------------------------------------------------------------------------------------------
+@cache
+def _reference(family: str, layer: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), layer)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions do the same: equal code up to names of locals and texts."""
+    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
+
+
+def _meaning(code: CodeType | None) -> tuple[object, ...]:
+    assert code is not None
+    return code.co_code, code.co_names, tuple(c for c in code.co_consts if not isinstance(c, str))

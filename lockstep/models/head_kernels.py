@@ -1,0 +1,213 @@
+"""The head on a GPU: a tile of rows × the whole vocabulary at a time, read once forward and overwritten by its gradient backward.
+
+Matrix products make the tile of logits in the model's precision; one Triton kernel reduces a row to its log-sum-exp, target
+logit and entropy, another turns the logits into the gradient of the loss with respect to them, in place, and two more matrix
+products take it on. Sums over tiles are fp32.
+
+Legend: R rows, V vocabulary, H hidden.
+"""
+
+# Triton has no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.models.mm import add_product_
+
+TILE_BYTES = 2**31
+"""Logits that exist at once. The last tile of a forward pass is kept for the backward pass, which needs the room anyway."""
+ROWS = 128
+"""Tiles have a multiple of this many rows."""
+BLOCK = 8192
+"""Vocabulary entries that a program holds at once."""
+
+
+def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of logits."""
+    return max(ROWS, TILE_BYTES // (vocabulary * dtype.itemsize) // ROWS * ROWS)
+
+
+class FusedTokenLogprobs(torch.autograd.Function):
+    """Of heads.token_logprobs, for one head whose logits are cap(scale · (hidden @ weight.T + bias)) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_R: Tensor,
+        temperature: float,
+        softcap: float | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden_RH.shape[0]
+        lse_R, logprobs_R, entropy_R = (hidden_RH.new_empty(count, dtype=torch.float32) for _ in range(3))
+        ctx.shape = softcap or 0.0, scale, temperature
+        ctx.kept = None
+        logits_RV = None
+        for rows in _tiles(count, tile_rows(weight_VH.shape[0], hidden_RH.dtype)):
+            logits_RV = None  # before the next is made
+            logits_RV = torch.nn.functional.linear(hidden_RH[rows], weight_VH, bias_V)
+            _summarise(logits_RV, targets_R[rows], lse_R[rows], logprobs_R[rows], entropy_R[rows], *ctx.shape)
+        if any(ctx.needs_input_grad[:3]):
+            ctx.kept = logits_RV
+            ctx.save_for_backward(hidden_RH, weight_VH, bias_V, targets_R, lse_R, entropy_R)
+        return logprobs_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs_R, grad_entropy_R = (grad.contiguous() for grad in grads)
+        hidden_RH, weight_VH, bias_V, targets_R, lse_R, entropy_R = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        hidden = torch.empty_like(hidden_RH) if need_hidden else None
+        weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
+        bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        logits_RV, ctx.kept = ctx.kept, None  # it is overwritten: a second backward pass would have to make it again
+        for rows in reversed(_tiles(hidden_RH.shape[0], tile_rows(weight_VH.shape[0], hidden_RH.dtype))):
+            if logits_RV is None:
+                logits_RV = torch.nn.functional.linear(hidden_RH[rows], weight_VH, bias_V)
+            saved = targets_R[rows], lse_R[rows], entropy_R[rows]
+            _differentiate(logits_RV, *saved, grad_logprobs_R[rows], grad_entropy_R[rows], *ctx.shape)
+            if hidden is not None:
+                torch.mm(logits_RV, weight_VH, out=hidden[rows])
+            if weight is not None:
+                add_product_(weight, logits_RV.T, hidden_RH[rows])
+            if bias is not None:
+                bias += logits_RV.sum(0, dtype=torch.float32)
+            logits_RV = None
+        wide = (weight, weight_VH), (bias, bias_V)
+        return hidden, *(None if grad is None else grad.to(like.dtype) for grad, like in wide), None, None, None, None
+
+
+def _tiles(rows: int, size: int) -> list[slice]:
+    """The small one first: the last one is kept."""
+    ends = range(rows, 0, -size)
+    return [slice(max(0, end - size), end) for end in reversed(ends)]
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+def _summarise(
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    lse_R: Tensor,
+    logprobs_R: Tensor,
+    entropy_R: Tensor,
+    softcap: float,
+    scale: float,
+    temperature: float,
+) -> None:
+    rows, vocabulary = logits_RV.shape
+    out = lse_R, logprobs_R, entropy_R
+    _summarise_kernel[(rows,)](
+        logits_RV, targets_R, *out, softcap, scale, temperature, vocabulary, softcap > 0, BLOCK, num_warps=8
+    )
+
+
+def _differentiate(
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    lse_R: Tensor,
+    entropy_R: Tensor,
+    grad_logprobs_R: Tensor,
+    grad_entropy_R: Tensor,
+    softcap: float,
+    scale: float,
+    temperature: float,
+) -> None:
+    rows, vocabulary = logits_RV.shape
+    given = targets_R, lse_R, entropy_R, grad_logprobs_R, grad_entropy_R
+    grid = (rows, triton.cdiv(vocabulary, BLOCK))
+    _differentiate_kernel[grid](
+        logits_RV, *given, softcap, scale, temperature, vocabulary, softcap > 0, BLOCK, num_warps=8
+    )
+
+
+@triton.jit
+def _shaped(raw, softcap, scale, temperature, CAPPED: tl.constexpr):
+    """Logits as they enter the softmax, from the products of hidden states and weights."""
+    value = raw.to(tl.float32) * scale
+    if CAPPED:
+        value = softcap * (2 * tl.sigmoid(2 * value / softcap) - 1)  # tanh
+    return value / temperature
+
+
+@triton.jit
+def _summarise_kernel(
+    logits_ptr,
+    targets_ptr,
+    lse_ptr,
+    logprobs_ptr,
+    entropy_ptr,
+    softcap,
+    scale,
+    temperature,
+    VOCABULARY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * VOCABULARY
+    top = tl.full((), float("-inf"), tl.float32)
+    mass = tl.full((), 0.0, tl.float32)  # Σ exp(logit - top)
+    moment = tl.full((), 0.0, tl.float32)  # Σ exp(logit - top) · (logit - top)
+    for start in range(0, VOCABULARY, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        live = at < VOCABULARY
+        value = _shaped(tl.load(logits_ptr + at, mask=live, other=0.0), softcap, scale, temperature, CAPPED)
+        higher = tl.maximum(top, tl.max(tl.where(live, value, float("-inf")), 0))
+        shift = tl.where(top == float("-inf"), 0.0, top - higher)
+        shrink = tl.exp(shift)
+        below = value - higher
+        weight = tl.where(live, tl.exp(below), 0.0)
+        # A weight of 0 may stand beside an infinite distance.
+        moment = (moment + shift * mass) * shrink + tl.sum(tl.where(weight > 0, weight * below, 0.0), 0)
+        mass = mass * shrink + tl.sum(weight, 0)
+        top = higher
+    target = tl.load(targets_ptr + row)
+    chosen = _shaped(tl.load(logits_ptr + target), softcap, scale, temperature, CAPPED)
+    log_mass = tl.log(mass)
+    tl.store(lse_ptr + row, top + log_mass)
+    tl.store(logprobs_ptr + row, (chosen - top) - log_mass)  # in this order: the log-sum-exp of large logits is coarse
+    tl.store(entropy_ptr + row, log_mass - moment / mass)
+
+
+@triton.jit
+def _differentiate_kernel(
+    logits_ptr,
+    targets_ptr,
+    lse_ptr,
+    entropy_ptr,
+    grad_logprobs_ptr,
+    grad_entropy_ptr,
+    softcap,
+    scale,
+    temperature,
+    VOCABULARY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < VOCABULARY
+    place = logits_ptr + row * VOCABULARY + at
+    value = _shaped(tl.load(place, mask=live, other=0.0), softcap, scale, temperature, CAPPED)
+    by_logprob = tl.load(grad_logprobs_ptr + row)
+    by_entropy = tl.load(grad_entropy_ptr + row)
+    log_p = value - tl.load(lse_ptr + row)
+    p = tl.exp(log_p)
+    # d logprob_target / d logit = 1[target] - p ; d entropy / d logit = -p (log p + entropy)
+    surprise = tl.where(p > 0, log_p + tl.load(entropy_ptr + row), 0.0)
+    grad = tl.where(at == tl.load(targets_ptr + row), by_logprob, 0.0) - p * (by_logprob + by_entropy * surprise)
+    if CAPPED:
+        squashed = value * temperature / softcap
+        grad = grad * (1 - squashed * squashed)
+    grad = grad * (scale / temperature)
+    tl.store(place, grad.to(logits_ptr.dtype.element_ty), mask=live)

@@ -1,0 +1,102 @@
+"""Bytes per token that a decoder keeps for its backward pass, and what a layer needs beyond that while it runs.
+
+Counted tensor by tensor as the layers save them; tests/plan compares the sums with what autograd keeps. e is the bytes of an
+element of the model's precision, and a width below stands for its bytes: h hidden, q queries, k keys (and values), i MLP.
+
+              plain (transformers' own)                fused
+    norm      fp32 input, scaled input *, output       input, output
+    heads' norm of queries and keys, likewise (Qwen3, Gemma 3)
+    attention q + 2k + output, and an fp32 log-sum-exp for each head
+    MLP       gate, act(gate), up, product: 4i         gate, up, product: 3i
+                                                       * only where the norm's weight is trained
+
+With recompute = selective, the outputs of the layers' norms and the product are made again: their inputs are left, h and 2i. With
+full, only the layer's input is left, and one layer at a time has the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lockstep.plan.shapes import ModelShape
+
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How the layers of a model run."""
+
+    element: int
+    """Bytes of an element: 2 for bf16, 4 for fp32."""
+    fused: bool
+    """Norms and activations by fused kernels; else by transformers' own operations."""
+    rank: int = 0
+    """Of the adapters; 0 trains all weights."""
+
+    @property
+    def trains_norms(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Bytes per token."""
+
+    kept: float
+    """Of all layers, and of what follows them up to the head, until the backward pass."""
+    working: float
+    """At most, on top, while one layer runs backwards."""
+    forward: float
+    """At most while a forward pass runs that keeps nothing."""
+
+
+def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerToken:
+    """What a stream of tokens costs, per token."""
+    hidden = layers.element * shape.hidden
+    inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
+    whole = _layer(shape, layers, "none")
+    outside = _norm(layers, shape.hidden, recompute) + _rotary(
+        shape, layers
+    )  # the last norm; its output goes to the head
+    # Backwards, gate and up have gradients while the product's is alive and the product itself is gone.
+    working = 2.0 * (hidden + inner)
+    if recompute == "full":
+        kept, working = float(shape.layers * hidden), working + whole - hidden
+    else:
+        kept = shape.layers * _layer(shape, layers, recompute)
+        working += (hidden + inner) * (recompute == "selective")
+    forward = 2 * hidden + max(3 * inner, 3 * FP32 * shape.hidden)
+    return PerToken(kept + outside, working, forward)
+
+
+def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
+    """One layer's share of what is kept, its input included."""
+    element = layers.element
+    query, key = element * shape.query_size, element * shape.kv_size
+    inner = element * shape.intermediate * max(1, shape.experts_per_token)
+    attention = 2.0 * query + 2 * key + FP32 * shape.heads
+    if shape.qk_norm:  # their outputs go on to the rotary embedding, which keeps nothing of them
+        attention += _norm(layers, shape.query_size, "none", rows=shape.heads)
+        attention += _norm(layers, shape.kv_size, "none", rows=shape.kv_heads)
+    mlp = 2 * inner if recompute == "selective" else (3 if layers.fused else 4) * inner
+    adapters = element * layers.rank * len(shape.linears)
+    routed = element * shape.hidden * shape.experts_per_token  # a token's copies, one for each of its experts
+    outputs = 0 if recompute == "selective" else 2 * element * shape.hidden
+    return 2 * _norm(layers, shape.hidden, recompute) + outputs + attention + mlp + adapters + routed
+
+
+def _norm(layers: Layers, width: int, recompute: Recompute, rows: int = 1) -> float:
+    """What a norm over `width` features keeps of its input, with `rows` fp32 factors a token; its output is not counted."""
+    if layers.fused:
+        return layers.element * width + FP32 * rows
+    if recompute == "selective":
+        return layers.element * width
+    return FP32 * width + layers.element * width * layers.trains_norms + FP32 * rows
+
+
+def _rotary(shape: ModelShape, layers: Layers) -> float:
+    return 2 * layers.element * shape.head_dim

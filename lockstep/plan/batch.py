@@ -1,0 +1,218 @@
+"""Batch arithmetic in words: prompts → samples → updates → optimizer steps, and what other systems would call the same.
+
+Loads no torch. Sources of the names: verl's ray_trainer.py and fsdp_workers.py (`ppo_mini_batch_size` is in prompts and is
+multiplied by `rollout.n`), OpenRLHF's train_ppo_ray.py (`train_batch_size` is in samples), TRL 1.16's grpo_config.py, prime-rl's
+`batch_size` (in rollouts, one update each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How the samples of a step become optimizer steps. Example: 16 prompts x 8 samples in 4 updates of 32."""
+
+    prompts: int
+    """Of one step."""
+    samples_per_prompt: int
+    samples: int
+    """Of one step."""
+    ranks: int
+    """Processes that share the samples of an update."""
+    samples_per_update: int
+    epochs: int
+    """Passes over the samples of a step."""
+    updates_per_epoch: int
+    updates_per_step: int
+    steps: int
+    critic_steps: int
+    """Steps at the start that train the critic alone."""
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.samples_per_update // self.ranks
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the policy, over the whole run; its learning rate follows its schedule over these."""
+        return (self.steps - self.critic_steps) * self.updates_per_step
+
+    @property
+    def off_policy(self) -> range:
+        """Updates of a step, counted from 1, whose samples were drawn with weights that have changed since."""
+        return range(2, self.updates_per_step + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """The same batch in another system's words."""
+
+    system: str
+    settings: tuple[str, ...]
+    missing: str = ""
+    """Why there is no equivalent; then `settings` is empty."""
+
+
+def batch_plan(recipe: Recipe, ranks: int = 1) -> BatchPlan:
+    """The batch arithmetic of a recipe. One process computes all samples unless `ranks` says otherwise."""
+    critic = recipe.algorithm.critic
+    return BatchPlan(
+        prompts=recipe.prompts_per_step,
+        samples_per_prompt=recipe.samples_per_prompt,
+        samples=recipe.samples_per_step,
+        ranks=ranks,
+        samples_per_update=recipe.samples_per_update,
+        epochs=recipe.update.epochs,
+        updates_per_epoch=recipe.samples_per_step // recipe.samples_per_update,
+        updates_per_step=recipe.updates_per_step,
+        steps=recipe.steps,
+        critic_steps=0 if critic is None else min(critic.warmup_steps, recipe.steps),
+    )
+
+
+def batch_lines(recipe: Recipe) -> list[str]:
+    """The batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
+    plan = batch_plan(recipe)
+    lines = [
+        f"a step: {_count(plan.prompts, 'prompt')} x {_count(plan.samples_per_prompt, 'sample')} each = "
+        f"{_count(plan.samples, 'sample')} of at most {recipe.rollout.max_tokens} tokens",
+        *_redrawn(recipe),
+        _updates(plan),
+        _update(plan, recipe),
+        _off_policy(recipe, plan),
+        _optimizer_steps(plan),
+    ]
+    return [*lines, *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
+
+
+def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
+    """What this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
+    plan = batch_plan(recipe)
+    return (_verl(plan), _openrlhf(plan), _trl(plan, recipe), _prime_rl(plan))
+
+
+def equivalent_line(same: Equivalent) -> str:
+    """Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …"."""
+    return f"{same.system}: {', '.join(same.settings) if same.settings else f'no equivalent: {same.missing}'}"
+
+
+def _updates(plan: BatchPlan) -> str:
+    updates = f"{plan.samples} samples / {plan.samples_per_update} an update = {_count(plan.updates_per_epoch, 'update')} a pass"
+    total = f"{updates}, x {_count(plan.epochs, 'pass', 'es')} = {_count(plan.updates_per_step, 'update')} a step"
+    if plan.updates_per_epoch == 1:
+        return total
+    return f"{total}; each pass deals the samples into its updates by a permutation of its own, prompts are not kept together"
+
+
+def _update(plan: BatchPlan, recipe: Recipe) -> str:
+    each = "" if plan.ranks == 1 else f" with {plan.samples_per_rank} each"
+    tokens = recipe.update.tokens_per_microbatch
+    size = "as many tokens as the memory has room for" if tokens is None else f"up to {tokens} tokens"
+    return (
+        f"an update: {_count(plan.samples_per_update, 'sample')} on {_count(plan.ranks, 'process', 'es')}{each}, in "
+        f"micro-batches of {size}; their size changes memory and speed, not the result"
+    )
+
+
+def _redrawn(recipe: Recipe) -> list[str]:
+    dynamic = recipe.algorithm.dynamic_sampling
+    if not dynamic.enabled:
+        return []
+    return [
+        f"dynamic sampling: prompts whose samples are all right or all wrong are replaced, in up to {dynamic.max_rounds} rounds "
+        f"of at most {recipe.prompts_per_step} prompts; a step that finds too few mixed ones is smaller"
+    ]
+
+
+def _off_policy(recipe: Recipe, plan: BatchPlan) -> str:
+    two_policies = recipe.algorithm.old_logprobs == "rollout"
+    engine = (
+        "; it is taken against the engine's own log-probabilities, so it differs from 1 by rounding even in update 1"
+    )
+    if not plan.off_policy:
+        if two_policies:
+            return f"off-policy: none; each update is the only one of its samples, the ratio is 1{engine}"
+        return "off-policy: none; each update is the only one of its samples, so the ratio is 1 by construction"
+    last = plan.off_policy[-1]
+    which = "update 2" if last == 2 else f"updates 2 to {last}"
+    moved = f"off-policy: {which} of each step; the weights have moved since the samples were drawn"
+    if recipe.algorithm.loss.kind == "reinforce":
+        return f"{moved}, and the loss has no ratio that accounts for it"
+    return f"{moved}, so the ratio is not 1{engine if two_policies else ''}"
+
+
+def _optimizer_steps(plan: BatchPlan) -> str:
+    if not plan.critic_steps:
+        return (
+            f"the run: {_count(plan.steps, 'step')} x {_count(plan.updates_per_step, 'update')} = "
+            f"{_count(plan.optimizer_steps, 'optimizer step')}"
+        )
+    return (
+        f"the run: {plan.steps} steps, of which the first {plan.critic_steps} train the critic alone; "
+        f"{plan.steps - plan.critic_steps} x {_count(plan.updates_per_step, 'update')} = {plan.optimizer_steps} optimizer steps "
+        f"of the policy"
+    )
+
+
+def _verl(plan: BatchPlan) -> Equivalent:
+    if plan.samples_per_update % plan.samples_per_prompt:
+        share = plan.samples_per_update / plan.samples_per_prompt
+        why = f"ppo_mini_batch_size counts prompts, and {plan.samples_per_update} samples are those of {share:.4g} prompts"
+        return Equivalent("verl", (), why)
+    mini = plan.samples_per_update // plan.samples_per_prompt
+    return Equivalent(
+        "verl",
+        (
+            f"data.train_batch_size={plan.prompts} (prompts)",
+            f"rollout.n={plan.samples_per_prompt}",
+            f"actor.ppo_mini_batch_size={mini} (prompts: verl multiplies by n, so {mini} x {plan.samples_per_prompt} samples)",
+            f"actor.ppo_epochs={plan.epochs}",
+        ),
+    )
+
+
+def _openrlhf(plan: BatchPlan) -> Equivalent:
+    return Equivalent(
+        "OpenRLHF",
+        (
+            f"rollout_batch_size={plan.prompts} (prompts)",
+            f"n_samples_per_prompt={plan.samples_per_prompt}",
+            f"train_batch_size={plan.samples_per_update} (samples)",
+            f"max_epochs={plan.epochs}",
+        ),
+    )
+
+
+def _trl(plan: BatchPlan, recipe: Recipe) -> Equivalent:
+    if plan.samples_per_prompt < 2:
+        return Equivalent("TRL", (), "GRPOConfig refuses num_generations=1")
+    if recipe.algorithm.dynamic_sampling.enabled:
+        return Equivalent("TRL", (), "its GRPOTrainer draws each prompt once, it has no dynamic sampling")
+    return Equivalent(
+        "TRL",
+        (
+            f"num_generations={plan.samples_per_prompt}",
+            f"generation_batch_size={plan.samples} (samples)",
+            f"per_device_train_batch_size x processes x gradient_accumulation_steps = {plan.samples_per_update} (samples)",
+            f"steps_per_generation = {plan.updates_per_epoch} x gradient_accumulation_steps (it follows from the others)",
+            f"num_iterations={plan.epochs}",
+            f"max_steps={plan.optimizer_steps} (optimizer steps)",
+        ),
+    )
+
+
+def _prime_rl(plan: BatchPlan) -> Equivalent:
+    if plan.updates_per_step > 1:
+        why = f"it makes one update of each batch, and here a step of {plan.samples} samples makes {plan.updates_per_step}"
+        return Equivalent("prime-rl", (), why)
+    return Equivalent(
+        "prime-rl", (f"batch_size={plan.samples} (rollouts)", f"rollouts_per_example={plan.samples_per_prompt}")
+    )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -1,0 +1,281 @@
+"""What a run is given of a device's memory: micro-batch, recomputation, rows of the engine; or why it does not fit.
+
+The prediction is compared with what was measured once the first steps are done, and can be refined by two measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
+
+from lockstep.config.algorithm import Critic
+from lockstep.config.schema import Lora, Recipe
+from lockstep.config.section import Section
+from lockstep.config.vllm import Vllm
+from lockstep.errors import DoesNotFitError
+from lockstep.plan.activations import FP32, Recompute, per_token
+from lockstep.plan.memory import GIB, OUTSIDE, Job, Phase, Sizes, Term, host_bytes, job_of, peak, phases, stream_tokens
+from lockstep.plan.shapes import ModelShape
+from lockstep.types import Metrics
+
+MARGIN = 0.05
+"""Of the prediction, left free: rounding and gaps of the allocator, and the prediction's own error."""
+BUDGETS = (65536, 32768, 16384)
+"""Tokens of a micro-batch, tried in this order with each way of recomputing; more recomputation comes before fewer tokens."""
+LEAST_BUDGET = 8192
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+CPU_SIZES = (8192, "none")
+TOLERATED = 0.1
+"""A peak may differ from its prediction by this share before a warning says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A job with its sizes, and what it is predicted to take of a device."""
+
+    job: Job
+    sizes: Sizes
+    asked_slots: int
+    """The recipe's; `sizes.slots` is what fits."""
+    phases: tuple[Phase, ...]
+    available: float
+    """Bytes that the device has for this process."""
+
+    @property
+    def peak(self) -> Phase:
+        return peak(self.phases)
+
+    @property
+    def needs(self) -> float:
+        """Bytes to be had for the run to be safe: the largest phase, its margin, and what torch does not count."""
+        return self.peak.bytes * (1 + MARGIN) + OUTSIDE[self.job.device]
+
+    @property
+    def fits(self) -> bool:
+        return self.needs <= self.available
+
+
+def plan_memory(
+    recipe: Recipe,
+    shape: ModelShape,
+    device: Literal["cuda", "cpu"],
+    available: float,
+    *,
+    prompt_tokens: int,
+    passes: bool,
+) -> MemoryPlan:
+    """Decide what the recipe leaves open, for a device with `available` bytes for this process.
+
+    `prompt_tokens`: the longest prompt. `passes`: the objective computes log-probabilities or values before the update.
+    Raises DoesNotFitError on a GPU that has no room, before anything is loaded; a CPU's plan is coarse and never refuses.
+    """
+    job = job_of(recipe, shape, device, available, prompt_tokens=prompt_tokens, passes=passes)
+    plan = _best(job, recipe, available)
+    if device == "cuda" and not plan.fits:
+        raise _refusal(plan, recipe)
+    return plan
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+def _best(job: Job, recipe: Recipe, available: float) -> MemoryPlan:
+    """The first sizes that fit, or else those that need least."""
+    slots = recipe.rollout.slots
+    tried = [_planned(job, recipe, replace(sizes, slots=slots), available) for sizes in _candidates(job, recipe)]
+    fitting = next((plan for plan in tried if plan.fits), None)
+    return fitting or min(tried, key=lambda plan: plan.needs)
+
+
+def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
+    tokens, recompute = recipe.update.tokens_per_microbatch, recipe.update.recompute
+    if job.device == "cpu":
+        yield Sizes(tokens or CPU_SIZES[0], "none" if recompute == "auto" else recompute, 0)
+        return
+    modes = MODES if recompute == "auto" else (recompute,)
+    for mode in modes:
+        for budget in BUDGETS if tokens is None else (tokens,):
+            yield Sizes(budget, mode, 0)
+    if tokens is None:
+        for mode in modes:
+            yield Sizes(LEAST_BUDGET, mode, 0)
+
+
+def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float) -> MemoryPlan:
+    """The plan of these sizes. The native engine on a GPU takes the cache that there is room for: fewer rows, if need be."""
+    plan = MemoryPlan(job, sizes, recipe.rollout.slots, phases(job, sizes), available)
+    while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and not plan.fits:
+        if plan.sizes.slots == 1:
+            break
+        fewer = replace(plan.sizes, slots=max(1, plan.sizes.slots * 7 // 8))
+        plan = replace(plan, sizes=fewer, phases=phases(job, fewer))
+    return plan
+
+
+# --- refusing -------------------------------------------------------------------------------------------------------
+def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
+    """By how much it does not fit, what takes most, and which changes would make it fit."""
+    training = "training adapters of" if plan.job.added else "full fine-tuning of"
+    term = plan.peak.largest
+    what = (
+        f"{training} {plan.job.shape.parameters / 1e9:.3g}e9 parameters does not fit: needs {plan.needs / GIB:.1f} GiB of "
+        f"{plan.available / GIB:.1f} GiB, {(plan.needs - plan.available) / GIB:.1f} GiB too many; most in {plan.peak.name}, "
+        f"whose largest part is {term.name} ({term.bytes / GIB:.1f} GiB)"
+    )
+    return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
+
+
+def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
+    """The smallest sets of changes that fit, each with what it then needs."""
+    changes = [change for change in _CHANGES if change.helps(recipe, plan.job)]
+    for count in (1, 2, 3):
+        fitting = []
+        for chosen in combinations(changes, count):
+            changed = _again(plan, recipe, chosen)
+            if changed.fits:
+                settings = " and ".join(change.setting for change in chosen)
+                fitting.append(f"{settings} (then {changed.needs / GIB:.1f} GiB)")
+        if fitting:
+            return ", or ".join(fitting)
+    return "a smaller model, shorter replies (rollout.max_tokens), or a GPU with more memory"
+
+
+def _again(plan: MemoryPlan, recipe: Recipe, chosen: Sequence[_Change]) -> MemoryPlan:
+    for change in chosen:
+        recipe = recipe.model_copy(update=change.update(recipe))
+    before = plan.job
+    job = job_of(
+        recipe,
+        before.shape,
+        before.device,
+        plan.available,
+        prompt_tokens=before.prompt,
+        passes=before.extra_passes,
+    )
+    return _best(job, recipe, plan.available)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A setting that saves memory."""
+
+    setting: str
+    helps: Callable[[Recipe, Job], bool]
+    update: Callable[[Recipe], dict[str, object]]
+    """The sections of the recipe that it replaces."""
+
+
+def _part(section: Section, **changes: object) -> Section:
+    return section.model_copy(update=changes)
+
+
+_CHANGES = (
+    _Change(
+        "update.recompute=auto",
+        lambda recipe, job: recipe.update.recompute in ("none", "selective"),
+        lambda recipe: {"update": _part(recipe.update, recompute="auto")},
+    ),
+    _Change(
+        f"update.tokens_per_microbatch={LEAST_BUDGET}",
+        lambda recipe, job: (recipe.update.tokens_per_microbatch or 0) > LEAST_BUDGET,
+        lambda recipe: {"update": _part(recipe.update, tokens_per_microbatch=LEAST_BUDGET)},
+    ),
+    _Change(
+        "model.dtype=bf16",
+        lambda recipe, job: job.element == FP32,
+        lambda recipe: {"model": _part(recipe.model, dtype="bf16")},
+    ),
+    _Change(
+        "sync.transport=shared",
+        lambda recipe, job: recipe.rollout.engine == "native" and recipe.sync.transport == "copy",
+        lambda recipe: {"sync": _part(recipe.sync, transport="shared")},
+    ),
+    _Change(
+        "rollout.engine=native",
+        lambda recipe, job: recipe.rollout.engine == "vllm",
+        lambda recipe: {"rollout": _part(recipe.rollout, engine="native", vllm=Vllm())},
+    ),
+    _Change(
+        "optimizer.states=8bit",
+        lambda recipe, job: recipe.optimizer.states == "fp32",
+        lambda recipe: {"optimizer": _part(recipe.optimizer, states="8bit")},
+    ),
+    _Change(
+        "algorithm.kl.coef=0",
+        lambda recipe, job: "reference model" in job.copies,
+        lambda recipe: {"algorithm": _part(recipe.algorithm, kl=_part(recipe.algorithm.kl, coef=0.0))},
+    ),
+    _Change(
+        "algorithm.critic.backbone=shared",
+        lambda recipe, job: job.critic == "own",
+        lambda recipe: {"algorithm": _part(recipe.algorithm, critic=Critic(backbone="shared"))},
+    ),
+    _Change(
+        "adapter.kind=lora",
+        lambda recipe, job: recipe.adapter.kind == "none",
+        lambda recipe: {"adapter": Lora()},
+    ),
+)
+
+
+# --- printing -------------------------------------------------------------------------------------------------------
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """The plan as a table, in GiB, with what each phase has most of."""
+    sizes, available = plan.sizes, f"{plan.available / GIB:.1f}"
+    tokens = stream_tokens(plan.job, sizes.tokens)
+    lines = [f"micro-batches of up to {tokens} tokens, recompute {sizes.recompute}, {sizes.slots} rows in the engine"]
+    if sizes.slots < plan.asked_slots:
+        lines.append(f"keys and values of {plan.asked_slots} rows have no room (rollout.slots)")
+    lines.append(f"{'phase':<20}{'GiB':>8}   largest part")
+    for phase in plan.phases:
+        largest = f"{phase.largest.name}, {phase.largest.bytes / GIB:.2f}"
+        lines.append(f"{phase.name:<20}{phase.bytes / GIB:>8.2f}   {largest}")
+    outside = OUTSIDE[plan.job.device] / GIB
+    lines.append(
+        f"{plan.peak.name} {plan.peak.bytes / GIB:.2f} + {MARGIN:.0%} + {outside:.2f} outside torch = "
+        f"{plan.needs / GIB:.1f} of {available} GiB"
+    )
+    if plan.job.device == "cuda":
+        lines.append(f"the host needs {host_bytes(plan.job) / GIB:.1f} GiB while it writes a checkpoint")
+    elif plan.fits:
+        lines.append("on a CPU the plan is coarse, and no reason to refuse")
+    else:
+        lines.append("more than there is, by a coarse count: it may fail, and is tried")
+    return lines
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+def memory_metrics(plan: MemoryPlan, peak_bytes: float) -> Metrics:
+    """The predicted peak of torch's allocator, and the share by which the measured one is above."""
+    predicted = plan.peak.bytes
+    return {"memory/predicted_gib": predicted / GIB, "memory/plan_error": peak_bytes / predicted - 1}
+
+
+def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str | None:
+    """What to say of a prediction that was off by more than TOLERATED; None if it was not."""
+    predicted = plan.peak.bytes
+    error = peak_bytes / predicted - 1
+    if abs(error) <= TOLERATED:
+        return None
+    return (
+        f"memory: the peak is {peak_bytes / GIB:.2f} GiB where {predicted / GIB:.2f} GiB were predicted ({error:+.0%})"
+    )
+
+
+def calibrated(plan: MemoryPlan, points: Sequence[tuple[int, float]]) -> MemoryPlan:
+    """The plan with its training phase corrected by measured peaks: (tokens of a micro-batch, bytes).
+
+    Two points whose tokens differ by a tenth give slope and constant; one, or two closer ones, the constant alone. Measure when
+    gradient sums and moments exist: after the first step, or from the second micro-batch on with moments added.
+    """
+    place, phase = next((i, phase) for i, phase in enumerate(plan.phases) if phase.name == "train")
+    tokens = stream_tokens(plan.job, plan.sizes.tokens)
+    few, many = min(points), max(points)
+    slope = per_token(plan.job.shape, plan.job.layers, plan.sizes.recompute).kept
+    if many[0] - few[0] >= many[0] / 10 and many[1] > few[1]:
+        slope = (many[1] - few[1]) / (many[0] - few[0])
+    found = Phase(
+        phase.name,
+        (Term("measured constant", many[1] - slope * many[0]), Term(f"activations of {tokens} tokens", slope * tokens)),
+    )
+    return replace(plan, phases=(*plan.phases[:place], found, *plan.phases[place + 1 :]))

@@ -1,0 +1,60 @@
+"""When a run does what: its learning rate and the reason for it, its evaluations, its checkpoints."""
+
+from __future__ import annotations
+
+from lockstep.config.schema import Recipe
+from lockstep.evaluate.plan import plan_lines
+from lockstep.learner.optimizer import learning_rate
+from lockstep.plan.batch import batch_plan
+
+_SHOWN = 8
+"""Steps written out in a line; of longer lists the middle is left out."""
+
+
+def rate_lines(recipe: Recipe) -> list[str]:
+    """The peak rate with its reason, the schedule, and its values on the way. Rates are of optimizer steps, counted from 1."""
+    total = batch_plan(recipe).optimizer_steps
+    settings = recipe.optimizer
+    warm = f"{settings.warmup_steps} warm-up steps" if settings.warmup_steps else "no warm-up"
+    lines = [
+        f"learning rate {recipe.lr:g}: {_reason(recipe)}; {settings.schedule} over {total} optimizer steps, {warm}"
+    ]
+    if settings.warmup_steps or settings.schedule != "constant":
+        marks = _marks(settings.warmup_steps, total)
+        rates = (f"{learning_rate(settings, recipe.lr, mark - 1, total):.3g} at {mark}" for mark in marks)
+        lines.append(f"on the way: {', '.join(rates)}")
+    if recipe.algorithm.critic is not None:
+        lines.append(
+            f"critic: learning rate {recipe.algorithm.critic.lr:g} (algorithm.critic.lr), on the policy's schedule"
+        )
+    return lines
+
+
+def evaluation_lines(recipe: Recipe) -> list[str]:
+    """When and how the run evaluates, and what difference its items can show."""
+    return plan_lines(recipe)
+
+
+def checkpoint_lines(recipe: Recipe) -> list[str]:
+    """The steps after which the run saves, and what it keeps."""
+    every, last = recipe.save.every, recipe.steps
+    steps = [str(step) for step in (*range(every, last, every), last)]
+    if len(steps) > _SHOWN:
+        steps = [*steps[:3], "…", *steps[-2:]]
+    best = f", and the best {recipe.save.keep_best}" if recipe.save.keep_best else ""
+    return [f"will save at steps {', '.join(steps)} (last); the newest {recipe.save.keep_last} are kept{best}"]
+
+
+def _reason(recipe: Recipe) -> str:
+    if recipe.optimizer.lr is not None:
+        return "set by optimizer.lr"
+    if recipe.adapter.kind == "none":
+        return "the default of full training (adapters have 2e-05)"
+    return "the default of adapters (full training has 1e-06)"
+
+
+def _marks(warmup: int, total: int) -> list[int]:
+    """First and last optimizer step, the end of the warm-up, and the quarters between."""
+    rest = total - warmup
+    wanted = {1, warmup, total, *(warmup + rest * quarter // 4 for quarter in (1, 2, 3))}
+    return sorted(mark for mark in wanted if 1 <= mark <= total)

@@ -1,0 +1,22 @@
+"""Choosing the native engine for the device that the model is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from lockstep.types import RolloutEngine
+
+
+def native_engine(
+    model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
+) -> RolloutEngine:
+    """Paged and captured on a GPU; on a CPU the engine whose samples are equal to the bit whatever is decoded beside them."""
+    if next(model.parameters()).device.type == "cuda":
+        from lockstep.rollout.paged.engine import PagedEngine
+
+        return PagedEngine(model, slots=slots, stop_ids=stop_ids, decode=decode)
+    from lockstep.rollout.native import NativeEngine
+
+    return NativeEngine(model, slots=slots, stop_ids=stop_ids, decode=decode)

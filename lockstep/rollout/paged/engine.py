@@ -1,0 +1,392 @@
+"""The native engine for a GPU: the learner's own weights, paged keys and values, captured decode steps.
+
+Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without a word
+from the host, which then takes out what has ended and lets waiting requests in. The memory of keys and values is taken when a
+rollout begins and given back when it ends.
+
+Legend: B rows, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError
+from lockstep.models.attention import require_attention_only
+from lockstep.models.heads import head_of
+from lockstep.models.weights import load_weights, named_weights
+from lockstep.rollout.paged.fused import CannotFuse, FusedDecoder, fuse
+from lockstep.rollout.paged.ops import ops_for
+from lockstep.rollout.paged.prefill import Prefill, Span
+from lockstep.rollout.paged.scheduler import Prompt, Running, check_request, ended_at, pages_of
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+from lockstep.rollout.paged.steps import DecodeStep
+from lockstep.rollout.sampler import sample, uniforms
+from lockstep.types import Completion, Request, Sampling, TokenIds, WeightStream
+
+log = logging.getLogger(__name__)
+
+CHUNK = 16
+"""Decode steps between two looks at what has ended."""
+ROWS_STEP = 32
+"""From this many rows on, captured numbers of rows are multiples of it; below, powers of two."""
+CACHE_SHARE = 0.9
+"""Of the free memory, what the cache may take."""
+FORCED = 8
+"""Tokens at the end of a scored sequence that run through decode steps instead of the prefill."""
+
+
+class PagedEngine:
+    """Implements types.RolloutEngine over a transformers causal language model loaded with Lockstep's attention."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        stop_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        fused: bool = True,
+    ) -> None:
+        """`decode` turns ids into text, only to look for stop strings. `fused` off runs the model's own forward pass.
+
+        Raises ModelError for a model that cannot run here.
+        """
+        self.version = -1
+        self._model, self._decode, self._slots = model, decode, slots
+        outer: Any = model
+        base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
+        require_attention_only(base)
+        self._decoder, self._head = base.get_decoder(), head_of(base)
+        config = base.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weight = self._head.weight_VH
+        self._device, self._context = weight.device, int(getattr(config, "max_position_embeddings", 0) or 0)
+        self._cache = PageCache(config.num_hidden_layers, heads, size, weight.dtype, weight.device)
+        self._fused = self._fuse(base) if fused else None
+        self._ops = ops_for(self._device)
+        self._prefill = Prefill(self._decoder, self._head, self._cache)
+        self._step = DecodeStep(self._decoder, self._fused, self._head, self._cache, self._ops)
+        self._stops_X = torch.tensor(sorted(stop_ids) or [-1], dtype=torch.int64, device=self._device)
+        self._rows: Rows | None = None
+        self._bound: tuple[object, ...] = ()
+        self._queue: deque[Request] = deque()
+        self._waiting: Counter[str] = Counter()
+        self._prompts: dict[str, Prompt] = {}
+        self._active: list[Running] = []
+        self._done: deque[Completion] = deque()
+
+    def _fuse(self, base: Any) -> FusedDecoder | None:
+        try:
+            return fuse(base, self._context or 32768)
+        except CannotFuse as reason:
+            log.info("decoding runs the model's own forward pass: %s", reason)
+            return None
+
+    # --- RolloutEngine --------------------------------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
+        prompts = {request.group: request.prompt_ids for request in self._queue}
+        for request in requests:
+            check_request(request, self.version, self._context)
+            if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
+                raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+        self._queue.extend(requests)
+        self._waiting.update(request.group for request in requests)
+        if not self._active and self._queue:
+            self._reserve()
+        self._check_room(requests)
+
+    def completed(self) -> Iterator[Completion]:
+        """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
+        while self._queue or self._active or self._done:
+            self._admit()
+            if self._active:
+                self._decode_chunk()
+            while self._done:
+                yield self._done.popleft()
+        self._cache.release()
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of every token but the first, at temperature 1; the last ones by decode steps as in a rollout."""
+        if self._queue or self._active:
+            raise EngineError("sequences are scored between rollouts, not while requests run")
+        result: list[tuple[float, ...]] = [()] * len(sequences)
+        long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
+        for start in range(0, len(long), self._slots):
+            places = long[start : start + self._slots]
+            for place, logprobs in zip(places, self._score([sequences[i] for i in places]), strict=True):
+                result[place] = logprobs
+        return result
+
+    def load(self, weights: WeightStream, version: int) -> None:
+        """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
+        if self._queue or self._active:
+            raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
+        load_weights(self._model, weights)
+        self.version = version
+
+    def weights(self) -> WeightStream:
+        """What decoding reads: the fused tensors where there are such, the model's parameters elsewhere."""
+        fused = self._fused.fused if self._fused else {}
+        for name, tensor in named_weights(self._model):
+            yield name, fused.get(name, tensor)
+
+    def close(self) -> None:
+        self._cache.release()
+        self._rows = None
+        self._step.forget()
+        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts):
+            kept.clear()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+    def _reserve(self) -> None:
+        """Rows and cache for what is queued: all of it side by side if the memory allows, as much as fits otherwise."""
+        count = min(self._slots, len(self._queue))
+        longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in self._queue)
+        tokens = max(r.sampling.max_tokens for r in self._queue)
+        self._prepare_rows(pages_of(longest), tokens)
+        own = sorted((pages_of(r.sampling.max_tokens) + 1 for r in self._queue), reverse=True)[:count]
+        shared = {r.group: pages_of(len(r.prompt_ids)) for r in self._queue}
+        wanted = sum(own) + sum(sorted(shared.values(), reverse=True)[:count])
+        self._allocate(wanted)
+
+    def _prepare_rows(self, pages: int, tokens: int) -> None:
+        rows = self._rows
+        if rows is None or not rows.fits(pages, tokens):
+            pages = max(-(-pages // 16) * 16, rows.table_BS.shape[1] if rows else 0)
+            tokens = max(-(-tokens // 256) * 256, rows.ids_BN.shape[1] if rows else 0)
+            self._rows = Rows.empty(self._slots, pages, tokens, self._device)
+            self._step.prepare(self._rows, self._stops_X)
+        self._rebind()
+
+    def _rebind(self) -> None:
+        """Captured steps hold addresses of weights and scalings of adapters: drop them if one of these is another now."""
+        bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
+        if self._fused is not None:
+            bound += self._fused.scalings()
+        if bound != self._bound:
+            self._step.forget()
+            self._bound = bound
+
+    def _allocate(self, pages: int) -> None:
+        self._cache.release()
+        self._cache.allocate(min(pages, int(self._free_bytes() * CACHE_SHARE) // self._cache.bytes_per_page))
+
+    def _free_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return int(psutil.virtual_memory().available) // 2
+        free, _ = torch.cuda.mem_get_info(self._device)
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(free + kept)
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            pages = pages_of(len(request.prompt_ids)) + pages_of(request.sampling.max_tokens) + 1
+            if pages > self._cache.pages:
+                raise EngineError(
+                    f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones need {pages} pages "
+                    f"of {PAGE} tokens, the memory that is free holds {self._cache.pages}",
+                    where=request.id,
+                    fix="lower rollout.max_tokens, or leave more memory free",
+                )
+
+    # --- admission ------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _admit(self) -> None:
+        """Let queued requests in, in order, as long as there are rows and pages for them."""
+        admitted: list[Request] = []
+        new: dict[str, Prompt] = {}
+        while self._queue and len(self._active) < self._slots:
+            request = self._queue[0]
+            prompt = self._prompts.get(request.group)
+            length = len(request.prompt_ids)
+            needed = pages_of(length + request.sampling.max_tokens) - length // PAGE
+            if needed + (0 if prompt else pages_of(length)) > self._cache.free_pages:
+                break
+            if prompt is None:
+                prompt = Prompt(request.prompt_ids, self._cache.take(pages_of(length)))
+                self._prompts[request.group] = new[request.group] = prompt
+            admitted.append(self._queue.popleft())
+            own = self._cache.take(needed)
+            self._active.append(Running(request, prompt, own))
+            prompt.users += 1
+        if not admitted:
+            return
+        self._prefill.prompts(list(new.values()))
+        self._start(self._active[-len(admitted) :])
+        self._waiting.subtract(request.group for request in admitted)
+
+    def _start(self, started: Sequence[Running]) -> None:
+        """Give new sequences the rows behind those in use, their own copy of a half-filled page, and their first token."""
+        rows, first, count = self._rows, len(self._active) - len(started), len(started)
+        assert rows is not None
+        copies = [(s.prompt.pages[-1], s.own[0]) for s in started if len(s.prompt.ids) % PAGE]
+        if copies:
+            self._cache.copy([source for source, _ in copies], [target for _, target in copies])
+        table = torch.zeros(count, rows.table_BS.shape[1], dtype=torch.int32)
+        for row, sequence in enumerate(started):
+            pages = sequence.pages
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        seeds = torch.tensor([s.request.seed for s in started], dtype=torch.uint64).view(torch.int64)
+        place = slice(first, first + count)
+        sampling = [s.request.sampling for s in started]
+        rows.table_BS[place] = table.to(self._device)
+        rows.seed_B[place] = seeds.to(self._device)
+        # The first token is drawn without a decode step, so the position of the last prompt token is where it stands.
+        for tensor, values in (
+            (rows.position_B, [len(s.prompt.ids) - 1 for s in started]),
+            (rows.drawn_B, [0] * count),
+            (rows.budget_B, [s.max_tokens for s in sampling]),
+            (rows.temperature_B, [s.temperature for s in sampling]),
+            (rows.ignore_B, [int(s.ignore_eos) for s in sampling]),
+            (rows.done_B, [0] * count),
+        ):
+            tensor[place] = torch.tensor(values, dtype=tensor.dtype).to(self._device)
+        self._first_tokens(started, place)
+
+    def _first_tokens(self, started: Sequence[Running], place: slice) -> None:
+        rows = self._rows
+        assert rows is not None
+        view = rows.part(place)
+        logits_BV = torch.stack([s.prompt.logits_V for s in started if s.prompt.logits_V is not None])
+        if any(_cuts(s.request.sampling) for s in started):
+            self._draw_cut(started, logits_BV, view)
+        else:
+            self._ops.draw(logits_BV, view)
+        self._ops.advance(view, len(started), self._stops_X)
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+    def _decode_chunk(self) -> None:
+        """Some steps for every active sequence, then out with those that have ended."""
+        rows, count = self._rows, _captured_rows(len(self._active), self._slots)
+        assert rows is not None
+        cut = any(_cuts(s.request.sampling) for s in self._active)
+        steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
+        for _ in range(steps):
+            logits_BV = self._step.forward(count)
+            if cut:
+                self._draw_cut(self._active, logits_BV, rows)
+                self._ops.advance(rows, count, self._stops_X)
+            else:
+                self._step.draw(count)
+        self._collect()
+
+    @torch.no_grad()
+    def _draw_cut(self, sequences: Sequence[Running], logits_BV: Tensor, rows: Rows) -> None:
+        """Draw where top_k, top_p or min_p cut the distribution: kind by kind, not captured."""
+        drawn = rows.drawn_B[: len(sequences)].tolist()
+        kinds: dict[Sampling, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            kinds.setdefault(sequence.request.sampling, []).append(row)
+        for sampling, places in kinds.items():
+            numbers = uniforms([sequences[row].request.seed for row in places], [drawn[row] for row in places])
+            place_B = torch.tensor(places, device=self._device)
+            uniform_B = torch.from_numpy(numbers).to(self._device)
+            token_B, logprob_B = sample(logits_BV[place_B].float(), sampling, uniform_B)
+            rows.token_B[place_B], rows.logprob_B[place_B] = token_B, logprob_B
+
+    def _collect(self) -> None:
+        """Read how far the active sequences are; complete those that have ended and close the ranks."""
+        rows, count = self._rows, len(self._active)
+        assert rows is not None
+        done, drawn = torch.stack([rows.done_B[:count].int(), rows.drawn_B[:count]]).tolist()
+        for sequence, number in zip(self._active, drawn, strict=True):
+            sequence.drawn = number
+        ended = [row for row in range(count) if done[row]]
+        texts = [row for row in range(count) if self._active[row].request.sampling.stop]
+        read = sorted({*ended, *texts})
+        if not read:
+            return
+        place_B = torch.tensor(read, device=self._device)
+        ids = rows.ids_BN[place_B].tolist()
+        logprobs = rows.logprobs_BN[place_B].tolist()
+        finished = []
+        for row, row_ids, row_logprobs in zip(read, ids, logprobs, strict=True):
+            sequence = self._active[row]
+            end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_set)
+            if end is not None:
+                tokens, reason = end
+                kept = tuple(row_ids[:tokens]), tuple(row_logprobs[:tokens])
+                self._done.append(Completion(sequence.request, *kept, reason, self.version))
+                finished.append(row)
+        self._remove(finished)
+
+    def _remove(self, finished: Sequence[int]) -> None:
+        rows = self._rows
+        assert rows is not None
+        if not finished:
+            return
+        for row in finished:
+            sequence = self._active[row]
+            self._cache.give(sequence.own)
+            sequence.prompt.users -= 1
+            group = sequence.request.group
+            if not sequence.prompt.users and not self._waiting[group]:
+                self._cache.give(sequence.prompt.pages)
+                del self._prompts[group], self._waiting[group]
+        gone = set(finished)
+        kept = [row for row in range(len(self._active)) if row not in gone]
+        self._active = [self._active[row] for row in kept]
+        rows.keep(kept)
+
+    @property
+    def _stop_set(self) -> frozenset[int]:
+        return frozenset(self._stops_X.tolist())
+
+    # --- scoring --------------------------------------------------------------------------------------------------
+    def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Prefill up to the last few tokens, then decode steps with the token given instead of drawn."""
+        forced = [min(FORCED, len(ids) - 1) for ids in sequences]
+        pages = [pages_of(len(ids)) for ids in sequences]
+        self._prepare_rows(max(pages), 1)
+        self._allocate(sum(pages))
+        rows = self._rows
+        assert rows is not None
+        tables = [self._cache.take(number) for number in pages]
+        spans = [Span(ids, t, 0, len(ids) - n) for ids, t, n in zip(sequences, tables, forced, strict=True)]
+        result = [list(logprobs) for logprobs in self._prefill.logprobs(spans)]
+        rows.rest(0)
+        for row, table in enumerate(tables):
+            rows.table_BS[row, : len(table)] = torch.tensor(table, dtype=torch.int32, device=self._device)
+        for place in range(max(forced) - 1):
+            self._force(sequences, forced, place, result)
+        rows.rest(0)
+        self._cache.release()
+        return [tuple(values) for values in result]
+
+    def _force(
+        self, sequences: Sequence[TokenIds], forced: Sequence[int], place: int, result: list[list[float]]
+    ) -> None:
+        """Feed token `place` of the forced ones, and score the one after it."""
+        rows, count = self._rows, _captured_rows(len(sequences), self._slots)
+        assert rows is not None
+        at = [min(len(ids) - n + place, len(ids) - 2) for ids, n in zip(sequences, forced, strict=True)]
+        fed = torch.tensor([ids[i] for ids, i in zip(sequences, at, strict=True)], device=self._device)
+        rows.next_B[: len(fed)] = fed
+        rows.position_B[: len(at)] = torch.tensor(at, dtype=torch.int32, device=self._device)
+        logits_BV = self._step.forward(count)[: len(at)].float()
+        targets = torch.tensor([ids[i + 1] for ids, i in zip(sequences, at, strict=True)], device=self._device)
+        logprobs = logits_BV.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+        for row, n in enumerate(forced):
+            if place < n - 1:
+                result[row].append(logprobs[row])
+
+
+def _cuts(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+def _captured_rows(count: int, most: int) -> int:
+    """The number of rows a step runs for `count` sequences: few different ones, because each is captured."""
+    size = 1 << max(3, (count - 1).bit_length()) if count <= ROWS_STEP else -(-count // ROWS_STEP) * ROWS_STEP
+    return min(size, most)

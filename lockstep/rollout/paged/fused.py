@@ -1,0 +1,234 @@
+"""Llama- and Qwen-shaped blocks for decoding: nine launches a layer instead of some thirty, on the learner's own weights.
+
+The query, key and value matrices of a layer lie in one tensor, and so do gate and up; the model's parameters are views of it,
+so that training writes where decoding reads. Adapters stay what they are: two small products beside each matrix.
+
+Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of one tensor together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.attention import AttentionKind
+from lockstep.models.weights import clean_name
+from lockstep.rollout.paged.ops import Ops
+from lockstep.rollout.paged.state import PageCache, Rows
+
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+"""Model types whose blocks are known to be computed as below."""
+
+
+class CannotFuse(Exception):
+    """Why a model's blocks are not run in fused form."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """The adapters of the parts of one fused matrix."""
+
+    down_RX: Tensor
+    parts: tuple[tuple[slice, slice, Tensor, float], ...]
+    """For each part: its outputs, its ranks, its up matrix and its scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Linear layers over one input as one product."""
+
+    weight_OX: Tensor
+    bias_O: Tensor | None
+    adapter: _Adapter | None
+
+    def __call__(self, x_BX: Tensor) -> Tensor:
+        out_BO = nn.functional.linear(x_BX, self.weight_OX, self.bias_O)
+        if self.adapter is not None:
+            down_BR = x_BX @ self.adapter.down_RX.T
+            for outputs, ranks, up_OR, scaling in self.adapter.parts:
+                out_BO[:, outputs].addmm_(down_BR[:, ranks], up_OR.T, alpha=scaling)
+        return out_BO
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One layer."""
+
+    qkv: _Matrix
+    out: _Matrix
+    gate_up: _Matrix
+    down: _Matrix
+    norm_X: Tensor
+    mlp_norm_X: Tensor
+    head_norms: tuple[Tensor, Tensor, float] | None
+    kind: AttentionKind
+
+
+@dataclass(slots=True)
+class FusedDecoder:
+    """The decode step of a fused model: from tokens to the hidden states of the last norm."""
+
+    embedding_VX: Tensor
+    blocks: list[_Block]
+    norm_X: Tensor
+    eps: float
+    heads: int
+    rope: tuple[Tensor, Tensor]
+    """cos and sin of every position, fp32, [positions, D / 2]."""
+    fused: dict[str, Tensor] = field(default_factory=dict)
+    """What is read in place of the parameters of these names."""
+
+    def __call__(self, count: int, ops: Ops, rows: Rows, cache: PageCache, splits: int) -> Tensor:
+        """Hidden states [B, X] of one new token for each of the first `count` rows."""
+        residual_BX = nn.functional.embedding(rows.next_B[:count], self.embedding_VX)
+        x_BX: Tensor | None = None
+        for layer, block in enumerate(self.blocks):
+            residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, block.norm_X, self.eps)
+            qkv_BX = block.qkv(normed_BX)
+            query_HBD = ops.rope_append(qkv_BX, self.rope, block.head_norms, self.heads, rows, cache, layer)
+            attended_BX = ops.attend(query_HBD, rows, cache, layer, block.kind, splits)
+            residual_BX, normed_BX = ops.add_norm(block.out(attended_BX), residual_BX, block.mlp_norm_X, self.eps)
+            x_BX = block.down(ops.gate(block.gate_up(normed_BX)))
+        return ops.add_norm(x_BX, residual_BX, self.norm_X, self.eps)[1]
+
+    def scalings(self) -> tuple[float, ...]:
+        """Scalings of the adapters, which a captured graph holds as constants."""
+        matrices = [m for b in self.blocks for m in (b.qkv, b.out, b.gate_up, b.down)]
+        return tuple(part[3] for m in matrices if m.adapter for part in m.adapter.parts)
+
+
+def fuse(base: Any, positions: int) -> FusedDecoder:
+    """Lay the weights of a transformers model out for fused decoding; its parameters become views of them.
+
+    `base` is the causal language model without PEFT around it. Raises CannotFuse for a model of another shape; it is then as
+    it was.
+    """
+    config, decoder = base.config.get_text_config(), base.get_decoder()
+    if config.model_type not in FAMILIES:
+        raise CannotFuse(f"{config.model_type} is not among {', '.join(sorted(FAMILIES))}")
+    layers = list(decoder.layers)
+    for layer in layers:
+        _check(layer)
+    names = {id(p): clean_name(n) for n, p in base.named_parameters()}
+    fused: dict[str, Tensor] = {}
+    blocks = [_block(layer, config, names, fused) for layer in layers]
+    return FusedDecoder(
+        embedding_VX=decoder.embed_tokens.weight,
+        blocks=blocks,
+        norm_X=decoder.norm.weight,
+        eps=float(decoder.norm.variance_epsilon),
+        heads=int(config.num_attention_heads),
+        rope=_rope(decoder, int(layers[0].self_attn.head_dim), positions),
+        fused=fused,
+    )
+
+
+def _check(layer: Any) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    for linear in linears:
+        if not isinstance(_plain(linear), nn.Linear):
+            raise CannotFuse(f"{type(linear).__name__} is not a linear layer")
+        if hasattr(linear, "lora_A") and (linear.merged or list(linear.active_adapters) != ["default"]):
+            raise CannotFuse("its adapter is merged, or there are several")
+    for group in (linears[:3], linears[4:6]):
+        if len({_plain(linear).bias is None for linear in group}) > 1:
+            raise CannotFuse("only some of the matrices that read one input have a bias")
+        if len({"default" in getattr(linear, "lora_A", {}) for linear in group}) > 1:
+            raise CannotFuse("only some of the matrices that read one input have an adapter")
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
+        raise CannotFuse(f"its activation is {type(mlp.act_fn).__name__}")
+
+
+def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm.weight, attention.k_norm.weight, float(attention.q_norm.variance_epsilon))
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type == "mistral":
+        window = getattr(config, "sliding_window", None)
+    return _Block(
+        qkv=_matrix([attention.q_proj, attention.k_proj, attention.v_proj], names, fused),
+        out=_matrix([attention.o_proj], names, fused),
+        gate_up=_matrix([mlp.gate_proj, mlp.up_proj], names, fused),
+        down=_matrix([mlp.down_proj], names, fused),
+        norm_X=layer.input_layernorm.weight,
+        mlp_norm_X=layer.post_attention_layernorm.weight,
+        head_norms=norms,
+        kind=AttentionKind(float(attention.scaling), window),
+    )
+
+
+def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tensor]) -> _Matrix:
+    plain = [_plain(linear) for linear in linears]
+    weight = _joined([p.weight for p in plain], names, fused)
+    bias = None if plain[0].bias is None else _joined([p.bias for p in plain], names, fused)
+    if not hasattr(linears[0], "lora_A"):
+        return _Matrix(weight, bias, None)
+    downs = [linear.lora_A["default"].weight for linear in linears]
+    down = _joined(downs, names, fused)
+    outputs = _slices([p.weight.shape[0] for p in plain])
+    ranks = _slices([d.shape[0] for d in downs])
+    ups = [linear.lora_B["default"].weight for linear in linears]
+    scalings = [float(linear.scaling["default"]) for linear in linears]
+    return _Matrix(weight, bias, _Adapter(down, tuple(zip(outputs, ranks, ups, scalings, strict=True))))
+
+
+def _joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]) -> Tensor:
+    """One tensor whose parts the parameters are, made now unless they lie in a row already."""
+    if len(parameters) == 1:
+        return parameters[0]
+    whole = _already_joined(parameters)
+    if whole is None:
+        whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, _slices([p.shape[0] for p in parameters]), strict=True):
+        parameter.data = whole[part]
+        fused[names[id(parameter)]] = whole[part]
+    return whole
+
+
+def _already_joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    first = parameters[0].data
+    end = first.data_ptr()
+    for parameter in parameters:
+        data = parameter.data
+        same = data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and data.is_contiguous() and data.data_ptr() == end):
+            return None
+        end += data.numel() * data.element_size()
+    shape = (sum(p.shape[0] for p in parameters), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
+    rotary = decoder.rotary_emb
+    if "dynamic" in str(getattr(rotary, "rope_type", "")) or getattr(rotary, "rope_type", "") == "longrope":
+        raise CannotFuse(f"its rotary frequencies depend on the length ({rotary.rope_type})")
+    device = decoder.embed_tokens.weight.device
+    position_1T = torch.arange(positions, device=device)[None]
+    with torch.no_grad():
+        cos, sin = rotary(torch.zeros(1, device=device), position_1T)
+    if cos.shape[-1] != size:
+        raise CannotFuse("only a part of each head is rotated")
+    return tuple(t[0, :, : size // 2].float().contiguous() for t in (cos, sin))
+
+
+def _plain(linear: Any) -> Any:
+    return linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
+
+
+def _slices(sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(_consecutive(sizes))
+
+
+def _consecutive(sizes: Sequence[int]) -> Iterator[slice]:
+    start = 0
+    for size in sizes:
+        yield slice(start, start + size)
+        start += size

@@ -1,0 +1,407 @@
+"""Triton kernels of one decode step. Each has a plain torch twin in `plain.py`, which runs on a CPU and says what it computes.
+
+Where the cache of each layer lies is read from a small table on the device, as a distance from an anchor that never moves, and
+not baked into a launch: a captured graph stays valid when the cache is freed for an update and allocated elsewhere for the next
+rollout. Distances, not addresses: of an address read at run time the compiler does not know that it is aligned, and attention
+takes twice as long.
+
+Legend: B rows, H query heads, K key/value heads, D head size, P tokens of a page, V vocabulary, X features.
+"""
+
+# Triton has no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+"""Vocabulary entries of one program of the sampler."""
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, ADD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """residual + x (rounded, as the model rounds it), and its RMS norm."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    at = tl.arange(0, BLOCK)
+    ok = at < SIZE
+    value = tl.load(residual_ptr + row + at, mask=ok, other=0.0)
+    if ADD:
+        value = value + tl.load(x_ptr + row + at, mask=ok, other=0.0)
+        tl.store(sum_ptr + row + at, value, mask=ok)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
+    tl.store(out_ptr + row + at, (wide * scale).to(value.dtype) * weight, mask=ok)
+
+
+@triton.jit
+def gate_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(first half) × second half of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < SIZE
+    gate = tl.load(x_ptr + row * 2 * SIZE + at, mask=ok, other=0.0)
+    up = tl.load(x_ptr + row * 2 * SIZE + SIZE + at, mask=ok, other=0.0)
+    wide = gate.to(tl.float32)
+    tl.store(out_ptr + row * SIZE + at, (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up, mask=ok)
+
+
+@triton.jit
+def rope_append_kernel(
+    qkv_ptr,
+    query_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    table_ptr,
+    anchor_ptr,
+    offset_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    layer,
+    table_stride,
+    eps,
+    NORM: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+):
+    """All heads of one row: queries and keys are normed and rotated; keys and values are written to the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + row)
+    page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    ok = (head < H + 2 * K) & (at < D // 2)
+    source = qkv_ptr + row * ((H + 2 * K) * D) + head * D + at
+    low = tl.load(source, mask=ok, other=0.0)
+    high = tl.load(source + D // 2, mask=ok, other=0.0)
+    is_query, is_value = head < H, head >= H + K
+    cos = tl.load(cos_ptr + position.to(tl.int64) * (D // 2) + at, mask=at < D // 2, other=0.0)
+    sin = tl.load(sin_ptr + position.to(tl.int64) * (D // 2) + at, mask=at < D // 2, other=0.0)
+    normed_low, normed_high = low, high
+    if NORM:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 1) / D + eps)[:, None]
+        query_low = tl.load(query_norm_ptr + at, mask=at < D // 2, other=0.0)
+        query_high = tl.load(query_norm_ptr + D // 2 + at, mask=at < D // 2, other=0.0)
+        key_low = tl.load(key_norm_ptr + at, mask=at < D // 2, other=0.0)
+        key_high = tl.load(key_norm_ptr + D // 2 + at, mask=at < D // 2, other=0.0)
+        normed_low = (wide_low * scale).to(low.dtype) * tl.where(is_query, query_low, key_low)
+        normed_high = (wide_high * scale).to(high.dtype) * tl.where(is_query, query_high, key_high)
+    wide_low, wide_high = normed_low.to(tl.float32), normed_high.to(tl.float32)
+    turned_low = tl.where(is_value, low, (wide_low * cos - wide_high * sin).to(low.dtype))
+    turned_high = tl.where(is_value, high, (wide_high * cos + wide_low * sin).to(high.dtype))
+    query = query_ptr + row * (H * D) + head * D + at
+    tl.store(query, turned_low, mask=ok & is_query)
+    tl.store(query + D // 2, turned_high, mask=ok & is_query)
+    distance = tl.load(offset_ptr + 2 * layer + is_value.to(tl.int32))
+    kv_head = tl.where(is_value, head - H - K, head - H)
+    place = anchor_ptr + distance + (page * K + kv_head) * (P * D) + (position % P) * D + at
+    tl.store(place, turned_low, mask=ok & (head >= H))
+    tl.store(place + D // 2, turned_high, mask=ok & (head >= H))
+
+
+@triton.jit
+def append_kernel(
+    key_ptr,
+    value_ptr,
+    position_ptr,
+    table_ptr,
+    anchor_ptr,
+    offset_ptr,
+    layer,
+    table_stride,
+    key_head_stride,
+    key_row_stride,
+    value_head_stride,
+    value_row_stride,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Write one key and one value head of one row to the cache."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(position_ptr + row)
+    page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
+    place = (page * K + head) * (P * D) + (position % P) * D
+    at = tl.arange(0, BLOCK)
+    ok = at < D
+    keys = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16)
+    values = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16)
+    key = tl.load(key_ptr + head * key_head_stride + row * key_row_stride + at, mask=ok)
+    value = tl.load(value_ptr + head * value_head_stride + row * value_row_stride + at, mask=ok)
+    tl.store(keys + place + at, key, mask=ok)
+    tl.store(values + place + at, value, mask=ok)
+
+
+@triton.jit
+def _attend_block(
+    query,
+    peak,
+    mass,
+    total,
+    keys_at,
+    values_at,
+    index,
+    first,
+    keys,
+    scale,
+    softcap,
+    in_head,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys more in a running softmax, whose exponents are to the base 2."""
+    seen = (index < keys) & (index >= first)
+    if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
+        key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
+    else:
+        key = tl.load(keys_at)
+    score = tl.dot(query, key, input_precision=PRECISION)
+    if CAPPED:
+        score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
+    else:
+        score = score * (scale * 1.4426950408889634)
+    if MASKED:
+        score = tl.where(seen[None, :], score, -float("inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    prob = tl.exp2(score - top[:, None])
+    shrink = tl.exp2(peak - top)
+    mass = mass * shrink + tl.sum(prob, 1)
+    if MASKED or not WHOLE:  # noqa: SIM108
+        value = tl.load(values_at, mask=seen[:, None] & in_head[None, :], other=0.0)
+    else:
+        value = tl.load(values_at)
+    total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
+    return top, mass, total
+
+
+@triton.jit
+def attend_kernel(
+    query_ptr,
+    table_ptr,
+    position_ptr,
+    anchor_ptr,
+    offset_ptr,
+    sinks_ptr,
+    out_ptr,
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    layer,
+    table_stride,
+    query_head_stride,
+    query_row_stride,
+    scale,
+    softcap,
+    window,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // K
+    WHOLE: tl.constexpr = D == BLOCK_D
+    keys = tl.load(position_ptr + row) + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(keys - window, 0)
+    first_page, pages = first // P, tl.cdiv(keys, P)
+    share = tl.cdiv(pages - first_page, SPLITS)
+    start = first_page + split * share
+    end = tl.minimum(start + share, pages)
+    g, d, j = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    in_group, in_head = g < G, d < D
+    query_at = (head * G + g[:, None]) * query_head_stride + row.to(tl.int64) * query_row_stride + d[None, :]
+    query = tl.load(query_ptr + query_at, mask=in_group[:, None] & in_head[None, :], other=0.0)
+    key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
+    value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
+    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    # A block of which nothing may be seen would leave no largest score.
+    first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
+    blocks = tl.cdiv(tl.minimum(end * P, keys), BLOCK)
+    full = tl.minimum(blocks, keys // BLOCK)  # blocks that need no mask
+    for block in range(first_block, full):
+        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
+        at = page * (K * P * D) + (block * BLOCK % P) * D
+        peak, mass, total = _attend_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, WINDOWED, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
+    for block in range(tl.maximum(first_block, full), blocks):
+        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
+        at = page * (K * P * D) + (block * BLOCK % P) * D
+        peak, mass, total = _attend_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, True, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
+    if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
+            mass += tl.exp2(sink * 1.4426950408889634 - peak)
+        out_at = (row.to(tl.int64) * H + head * G + g[:, None]) * D + d[None, :]
+        result = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, result, mask=in_group[:, None] & in_head[None, :])
+    else:
+        part = (row.to(tl.int64) * H + head * G + g) * SPLITS + split
+        tl.store(peak_ptr + part, peak, mask=in_group)
+        tl.store(mass_ptr + part, mass, mask=in_group)
+        tl.store(part_ptr + part[:, None] * D + d[None, :], total, mask=in_group[:, None] & in_head[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    sinks_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Put the parts of one head of one row together."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    at = (row * H + head) * SPLITS + s
+    peaks, masses = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+    peak = tl.max(peaks, 0)
+    weight = tl.where(masses > 0, tl.exp2(peaks - peak), 0.0)
+    mass = tl.sum(weight * masses, 0)
+    if SINKS:
+        mass += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634 - peak)
+    filled = (d[None, :] < D) & (masses[:, None] > 0)
+    parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=filled, other=0.0)
+    total = tl.sum(parts * weight[:, None], 0) / mass
+    tl.store(out_ptr + (row * H + head) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def summarise_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, CHUNKS, BLOCK: tl.constexpr):
+    """Largest logit, its place, and the sum of exponentials of one chunk of one row."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    logits = logits / tl.where(temperature > 0, temperature, 1.0)
+    peak = tl.max(logits, 0)
+    tl.store(peak_ptr + row * CHUNKS + chunk, peak)
+    tl.store(mass_ptr + row * CHUNKS + chunk, tl.sum(tl.exp(logits - peak), 0))
+    tl.store(best_ptr + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(logits, 0))
+
+
+@triton.jit
+def _mix(x):
+    """One round of splitmix64."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    drawn_ptr,
+    peak_ptr,
+    mass_ptr,
+    best_ptr,
+    token_ptr,
+    logprob_ptr,
+    V,
+    CHUNKS,
+    BLOCK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """Invert the cumulative distribution of one row at its own random number: the chunk first, then within it."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    c = tl.arange(0, BLOCK_CHUNKS)
+    ok = c < CHUNKS
+    peaks = tl.load(peak_ptr + row * CHUNKS + c, mask=ok, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    masses = tl.load(mass_ptr + row * CHUNKS + c, mask=ok, other=0.0) * tl.exp(peaks - peak)
+    cumulative = tl.cumsum(masses.to(tl.float64), 0)
+    total = tl.max(cumulative, 0)
+    seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
+    counter = tl.load(drawn_ptr + row).to(tl.uint64)
+    bits = _mix(_mix(seed + counter * 0x9E3779B97F4A7C15))
+    goal = (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0) * total
+    chunk = tl.minimum(tl.sum(((cumulative <= goal) & ok).to(tl.int32), 0), CHUNKS - 1)
+    before = tl.sum(tl.where(c < chunk, masses, 0.0).to(tl.float64), 0)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    logits = logits / tl.where(temperature > 0, temperature, 1.0)
+    mass = tl.exp(logits - peak)
+    inside = tl.cumsum(mass, 0)
+    offset = tl.sum((inside <= (goal - before).to(tl.float32)).to(tl.int32), 0)
+    # Rounding can carry the goal past the chunk's end: take its last token that has any mass.
+    last = tl.max(tl.where(mass > 0, tl.arange(0, BLOCK), 0), 0)
+    offset = tl.minimum(offset, last)
+    chosen = tl.max(tl.where(tl.arange(0, BLOCK) == offset, logits, -float("inf")), 0)
+    token = chunk * BLOCK + offset
+    if temperature == 0:
+        greedy = tl.argmax(peaks, 0)
+        token = tl.load(best_ptr + row * CHUNKS + greedy)
+        chosen = peak
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(logprob_ptr + row, chosen - peak - tl.log(total.to(tl.float32)))
+
+
+@triton.jit
+def advance_kernel(
+    token_ptr,
+    logprob_ptr,
+    next_ptr,
+    position_ptr,
+    drawn_ptr,
+    budget_ptr,
+    ignore_ptr,
+    done_ptr,
+    ids_ptr,
+    logprobs_ptr,
+    stops_ptr,
+    STOPS,
+    WIDTH,
+    BLOCK: tl.constexpr,
+):
+    """Take over the drawn token of one row that still runs, and see whether it ends there."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(done_ptr + row) == 0:
+        token, drawn = tl.load(token_ptr + row), tl.load(drawn_ptr + row)
+        tl.store(ids_ptr + row * WIDTH + drawn, token.to(tl.int32))
+        tl.store(logprobs_ptr + row * WIDTH + drawn, tl.load(logprob_ptr + row))
+        tl.store(next_ptr + row, token)
+        tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
+        tl.store(drawn_ptr + row, drawn + 1)
+        s = tl.arange(0, BLOCK)
+        stops = tl.load(stops_ptr + s, mask=s < STOPS, other=-1)
+        stopped = (tl.max((stops == token).to(tl.int32), 0) > 0) & (tl.load(ignore_ptr + row) == 0)
+        tl.store(done_ptr + row, (stopped | (drawn + 1 >= tl.load(budget_ptr + row))).to(tl.int8))

@@ -1,0 +1,90 @@
+"""The token layouts of the paged engine: prompts being processed, and one new token for each row.
+
+Legend: T tokens of the stream, B rows, H query heads, K key/value heads, D head size, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+from lockstep.models.varlen import Spans, varlen_attention, varlen_serves
+from lockstep.rollout.paged.ops import Ops
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens `start` to `end` of a prompt whose keys and values go to `pages`."""
+
+    pages: Sequence[int]
+    start: int
+    end: int
+
+
+class PagedPrefill:
+    """Pieces of prompts end to end, then padding; each sees what its pages hold before it, and itself."""
+
+    def __init__(self, cache: PageCache, pieces: Sequence[Piece], device: torch.device) -> None:
+        self._cache, self._pieces = cache, pieces
+        self._own_T = _places([(piece.pages, range(piece.start, piece.end)) for piece in pieces], device)
+        self._continued = any(piece.start for piece in pieces)
+        self._all_S = (
+            _places([(piece.pages, range(piece.end)) for piece in pieces], device) if self._continued else self._own_T
+        )
+        lengths, ends = [piece.end - piece.start for piece in pieces], [piece.end for piece in pieces]
+        self.tokens = sum(lengths)
+        self._queries, self._keys = Spans.of(lengths, device), Spans.of(ends, device)
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        query_THD, key_TKD, value_TKD = (x[:, : self.tokens].transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        page_T, offset_T = self._own_T // PAGE, self._own_T % PAGE
+        keys[page_T, :, offset_T] = key_TKD
+        values[page_T, :, offset_T] = value_TKD
+        if self._continued:
+            page_S, offset_S = self._all_S // PAGE, self._all_S % PAGE
+            key_TKD, value_TKD = keys[page_S, :, offset_S], values[page_S, :, offset_S]
+        if varlen_serves(query_THD, kind):
+            output_THD = varlen_attention(query_THD, key_TKD, value_TKD, self._queries, self._keys, kind)
+        else:
+            output_THD = self._dense(query_THD, key_TKD, value_TKD, kind)
+        padded_THD = query_HTD.new_zeros(query_HTD.shape[1], query_HTD.shape[0], query_HTD.shape[2])
+        padded_THD[: self.tokens] = output_THD
+        return padded_THD
+
+    def _dense(self, query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, kind: AttentionKind) -> Tensor:
+        outputs, query_at, key_at = [], 0, 0
+        for piece in self._pieces:
+            length = piece.end - piece.start
+            query = query_THD[query_at : query_at + length].transpose(0, 1)[None]
+            key, value = (x[key_at : key_at + piece.end].transpose(0, 1)[None] for x in (key_SKD, value_SKD))
+            mask = causal_mask(length, piece.end, kind.window, query.device) if piece.start else None
+            outputs.append(dense_attention(query, key, value, mask, kind)[0].transpose(0, 1))
+            query_at, key_at = query_at + length, key_at + piece.end
+        return torch.cat(outputs)
+
+
+class PagedDecode:
+    """One new token for each of the first rows."""
+
+    def __init__(self, ops: Ops, rows: Rows, cache: PageCache, splits: int) -> None:
+        self._ops, self._rows, self._cache, self._splits = ops, rows, cache, splits
+
+    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
+        self._ops.append(key_KTD, value_KTD, self._rows, self._cache, layer)
+        output_BX = self._ops.attend(query_HTD, self._rows, self._cache, layer, kind, self._splits)
+        return output_BX.view(output_BX.shape[0], query_HTD.shape[0], query_HTD.shape[2])
+
+
+def _places(spans: Sequence[tuple[Sequence[int], range]], device: torch.device) -> Tensor:
+    """Page × PAGE + offset of tokens, span by span."""
+    places = [
+        torch.tensor(pages, dtype=torch.int64)[torch.tensor(tokens) // PAGE] * PAGE + torch.tensor(tokens) % PAGE
+        for pages, tokens in spans
+    ]
+    return torch.cat(places).to(device)

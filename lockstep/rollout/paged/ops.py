@@ -1,0 +1,256 @@
+"""The operations of a decode step, by Triton kernels on a GPU. Shapes as in `plain.py`, which computes the same."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.models.attention import AttentionKind
+from lockstep.rollout.paged.plain import PlainOps
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+
+MATRIX_ROWS = 16
+"""Rows that a matrix instruction needs at least: the query heads of one key head are padded to it."""
+
+
+KEYS = 32
+"""Keys of one turn of the attention kernel. Small programs of one warp, many to a multiprocessor, hide the waiting for memory
+best: 43 µs a layer where 64 keys and four warps take 50 (512 rows of 384 tokens, 2 key heads of 128; the reads need 31)."""
+
+
+class Ops(Protocol):
+    """What a decode step is made of, beside matrix products. Rows are the first ones of `rows`, as many as the input has."""
+
+    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(residual + x, its RMS norm times weight)."""
+
+    def gate(self, x_BX: Tensor) -> Tensor:
+        """silu(first half) × second half."""
+
+    def rope_append(
+        self,
+        qkv_BX: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        heads: int,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+    ) -> Tensor:
+        """Norm (query weight, key weight, eps) and rotate queries and keys, write keys and values; the queries [H, B, D]."""
+
+    def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
+        """Write one key and value for each row at its position."""
+
+    def attend(
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+    ) -> Tensor:
+        """Attention of each row over its pages up to its position, [B, H·D]; in so many parts side by side."""
+
+    def draw(self, logits_BV: Tensor, rows: Rows) -> None:
+        """Draw a token for each row from softmax(logits / temperature) into rows.token_B and rows.logprob_B."""
+
+    def advance(self, rows: Rows, count: int, stops_X: Tensor) -> None:
+        """Take over the drawn token of rows that still run, and mark those that end with it."""
+
+
+class TritonOps:
+    """Implements Ops on a GPU."""
+
+    def __init__(self) -> None:
+        from lockstep.rollout.paged import kernels
+
+        self._kernels: Any = kernels
+
+    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        count, size = residual_BX.shape
+        out_BX = torch.empty_like(residual_BX)
+        total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
+        block = _power(size)
+        self._kernels.add_norm_kernel[(count,)](
+            residual_BX if x_BX is None else x_BX,
+            residual_BX,
+            weight_X,
+            total_BX,
+            out_BX,
+            eps,
+            x_BX is not None,
+            size,
+            block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+        return total_BX, out_BX
+
+    def gate(self, x_BX: Tensor) -> Tensor:
+        count, size = x_BX.shape[0], x_BX.shape[1] // 2
+        out_BX = x_BX.new_empty(count, size)
+        block = min(2048, _power(size))
+        self._kernels.gate_kernel[(count, -(-size // block))](x_BX, out_BX, size, block)
+        return out_BX
+
+    def rope_append(
+        self,
+        qkv_BX: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        heads: int,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+    ) -> Tensor:
+        count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
+        query_BHD = qkv_BX.new_empty(count, heads, size)
+        query_norm, key_norm, eps = norms if norms is not None else (qkv_BX, qkv_BX, 0.0)
+        self._kernels.rope_append_kernel[(count,)](
+            qkv_BX,
+            query_BHD,
+            rope[0],
+            rope[1],
+            rows.position_B,
+            rows.table_BS,
+            cache.anchor,
+            cache.offsets,
+            query_norm,
+            key_norm,
+            layer,
+            rows.table_BS.stride(0),
+            eps,
+            norms is not None,
+            heads,
+            kv_heads,
+            size,
+            _power(heads + 2 * kv_heads),
+            _power(size // 2),
+            PAGE,
+            num_warps=4,
+        )
+        return query_BHD.transpose(0, 1)
+
+    def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
+        key_KBD, value_KBD = (t if t.stride(-1) == 1 else t.contiguous() for t in (key_KBD, value_KBD))
+        kv_heads, count, size = key_KBD.shape
+        self._kernels.append_kernel[(count, kv_heads)](
+            key_KBD,
+            value_KBD,
+            rows.position_B,
+            rows.table_BS,
+            cache.anchor,
+            cache.offsets,
+            layer,
+            rows.table_BS.stride(0),
+            key_KBD.stride(0),
+            key_KBD.stride(1),
+            value_KBD.stride(0),
+            value_KBD.stride(1),
+            kv_heads,
+            size,
+            _power(size),
+            PAGE,
+            num_warps=1,
+        )
+
+    def attend(
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+    ) -> Tensor:
+        query_HBD = query_HBD if query_HBD.stride(-1) == 1 else query_HBD.contiguous()
+        heads, count, size = query_HBD.shape
+        out_BX = query_HBD.new_empty(count, heads * size)
+        parts = (count, heads, splits)
+        wide = {"dtype": torch.float32, "device": query_HBD.device}
+        part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
+        peak, mass = (torch.empty(parts if splits > 1 else 1, **wide) for _ in range(2))  # type: ignore[call-overload]
+        sinks = query_HBD if kind.sinks_H is None else kind.sinks_H
+        flags = (kind.window is not None, kind.softcap is not None, kind.sinks_H is not None)
+        block = _power(size)
+        self._kernels.attend_kernel[(count, cache.heads, splits)](
+            query_HBD,
+            rows.table_BS,
+            rows.position_B,
+            cache.anchor,
+            cache.offsets,
+            sinks,
+            out_BX,
+            part,
+            peak,
+            mass,
+            layer,
+            rows.table_BS.stride(0),
+            query_HBD.stride(0),
+            query_HBD.stride(1),
+            kind.scale,
+            kind.softcap or 1.0,
+            kind.window or 0,
+            heads,
+            cache.heads,
+            size,
+            block,
+            max(MATRIX_ROWS, _power(heads // cache.heads)),
+            PAGE,
+            KEYS,
+            splits,
+            *flags,
+            "ieee" if query_HBD.dtype == torch.float32 else "tf32",
+            num_warps=1 if block * max(MATRIX_ROWS, _power(heads // cache.heads)) <= 2048 else 4,
+            num_stages=2,
+        )
+        if splits > 1:
+            self._kernels.combine_kernel[(count, heads)](
+                part, peak, mass, sinks, out_BX, heads, size, block, splits, flags[2], num_warps=1
+            )
+        return out_BX
+
+    def draw(self, logits_BV: Tensor, rows: Rows) -> None:
+        count, vocabulary = logits_BV.shape
+        size = self._kernels.CHUNK
+        chunks = -(-vocabulary // size)
+        peak_BC, mass_BC = (logits_BV.new_empty(count, chunks, dtype=torch.float32) for _ in range(2))
+        best_BC = logits_BV.new_empty(count, chunks, dtype=torch.int32)
+        self._kernels.summarise_kernel[(count, chunks)](
+            logits_BV, rows.temperature_B, peak_BC, mass_BC, best_BC, vocabulary, chunks, size, num_warps=8
+        )
+        self._kernels.draw_kernel[(count,)](
+            logits_BV,
+            rows.temperature_B,
+            rows.seed_B,
+            rows.drawn_B,
+            peak_BC,
+            mass_BC,
+            best_BC,
+            rows.token_B,
+            rows.logprob_B,
+            vocabulary,
+            chunks,
+            size,
+            max(16, _power(chunks)),
+            num_warps=8,
+        )
+
+    def advance(self, rows: Rows, count: int, stops_X: Tensor) -> None:
+        self._kernels.advance_kernel[(count,)](
+            rows.token_B,
+            rows.logprob_B,
+            rows.next_B,
+            rows.position_B,
+            rows.drawn_B,
+            rows.budget_B,
+            rows.ignore_B,
+            rows.done_B,
+            rows.ids_BN,
+            rows.logprobs_BN,
+            stops_X,
+            stops_X.numel(),
+            rows.ids_BN.stride(0),
+            _power(max(2, stops_X.numel())),
+            num_warps=1,
+        )
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Kernels on a GPU, plain torch elsewhere."""
+    return TritonOps() if device.type == "cuda" else PlainOps()
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()

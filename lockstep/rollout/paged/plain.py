@@ -1,0 +1,108 @@
+"""The operations of a decode step in plain torch: what the kernels compute, and what runs where there are none.
+
+Legend: B rows, H query heads, K key/value heads, D head size, S keys, V vocabulary, X features, P tokens of a page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.models.attention import AttentionKind
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+from lockstep.rollout.sampler import sample_rows
+
+
+class PlainOps:
+    """Implements ops.Ops on any device."""
+
+    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total_BX = residual_BX if x_BX is None else residual_BX + x_BX
+        wide_BX = total_BX.float()
+        normed_BX = wide_BX * torch.rsqrt(wide_BX.pow(2).mean(-1, keepdim=True) + eps)
+        return total_BX, normed_BX.to(total_BX.dtype) * weight_X
+
+    def gate(self, x_BX: Tensor) -> Tensor:
+        gate_BX, up_BX = x_BX.chunk(2, -1)
+        return torch.nn.functional.silu(gate_BX) * up_BX
+
+    def rope_append(
+        self,
+        qkv_BX: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        heads: int,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+    ) -> Tensor:
+        count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
+        query, key, value = qkv_BX.view(count, -1, size).split([heads, kv_heads, kv_heads], 1)
+        position_B = rows.position_B[:count].long()
+        if norms is not None:
+            query = self.add_norm(None, query, norms[0], norms[2])[1]
+            key = self.add_norm(None, key, norms[1], norms[2])[1]
+        cos, sin = (table[position_B][:, None] for table in rope)
+        query, key = (_turn(x, cos, sin) for x in (query, key))
+        self.append(key.transpose(0, 1), value.transpose(0, 1), rows, cache, layer)
+        return query.transpose(0, 1)
+
+    def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
+        count = key_KBD.shape[1]
+        position_B = rows.position_B[:count].long()
+        page_B = rows.table_BS[:count].gather(1, (position_B // PAGE)[:, None])[:, 0].long()
+        cache.keys[layer][page_B, :, position_B % PAGE] = key_KBD.transpose(0, 1)
+        cache.values[layer][page_B, :, position_B % PAGE] = value_KBD.transpose(0, 1)
+
+    def attend(
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+    ) -> Tensor:
+        heads, count, size = query_HBD.shape
+        table_BS = rows.table_BS[:count].long()
+        key, value = (
+            t[layer][table_BS].transpose(2, 3).flatten(1, 2).repeat_interleave(heads // cache.heads, 2)
+            for t in (cache.keys, cache.values)
+        )
+        position_B1 = rows.position_B[:count, None].long()
+        index_S = torch.arange(key.shape[1], device=key.device)
+        seen_BS = index_S <= position_B1
+        if kind.window is not None:
+            seen_BS &= index_S > position_B1 - kind.window
+        scores_BHS = torch.einsum("hbd,bshd->bhs", query_HBD.float(), key.float()) * kind.scale
+        if kind.softcap is not None:
+            scores_BHS = kind.softcap * torch.tanh(scores_BHS / kind.softcap)
+        scores_BHS = scores_BHS.masked_fill(~seen_BS[:, None], -torch.inf)
+        if kind.sinks_H is not None:
+            sinks = kind.sinks_H.float()[None, :, None].expand(count, -1, 1)
+            probs_BHS = torch.cat([scores_BHS, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            probs_BHS = scores_BHS.softmax(-1)
+        value = value.float().masked_fill(~seen_BS[:, :, None, None], 0)  # a page may hold anything where nobody wrote
+        return torch.einsum("bhs,bshd->bhd", probs_BHS, value).to(query_HBD.dtype).view(count, heads * size)
+
+    def draw(self, logits_BV: Tensor, rows: Rows) -> None:
+        count = logits_BV.shape[0]
+        token_B, logprob_B = sample_rows(
+            logits_BV.float(), rows.temperature_B[:count], rows.seed_B[:count], rows.drawn_B[:count]
+        )
+        rows.token_B[:count] = token_B
+        rows.logprob_B[:count] = logprob_B
+
+    def advance(self, rows: Rows, count: int, stops_X: Tensor) -> None:
+        live_B = rows.done_B[:count] == 0
+        token_B, drawn_B = rows.token_B[:count], rows.drawn_B[:count]
+        at_B = drawn_B.long().clamp(max=rows.ids_BN.shape[1] - 1)[:, None]
+        for kept_BN, new_B in ((rows.ids_BN, token_B), (rows.logprobs_BN, rows.logprob_B[:count])):
+            now_B1 = kept_BN[:count].gather(1, at_B)
+            kept_BN[:count].scatter_(1, at_B, torch.where(live_B[:, None], new_B[:, None].to(kept_BN.dtype), now_B1))
+        rows.next_B[:count] = torch.where(live_B, token_B, rows.next_B[:count])
+        rows.position_B[:count] += live_B
+        rows.drawn_B[:count] += live_B
+        stopped_B = torch.isin(token_B, stops_X) & (rows.ignore_B[:count] == 0)
+        spent_B = rows.drawn_B[:count] >= rows.budget_B[:count]
+        rows.done_B[:count] = (~live_B | stopped_B | spent_B).to(torch.int8)
+
+
+def _turn(x_BHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x_BHD.float().chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x_BHD.dtype)

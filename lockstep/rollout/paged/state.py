@@ -1,0 +1,149 @@
+"""What a decode step reads and writes on the device: the rows being decoded, and the pages that hold their keys and values.
+
+Legend: B rows, L layers, K key/value heads, D head size, P tokens of a page, S pages of a row, N sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+PAGE = 64
+"""Tokens of a page: one block of the attention kernel."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """State of every row, at fixed addresses: captured graphs read and write these tensors in place."""
+
+    next_B: Tensor
+    """int64: the token that is fed next."""
+    position_B: Tensor
+    """int32: its position, where its key and value are written."""
+    seed_B: Tensor
+    """int64: bits of the sample's 64-bit seed."""
+    drawn_B: Tensor
+    """int32: tokens sampled so far."""
+    budget_B: Tensor
+    """int32: tokens that it may have."""
+    temperature_B: Tensor
+    """fp32; 0 is greedy."""
+    ignore_B: Tensor
+    """int8: 1 if end tokens do not end it."""
+    done_B: Tensor
+    """int8: 1 once it has ended; a row that has ended changes no more."""
+    table_BS: Tensor
+    """int32: its pages in order; page 0 is nobody's, for rows that are not in use."""
+    ids_BN: Tensor
+    """int32: what was sampled."""
+    logprobs_BN: Tensor
+    """fp32: log-probability of each under the distribution that it was drawn from."""
+    token_B: Tensor
+    """int64: the token just drawn."""
+    logprob_B: Tensor
+    """fp32: its log-probability."""
+
+    @staticmethod
+    def empty(rows: int, pages: int, tokens: int, device: torch.device) -> Rows:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return Rows(
+            next_B=zeros(rows, dtype=torch.int64),
+            position_B=zeros(rows, dtype=torch.int32),
+            seed_B=zeros(rows, dtype=torch.int64),
+            drawn_B=zeros(rows, dtype=torch.int32),
+            budget_B=zeros(rows, dtype=torch.int32),
+            temperature_B=torch.ones(rows, dtype=torch.float32, device=device),
+            ignore_B=zeros(rows, dtype=torch.int8),
+            done_B=torch.ones(rows, dtype=torch.int8, device=device),
+            table_BS=zeros(rows, pages, dtype=torch.int32),
+            ids_BN=zeros(rows, tokens, dtype=torch.int32),
+            logprobs_BN=zeros(rows, tokens, dtype=torch.float32),
+            token_B=zeros(rows, dtype=torch.int64),
+            logprob_B=zeros(rows, dtype=torch.float32),
+        )
+
+    def fits(self, pages: int, tokens: int) -> bool:
+        return self.table_BS.shape[1] >= pages and self.ids_BN.shape[1] >= tokens
+
+    def part(self, place: slice) -> Rows:
+        """Views of some rows."""
+        return Rows(*(getattr(self, field.name)[place] for field in fields(self)))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Move the rows of these indices, in this order, to the front; what stood behind them is at rest."""
+        device = self.next_B.device
+        order = torch.tensor(rows, dtype=torch.int64, device=device)
+        for field in fields(self):
+            tensor: Tensor = getattr(self, field.name)
+            tensor[: len(rows)] = tensor[order]
+        self.rest(len(rows))
+
+    def rest(self, first: int) -> None:
+        """Rows from `first` on are at rest: they write to page 0 and change nothing."""
+        self.done_B[first:] = 1
+        self.position_B[first:] = 0
+        self.table_BS[first:] = 0
+
+
+class PageCache:
+    """Keys and values, [pages, K, P, D] a layer each. Page 0 belongs to rows at rest."""
+
+    def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers, self.heads, self.size = layers, heads, size
+        self._dtype, self._device = dtype, device
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.anchor = torch.zeros(16, dtype=dtype, device=device)
+        self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
+        """Elements from the anchor to keys and values, layer by layer: kernels find them so, and the cache may move."""
+        self._free: list[int] = []
+
+    @property
+    def pages(self) -> int:
+        """Pages that sequences can have."""
+        return self.keys[0].shape[0] - 1 if self.keys else 0
+
+    @property
+    def bytes_per_page(self) -> int:
+        return 2 * self.layers * self.heads * PAGE * self.size * self._dtype.itemsize
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def allocate(self, pages: int) -> None:
+        """Take memory for so many pages and page 0; what was there is gone."""
+        self.release()
+        shape = (pages + 1, self.heads, PAGE, self.size)
+        for _ in range(self.layers):
+            # Kernels mask what they may not see; page 0 alone is read before anything was written to it.
+            self.keys.append(torch.empty(shape, dtype=self._dtype, device=self._device))
+            self.values.append(torch.empty(shape, dtype=self._dtype, device=self._device))
+            self.keys[-1][0].zero_()
+            self.values[-1][0].zero_()
+        pairs = [t for pair in zip(self.keys, self.values, strict=True) for t in pair]
+        distances = [(t.data_ptr() - self.anchor.data_ptr()) // self._dtype.itemsize for t in pairs]
+        self.offsets.copy_(torch.tensor(distances, dtype=torch.int64))
+        self._free = list(range(pages, 0, -1))
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.keys, self.values, self._free = [], [], []
+
+    def take(self, pages: int) -> list[int]:
+        return [self._free.pop() for _ in range(pages)]
+
+    def give(self, pages: Sequence[int]) -> None:
+        self._free.extend(pages)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole pages in every layer."""
+        source_X = torch.tensor(source, dtype=torch.int64, device=self._device)
+        target_X = torch.tensor(target, dtype=torch.int64, device=self._device)
+        for tensor in (*self.keys, *self.values):
+            tensor[target_X] = tensor[source_X]

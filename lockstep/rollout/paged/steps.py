@@ -1,0 +1,126 @@
+"""The decode step: from the rows' next tokens to their next tokens. On a GPU captured once for each
+number of rows, then replayed.
+
+Legend: B rows, V vocabulary, X features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.models.heads import Head
+from lockstep.rollout.paged.fused import FusedDecoder
+from lockstep.rollout.paged.layouts import PagedDecode
+from lockstep.rollout.paged.ops import Ops
+from lockstep.rollout.paged.state import PageCache, Rows
+
+log = logging.getLogger(__name__)
+
+PROGRAMS = 528
+"""Attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's keys are
+split over several."""
+
+
+class DecodeStep:
+    """Two parts: `forward` leaves logits for the rows, `draw` turns them into tokens. Both change `rows` in place."""
+
+    def __init__(self, decoder: Any, fused: FusedDecoder | None, head: Head, cache: PageCache, ops: Ops) -> None:
+        self._decoder, self._fused, self._head, self._cache, self._ops = decoder, fused, head, cache, ops
+        self._capturing = head.weight_VH.device.type == "cuda"
+        self._graphs: dict[tuple[str, int], Callable[[], None]] = {}
+        self._pool: Any = None
+        self.logits_BV = torch.empty(0)
+
+    def prepare(self, rows: Rows, stops_X: Tensor) -> None:
+        """Use these rows from now on; what was captured for others is dropped."""
+        self._rows, self._stops_X = rows, stops_X
+        weight = self._head.weight_VH
+        self.logits_BV = torch.empty(len(rows.next_B), weight.shape[0], dtype=weight.dtype, device=weight.device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop captured graphs: an address or a constant in them is no longer right."""
+        self._graphs.clear()
+        self._pool = None
+
+    @torch.no_grad()
+    def forward(self, count: int) -> Tensor:
+        """Feed the next token of the first `count` rows; logits [B, V] of what follows."""
+        self._run("forward", count, self._forward)
+        return self.logits_BV[:count]
+
+    @torch.no_grad()
+    def draw(self, count: int) -> None:
+        """Draw from the logits of the last `forward`, and take the tokens over."""
+        self._run("draw", count, self._draw)
+
+    def _forward(self, count: int) -> None:
+        splits = self._splits(count)
+        if self._fused is not None:
+            hidden_BX = self._fused(count, self._ops, self._rows, self._cache, splits)
+        else:
+            layout = PagedDecode(self._ops, self._rows, self._cache, splits)
+            hidden_BX = self._decoder(
+                input_ids=self._rows.next_B[None, :count],
+                position_ids=self._rows.position_B[None, :count].long(),
+                use_cache=False,
+                layout=layout,
+            ).last_hidden_state[0]
+        write_logits(self._head, hidden_BX, self.logits_BV[:count])
+
+    def _draw(self, count: int) -> None:
+        self._ops.draw(self.logits_BV[:count], self._rows)
+        self._ops.advance(self._rows, count, self._stops_X)
+
+    def _splits(self, count: int) -> int:
+        wanted = -(-PROGRAMS // (count * self._cache.heads))
+        most = self._rows.table_BS.shape[1]
+        return max(1, min(1 << (wanted - 1).bit_length(), 1 << (most - 1).bit_length() if most > 1 else 1, 32))
+
+    # --- capture --------------------------------------------------------------------------------------------------
+    def _run(self, name: str, count: int, run: Callable[[int], None]) -> None:
+        if not self._capturing:
+            run(count)
+            return
+        key = (name, count)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(name, count, run)
+        self._graphs[key]()
+
+    def _captured(self, name: str, count: int, run: Callable[[int], None]) -> Callable[[], None]:
+        """A replay of one run; the runs that warm it up change nothing, because every row is at rest meanwhile."""
+        done_B = self._rows.done_B.clone()
+        self._rows.done_B.fill_(1)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run(count)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                run(count)
+        except RuntimeError as error:  # a model whose forward pass asks the device for a number
+            log.warning("decoding runs without CUDA graphs, which is slower: %s", str(error).splitlines()[0])
+            self._capturing = False
+            self._graphs.clear()
+            torch.cuda.synchronize()
+            self._rows.done_B.copy_(done_B)
+            return lambda: run(count)
+        self._rows.done_B.copy_(done_B)
+        return graph.replay
+
+
+def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
+    """The head's logits of hidden states, written to `logits_BV` in its precision."""
+    if head.bias_V is None and head.softcap is None and head.scale == 1.0:
+        torch.mm(hidden_BX, head.weight_VH.T, out=logits_BV)
+    else:
+        logits_BV.copy_(head.logits(hidden_BX))

@@ -1,0 +1,63 @@
+"""A recipe's vLLM engine: in process or not, with weights of its own or the learner's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import EngineError
+from lockstep.rollout.vllm.environment import prepare
+from lockstep.rollout.vllm.requests import Decode
+from lockstep.rollout.vllm.settings import settings_of
+from lockstep.types import RolloutEngine
+
+
+def prepare_environment() -> None:
+    """Set up this process's environment for vLLM. Call before anything is allocated on the GPU.
+
+    Raises EngineError if it is too late for a setting that must go.
+    """
+    prepare(os.environ, cuda_started=torch.cuda.is_initialized())
+
+
+def vllm_engine(
+    recipe: Recipe, model: nn.Module, folder: str, stop_ids: frozenset[int], decode: Decode
+) -> RolloutEngine:
+    """Start vLLM for `model`, which the learner trains; with transport view its parameters become views of vLLM's tensors.
+
+    Call before anything keeps the model's tensors. Raises EngineError if vLLM cannot run it here.
+    """
+    weight = next(model.parameters())
+    if weight.device.type != "cuda":
+        raise EngineError("vLLM needs a CUDA GPU", where="rollout.engine=vllm", fix="set rollout.engine=native")
+    outer: Any = model
+    base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
+    settings = settings_of(
+        recipe,
+        folder,
+        base.config,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        stop_ids=stop_ids,
+        gpu_bytes=torch.cuda.get_device_properties(weight.device).total_memory,
+    )
+    if recipe.rollout.vllm.process == "own":
+        from lockstep.rollout.vllm.process import vllm_process
+
+        return vllm_process(settings, weight.device, through_host=recipe.weight_transport == "copy")
+    from lockstep.rollout.vllm.engine import VllmEngine
+
+    engine = VllmEngine(settings, decode)
+    match recipe.weight_transport:
+        case "view":
+            engine.share(model)
+        case "copy":
+            pass
+        case "ipc" | "shared":
+            raise EngineError(f"no transport {recipe.weight_transport} in process", where="rollout.vllm.transport")
+        case other:
+            assert_never(other)
+    return engine

@@ -1,0 +1,51 @@
+"""The environment that vLLM reads at import and start, and PyTorch's allocator setting that does not go with it."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from lockstep.errors import EngineError
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The old and the new name of the same setting. vLLM looks at the old one only."""
+SEGMENTS = "expandable_segments"
+FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine is stepped by hand in the process that it is in."""
+DEFAULTS = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",  # measured: 35-48k tokens/s with log-probabilities, the first runner 31-39k
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of what was sampled from
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Set unless the user set them."""
+
+
+def prepare(environment: MutableMapping[str, str], *, cuda_started: bool) -> list[str]:
+    """Set what vLLM needs and take out expandable segments, which neither its memory pool nor CUDA IPC goes with.
+
+    Returns what was taken out, for the log. `cuda_started` says that this process has allocated on the GPU already: then the
+    setting is in force and cannot be taken out, and EngineError is raised.
+    """
+    environment.update(FIXED)
+    for name, value in DEFAULTS.items():
+        environment.setdefault(name, value)
+    removed = []
+    for name in ALLOCATOR:
+        parts = [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
+        kept = [part for part in parts if part.partition(":")[0].strip() != SEGMENTS]
+        enabled = [part for part in parts if part not in kept and part.partition(":")[2].strip().lower() == "true"]
+        if enabled and cuda_started:
+            raise EngineError(
+                f"{name} = {environment[name]}: {SEGMENTS} goes neither with vLLM's memory pool nor with CUDA IPC, and it is "
+                "in force already",
+                where="rollout.vllm",
+                fix=f"unset {name} and start again, or set rollout.engine=native",
+            )
+        if len(kept) < len(parts):
+            removed += [f"{name}: {part}" for part in parts if part not in kept]
+            environment[name] = ",".join(kept)
+            if not kept:
+                del environment[name]
+    return removed

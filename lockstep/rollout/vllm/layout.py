@@ -1,0 +1,119 @@
+"""vLLM's parameters under the names and shapes of the Hugging Face checkpoint: fused matrices taken apart, padding cut off.
+
+vLLM computes with other tensors than a checkpoint has: q, k and v in one matrix, gate and up in another, a vocabulary padded to
+a multiple of 64 rows, a tied head that is the embedding. Every tensor here is a view into what vLLM computes with, so that a
+fingerprint reads, and a write changes, the very memory that samples. Nothing here imports vLLM: modules are known by the
+attributes that vLLM's have (`packed_modules_mapping` of the model, `output_sizes` of a fused layer, `org_vocab_size` of a padded
+one; vLLM 0.24, model_executor/layers/linear.py and vocab_parallel_embedding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError
+from lockstep.types import WeightStream
+
+FIX = "set rollout.engine=native, which runs any decoder of transformers"
+USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""What is fused where a model of vLLM does not say so (Starcoder2)."""
+
+
+def checkpoint_views(model: nn.Module) -> WeightStream:
+    """Every parameter of vLLM's model once, tied ones under their first name, as views. Raises EngineError for a layout that
+    cannot be mapped back: sharded over ranks, fused otherwise than by rows, or renamed by more than a prefix."""
+    rename = _renaming(model)
+    modules = dict(model.named_modules())
+    packed: dict[str, list[str]] = USUAL | (getattr(model, "packed_modules_mapping", None) or {})
+    for name, parameter in model.named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        for piece, view in _pieces(layer, leaf, parameter.data, modules.get(layer), packed):
+            yield rename(piece), view
+
+
+def _pieces(
+    layer: str, leaf: str, tensor: Tensor, module: Any, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
+    if getattr(module, "tp_size", 1) != 1:
+        raise EngineError(f"sharded over {module.tp_size} ranks", where=f"{layer}.{leaf}", fix="use one GPU per engine")
+    parent, _, last = layer.rpartition(".")
+    children = packed.get(last, [last])
+    name = f"{layer}.{leaf}" if layer else leaf
+    if (rows := getattr(module, "org_vocab_size", None)) is not None:
+        yield name, tensor[:rows]
+    elif len(children) < 2:
+        yield name, tensor
+    else:
+        sizes: list[int] = list(getattr(module, "output_sizes", []))
+        if len(sizes) != len(children) or sum(sizes) != tensor.shape[0]:
+            raise EngineError(
+                f"{list(tensor.shape)} is not {', '.join(children)} of {sizes} rows one below the other",
+                where=name,
+                fix=FIX,
+            )
+        for child, part in zip(children, tensor.split(sizes), strict=True):
+            yield ".".join(filter(None, (parent, child, leaf))), part
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """From vLLM's parameter names to the checkpoint's: the inverse of the model's own mapping, which must be of prefixes."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    parts = ("orig_to_new_renamings", "orig_to_new_regex", "orig_to_new_substr", "orig_to_new_suffix")
+    for part in parts:
+        rules = getattr(mapper, part, None) or {}
+        if any(new is not None for new in rules.values()) if isinstance(rules, dict) else rules:
+            raise EngineError(f"vLLM renames its parameters by {part}", where=type(model).__name__, fix=FIX)
+    prefixes: dict[str, str] = {
+        new: old for old, new in (getattr(mapper, "orig_to_new_prefix", None) or {}).items() if new is not None
+    }
+    if "" in prefixes:
+        raise EngineError("vLLM takes a prefix off its parameters' names", where=type(model).__name__, fix=FIX)
+    ordered = sorted(prefixes, key=len, reverse=True)
+
+    def rename(name: str) -> str:
+        return next((prefixes[new] + name[len(new) :] for new in ordered if name.startswith(new)), name)
+
+    return rename
+
+
+def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str) -> WeightStream:
+    """The stream, as long as vLLM has a place for each tensor. Some of vLLM's loaders skip unknown names without a word."""
+    for name, tensor in stream:
+        if name not in known:
+            raise EngineError(
+                f"vLLM's {model} has no parameter for {name} (it has {len(known)}, the first is {min(known, default='none')})",
+                where=folder,
+                fix=FIX,
+            )
+        yield name, tensor
+
+
+def share(model: nn.Module, views: WeightStream) -> list[str]:
+    """Make the parameters of `model` views of an engine's tensors: one set of weights from then on. Returns their names.
+
+    Names, shapes and dtypes must be equal and so must the values: nothing is copied. Raises EngineError otherwise, before
+    anything is changed.
+    """
+    engine, own = dict(views), dict(model.named_parameters())
+    if missing := sorted(engine.keys() ^ own.keys()):
+        raise EngineError(
+            f"only one side has {', '.join(missing[:5])} ({len(missing)} in all)", where="rollout.vllm", fix=FIX
+        )
+    for name, parameter in own.items():
+        view = engine[name]
+        if (view.shape, view.dtype, view.device) != (parameter.shape, parameter.dtype, parameter.device):
+            raise EngineError(
+                f"{tuple(view.shape)} {view.dtype} on {view.device}, the learner has {tuple(parameter.shape)} "
+                f"{parameter.dtype} on {parameter.device}",
+                where=name,
+                fix="set rollout.vllm.transport=copy",
+            )
+        if not view.equal(parameter.data):
+            raise EngineError("other values than the learner's", where=name, fix="load the weights before sharing them")
+    for name, parameter in own.items():
+        parameter.data = engine[name]
+    return sorted(own)

@@ -1,0 +1,275 @@
+"""The owner's side of an engine in its own process: a RolloutEngine that stands for the one behind the channel."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import IO
+
+import numpy as np
+import torch
+
+from lockstep import errors
+from lockstep.errors import EngineError, LockstepError, StaleWeightsError
+from lockstep.rollout.vllm import bucket, wire
+from lockstep.rollout.vllm.environment import prepare
+from lockstep.rollout.vllm.settings import VllmSettings
+from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
+from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
+
+TAIL = 2000
+"""Characters of the process's output that an error shows."""
+
+
+class EngineProcess:
+    """Implements types.RolloutEngine over an engine in a process of its own, with sleep(), wake() and fingerprints()."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], device: torch.device) -> None:
+        """Start `command`, with the number of the channel's file descriptor as last argument, and wait until it is ready.
+
+        Weights pass through memory of `device`, a CUDA device, or of the host. Raises EngineError with the end of the
+        process's output if it does not start.
+        """
+        self.version = -1
+        self.seconds = 0.0
+        """What starting took."""
+        self._device = device
+        self._bucket: bucket.Bucket | None = None
+        self._running: dict[int, Request] = {}
+        self._keys = itertools.count()
+        self._done: deque[Completion] = deque()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                [*command, str(number)],
+                env=dict(environment),
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # an interrupt is for the owner, who ends this process when it is done
+            )
+        self._channel = wire.Channel(ours)
+        try:
+            self._started()
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self) -> None:
+        match self._answer():
+            case wire.Ready(seconds):
+                self.seconds = seconds
+            case other:
+                raise self._unexpected(other)
+
+    # --- RolloutEngine --------------------------------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests over. Raises what the engine raises for one that it cannot serve."""
+        if not requests:
+            return
+        if stale := next((request for request in requests if request.version != self.version), None):
+            raise StaleWeightsError(
+                f"asked for weights {stale.version}, the engine holds {self.version}",
+                where=stale.id,
+                fix="push the learner's weights with WeightSync before sampling",
+            )
+        prompts: dict[TokenIds, int] = {}
+        samplings: dict[Sampling, int] = {}
+        keys = [next(self._keys) for _ in requests]
+        rows = tuple(
+            wire.Row(
+                key,
+                f"{key}:{r.id}",
+                r.group,
+                prompts.setdefault(r.prompt_ids, len(prompts)),
+                samplings.setdefault(r.sampling, len(samplings)),
+                r.seed,
+                r.version,
+                r.prefix,
+            )
+            for key, r in zip(keys, requests, strict=True)
+        )
+        message = wire.Submit(rows, tuple(samplings), tuple(map(len, prompts)))
+        self._ask(message, wire.packed(list(prompts)))
+        self._running |= dict(zip(keys, requests, strict=True))
+
+    def completed(self) -> Iterator[Completion]:
+        """Yield completions as they arrive, until nothing runs."""
+        while self._running or self._done:
+            while self._done:
+                yield self._done.popleft()
+            if self._running:
+                message, payload = self._receive()
+                match message:
+                    case wire.Completions(entries):
+                        self._take(entries, payload)
+                    case wire.Failed():
+                        self._running.clear()
+                        raise self._error(message)
+                    case other:
+                        raise self._unexpected(other)
+
+    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of every token but the first, at temperature 1."""
+        rows = [tuple(ids) for ids in sequences]
+        self._channel.send(wire.Score(tuple(map(len, rows))), wire.packed(rows))
+        match self._answer():
+            case wire.Scores(lengths):
+                return wire.unpacked_floats(self._payload, lengths)
+            case other:
+                raise self._unexpected(other)
+
+    def load(self, weights: WeightStream, version: int) -> None:
+        """Pass weights through the bucket and let the engine become `version`. Nothing may be running."""
+        if self._running:
+            raise EngineError(f"weights {version} arrived while {len(self._running)} requests run")
+        self.version = -1
+        self._ask(wire.Load(version))
+        for load in bucket.loads(weights, bucket.SIZE):
+            self._fill(load)
+            self._ask(wire.Take(tuple(part for part, _ in load)))
+        self._ask(wire.Loaded())
+        self.version = version
+
+    def weights(self, only: Collection[str] = ()) -> WeightStream:
+        """What the engine computes with, copied here one tensor at a time: for looking closely, not for each proof."""
+        for name in only or self.fingerprints().tensors:
+            yield name, self._fetch(name)
+
+    def fingerprints(self) -> Fingerprints:
+        """Of all the engine's weights, computed where they are; only the numbers come here."""
+        self._channel.send(wire.Fingerprint())
+        match self._answer():
+            case wire.Prints(entries):
+                return combine({e.name: TensorPrint(int(e.value, 16), e.dtype, e.shape, e.bytes) for e in entries})
+            case other:
+                raise self._unexpected(other)
+
+    def sleep(self) -> None:
+        """Free the memory of keys and values."""
+        self._ask(wire.Sleep())
+
+    def wake(self) -> None:
+        self._ask(wire.Wake())
+
+    def close(self) -> None:
+        """End the process, which gives all its memory back."""
+        if self._process.poll() is None:
+            try:
+                self._channel.send(wire.Close())
+                self._process.wait(timeout=30)
+            except (EngineError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+        self._channel.close()
+        self._output.close()
+        self._bucket = None
+        self._running.clear()
+        self._done.clear()
+
+    # --- channel --------------------------------------------------------------------------------------------------
+    def _ask(self, message: wire.Message, payload: bytes = b"") -> None:
+        """Say something that is answered by Done."""
+        self._channel.send(message, payload)
+        match self._answer():
+            case wire.Done():
+                return
+            case other:
+                raise self._unexpected(other)
+
+    def _answer(self) -> wire.Message:
+        """The next message that is no completion; its bytes are in `_payload`. Raises what the engine raised."""
+        while True:
+            message, self._payload = self._receive()
+            match message:
+                case wire.Completions(entries):
+                    self._take(entries, self._payload)
+                case wire.Failed():
+                    raise self._error(message)
+                case _:
+                    return message
+
+    def _receive(self) -> tuple[wire.Message, memoryview]:
+        try:
+            return self._channel.receive()
+        except EngineError as error:
+            code = self._process.wait()
+            raise EngineError(
+                f"the engine's process ended with code {code}; the end of its output:\n{self._tail()}",
+                where="rollout.vllm",
+                fix="see above; rollout.vllm.process=in runs the engine here",
+            ) from error
+
+    def _take(self, entries: tuple[wire.Finished, ...], payload: memoryview) -> None:
+        tokens = sum(entry.tokens for entry in entries)
+        ids: list[int] = np.frombuffer(payload[: 8 * tokens], np.int64).tolist()
+        logprobs: list[float] = np.frombuffer(payload[8 * tokens :], np.float64).tolist()
+        start = 0
+        for entry in entries:
+            span = slice(start, start + entry.tokens)
+            start += entry.tokens
+            request, finish = self._running.pop(entry.key), FinishReason(entry.finish)
+            self._done.append(Completion(request, tuple(ids[span]), tuple(logprobs[span]), finish, entry.version))
+
+    def _fetch(self, name: str) -> torch.Tensor:
+        """One of the engine's tensors, copied here."""
+        self._channel.send(wire.Send((name,)))
+        message, payload = self._answer(), self._payload
+        if not isinstance(message, wire.Tensor):
+            raise EngineError("the engine has no such tensor", where=name)
+        if not isinstance(done := self._answer(), wire.Done):
+            raise self._unexpected(done)
+        dtype: torch.dtype = getattr(torch, message.part.dtype)
+        return torch.frombuffer(payload, dtype=torch.uint8).view(dtype).view(message.part.shape)
+
+    def _fill(self, load: list[tuple[wire.Part, torch.Tensor]]) -> None:
+        size = max(bucket.SIZE, bucket.needed(load))
+        if self._bucket is None or self._bucket.size < size:
+            self._bucket = bucket.Bucket(size, self._device)
+            self._ask(self._bucket.description())
+            self._bucket.opened()
+        for part, tensor in load:
+            self._bucket.put(part, tensor.detach())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _error(self, failure: wire.Failed) -> LockstepError:
+        kind = getattr(errors, failure.kind, None) if failure.kind else None
+        if isinstance(kind, type) and issubclass(kind, LockstepError) and kind is not errors.ConfigError:
+            return kind(failure.what, where=failure.where, fix=failure.fix)
+        return EngineError(failure.what, where=failure.where or "engine process", fix=failure.fix or "report this")
+
+    def _unexpected(self, message: wire.Message) -> EngineError:
+        return EngineError(f"answered with {type(message).__name__}", where="engine process", fix="report this")
+
+    def _tail(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")[-TAIL:]
+
+
+def vllm_process(settings: VllmSettings, device: torch.device, *, through_host: bool) -> EngineProcess:
+    """vLLM in a process of its own on the GPU `device`; weights pass through its memory, or `through_host`."""
+    import json
+
+    if device.type != "cuda":
+        raise EngineError("vLLM needs a CUDA GPU", where="rollout.engine=vllm", fix="set rollout.engine=native")
+    if not through_host:  # memory of expandable segments has no handle that another process could open
+        prepare(dict(os.environ), cuda_started=True)
+    environment = dict(os.environ)
+    prepare(environment, cuda_started=False)
+    visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    index = device.index or 0
+    environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)  # imports what this process imports
+    command = [sys.executable, "-m", "lockstep.rollout.vllm.child", json.dumps(asdict(settings))]
+    return EngineProcess(command, environment, torch.device("cpu") if through_host else device)

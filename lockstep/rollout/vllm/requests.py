@@ -1,0 +1,146 @@
+"""From requests to what vLLM is asked, and from its answers to completions. Nothing here imports vLLM.
+
+vLLM never sees a text: prompts go in as ids, detokenising is off, and stop strings are looked for here, in the text of the whole
+reply as the tokenizer decodes it. Every STRIDE tokens is often enough: what was sampled beyond the token that completes a stop
+string is cut off, ids and log-probabilities alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.config.vllm import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
+from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.types import Completion, FinishReason, Request
+
+STRIDE = 8
+"""A running reply is searched for stop strings whenever it has grown by this many tokens."""
+STOP_WINDOW = 64
+"""A stop string is looked for in the text of this many last tokens, at least."""
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """vLLM's sampling parameters of one request (vllm.SamplingParams has fields of these names)."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop_token_ids: list[int]
+    ignore_eos: bool = True
+    """Always: else vLLM adds the end tokens of the model's generation_config to those that it is given."""
+    logprobs: int = 0
+    """Of the sampled token alone."""
+    flat_logprobs: bool = True
+    detokenize: bool = False
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that vLLM works on."""
+
+    request: Request
+    searched: int = 0
+    """Tokens already searched for stop strings."""
+    key: str = field(default="")
+    """vLLM's name for it."""
+
+
+def check_request(request: Request, version: int, longest: int) -> None:
+    """Raise StaleWeightsError for another version, EngineError for a request that cannot be served."""
+    if request.version != version:
+        raise StaleWeightsError(
+            f"asked for weights {request.version}, the engine holds {version}",
+            where=request.id,
+            fix="push the learner's weights with WeightSync before sampling",
+        )
+    sampling, prompt = request.sampling, len(request.prompt_ids)
+    if not prompt or sampling.max_tokens < 1:
+        raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
+    if not 0 <= request.prefix < prompt:
+        raise EngineError(f"a shared prefix of {request.prefix} tokens leaves nothing of {prompt}", where=request.id)
+    if prompt + sampling.max_tokens > longest:
+        raise EngineError(
+            f"{prompt} prompt tokens and {sampling.max_tokens} new ones exceed the context of {longest}",
+            where=request.id,
+            fix="shorten the prompt, lower rollout.max_tokens, or raise rollout.vllm.max_model_len within the model's context",
+        )
+    if sampling.temperature and not LEAST_TEMPERATURE <= sampling.temperature <= LARGEST_TEMPERATURE:
+        raise EngineError(
+            f"temperature {sampling.temperature:g}: vLLM samples at 0 or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}",
+            where=request.id,
+            fix="set another temperature, or rollout.engine=native",
+        )
+
+
+def check_groups(requests: Sequence[Request], prompts: dict[str, tuple[int, ...]]) -> None:
+    """Raise EngineError if a group has two prompts; `prompts` are those of groups already there."""
+    for request in requests:
+        if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
+            raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+
+
+def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Asked:
+    """What vLLM is asked for. At temperature 0 the cuts of the distribution mean nothing and vLLM takes none."""
+    sampling = request.sampling
+    return Asked(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=request.seed & (2**63 - 1) if seeded else None,
+        stop_token_ids=[] if sampling.ignore_eos else list(stop_ids),
+    )
+
+
+def streams(request: Request) -> bool:
+    """Whether a running reply must be looked at, for stop strings."""
+    return bool(request.sampling.stop) and not request.sampling.ignore_eos
+
+
+def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: Decode) -> int | None:
+    """The number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
+    # A character may take four tokens, one for each of its bytes.
+    window = max(STOP_WINDOW, 4 * max(map(len, stops)) + 8)
+    whole = decode(ids[max(0, searched + 1 - window) :])
+    if not any(stop in whole for stop in stops) and "\ufffd" not in whole:
+        return None
+    for end in range(searched + 1, len(ids) + 1):
+        text = decode(ids[max(0, end - window) : end])
+        if any(stop in text for stop in stops):
+            return end
+    return None
+
+
+def look(pending: Pending, ids: Sequence[int], finished: bool, decode: Decode) -> int | None:
+    """Search a reply that has grown; the number of tokens at which a stop string ends it, None if it goes on."""
+    if not streams(pending.request) or not (finished or len(ids) - pending.searched >= STRIDE):
+        return None
+    end = stopped_at(ids, pending.searched, pending.request.sampling.stop, decode)
+    pending.searched = len(ids)
+    return end
+
+
+def completion_of(
+    pending: Pending, ids: Sequence[int], logprobs: Sequence[float], end: int | None, reason: str | None, version: int
+) -> Completion:
+    """`end` is where a stop string cut the reply off; `reason` is vLLM's own ("stop", "length").
+
+    Raises EngineError for a reply that vLLM did not finish, or whose log-probabilities do not fit its tokens.
+    """
+    request = pending.request
+    if len(logprobs) != len(ids):
+        raise EngineError(
+            f"{len(logprobs)} log-probabilities for {len(ids)} tokens", where=request.id, fix="report this"
+        )
+    if end is not None:
+        return Completion(request, tuple(ids[:end]), tuple(logprobs[:end]), FinishReason.STOP, version)
+    if reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended the reply with {reason!r}", where=request.id, fix="see vLLM's log above")
+    return Completion(request, tuple(ids), tuple(logprobs), FinishReason(reason), version)

@@ -1,0 +1,73 @@
+"""What a vLLM engine is started with, worked out from the recipe and the model. Loads neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.schema import Recipe
+
+PROMPT_ROOM = 8192
+"""Prompt tokens that fit by default beside the longest reply."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """Everything that an engine needs to know, as plain values: it crosses to the engine's process as JSON."""
+
+    folder: str
+    """Model folder; only its configuration is read, the weights come from the learner."""
+    dtype: str
+    """Of weights and computation. Example: "bfloat16"."""
+    slots: int
+    """Sequences decoded side by side."""
+    max_model_len: int
+    """Longest prompt and reply together."""
+    kv_cache_bytes: int
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion."""
+    seeded: bool = True
+    enforce_eager: bool = False
+    sleep: bool = True
+    trust_remote_code: bool = False
+
+
+def settings_of(
+    recipe: Recipe, folder: str, config: Any, *, dtype: str, stop_ids: frozenset[int], gpu_bytes: int
+) -> VllmSettings:
+    """`config` is transformers' configuration of the model; `gpu_bytes` the memory of the whole GPU."""
+    vllm, text = recipe.rollout.vllm, config.get_text_config()
+    length = vllm.max_model_len or default_length(
+        max(recipe.rollout.max_tokens, recipe.eval.max_tokens or 0), getattr(text, "max_position_embeddings", None)
+    )
+    if vllm.kv_cache_gib is not None:
+        cache = int(vllm.kv_cache_gib * GIB)
+    else:
+        wanted = recipe.rollout.slots * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
+        cache = min(wanted, int(vllm.gpu_memory_utilization * gpu_bytes))
+    return VllmSettings(
+        folder=folder,
+        dtype=dtype,
+        slots=recipe.rollout.slots,
+        max_model_len=length,
+        kv_cache_bytes=cache,
+        stop_ids=tuple(sorted(stop_ids)),
+        seeded=vllm.seeded,
+        enforce_eager=vllm.enforce_eager,
+        sleep=vllm.sleep,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def default_length(longest_reply: int, context: int | None) -> int:
+    """Room for the longest reply and a long prompt, within the model's context."""
+    length = longest_reply + PROMPT_ROOM
+    return min(length, context) if context else length
+
+
+def bytes_per_token(config: Any, element: int) -> int:
+    """Keys and values of one token in all layers, as if every layer kept all tokens (windows keep fewer)."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * element)

@@ -1,0 +1,102 @@
+"""vLLM's GPU worker with Lockstep's calls, named to vLLM as `worker_cls`: vLLM imports this module and asks for QUALNAME.
+
+The calls are reached through collective_rpc. The class is built when it is asked for: importing this module needs no vLLM.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import EngineError
+from lockstep.rollout.vllm.layout import checked, checkpoint_views
+from lockstep.types import WeightStream
+
+QUALNAME = "lockstep.rollout.vllm.worker.LockstepWorker"
+
+
+class WorkerCalls:
+    """What is added to vLLM's worker. Its names come before vLLM's own in the class that is built of both."""
+
+    def lockstep_views(self: Any) -> WeightStream:
+        """What this worker computes with, under the checkpoint's names: see layout.checkpoint_views."""
+        return checkpoint_views(self._lockstep_model())
+
+    def lockstep_load(self: Any, weights: WeightStream, folder: str) -> None:
+        """Copy checkpoint tensors into the live parameters through vLLM's own loader, in place.
+
+        Raises EngineError for a name that vLLM has no place for, or a tensor that its loader refuses.
+        """
+        model = self._lockstep_model()
+        names = frozenset(name for name, _ in checkpoint_views(model))
+        current = [""]
+        try:
+            with torch.no_grad():
+                model.load_weights(_noting(checked(weights, names, type(model).__name__, folder), current))
+        except EngineError:
+            raise
+        except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"vLLM's {type(model).__name__} cannot take over {current[0]}: {type(error).__name__}: {str(error)[:300]}",
+                where=folder,
+                fix="set rollout.engine=native, which runs any decoder of transformers",
+            ) from error
+
+    def _lockstep_model(self: Any) -> nn.Module:
+        model: nn.Module = self.get_model()
+        return model
+
+    # --- sleep that frees keys and values alone -------------------------------------------------------------------
+    def _maybe_get_memory_pool_context(self: Any, tag: str) -> AbstractContextManager[None]:
+        """Weights stay out of the pool that sleep empties: the learner's parameters may be views of them."""
+        if tag == "weights":
+            return nullcontext()
+        pool: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        return pool
+
+    def sleep(self: Any, level: int = 1) -> None:
+        torch.cuda.synchronize()  # no step may still be reading what is unmapped
+        super().sleep(level)  # type: ignore[misc]
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)  # type: ignore[misc]
+        with torch.inference_mode():  # fresh pages hold anything, and a masked NaN would still be one after 0 × NaN
+            for cache_tensor in getattr(self.model_runner, "kv_caches", ()):
+                if isinstance(cache_tensor, torch.Tensor):
+                    cache_tensor.zero_()
+
+
+def _noting(stream: WeightStream, current: list[str]) -> WeightStream:
+    """The stream; `current` holds the name of the tensor that is being copied."""
+    for name, tensor in stream:
+        current[0] = name
+        yield name, tensor
+
+
+@cache
+def _worker_class() -> type:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for method in ("_maybe_get_memory_pool_context", "get_model", "sleep", "wake_up"):
+        if not hasattr(Worker, method):
+            raise EngineError(
+                f"vLLM's worker has no {method}",
+                where="vllm.v1.worker.gpu_worker",
+                fix="install the tested vLLM 0.24.0, or set rollout.engine=native",
+            )
+    return type("LockstepWorker", (WorkerCalls, Worker), {})
+
+
+def __getattr__(name: str) -> type:
+    if name == QUALNAME.rpartition(".")[2]:
+        return _worker_class()
+    raise AttributeError(name)
+
+
+def steps_left(core: Any) -> bool:
+    """Whether vLLM's engine core still has steps in flight, or finished requests that its worker has not heard of."""
+    return bool(core.batch_queue) or bool(core.scheduler.has_requests())

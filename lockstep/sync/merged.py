@@ -1,0 +1,72 @@
+"""A learner's weights as an engine without adapters computes with them: base + scaling · B·A in one matrix.
+
+The sum is made anew from the frozen base each time, in fp32, and rounded once: nothing is ever added to what an engine holds, so
+that a hundred syncs give the same bits as one. Rounding to bf16 drops what is below half a unit in the last place of the base's
+weight; the difference is that of a rounded weight, and the probe measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import SyncError
+from lockstep.types import Batch, Learner, Loss, Metrics, TokenIds, WeightStream
+
+DOWN, UP, SCALING = ".lora_A", ".lora_B", ".lora_scaling"
+"""How lockstep.models.weights names what an adapter adds to a layer."""
+
+
+def merged(weights: WeightStream) -> WeightStream:
+    """The stream without adapters, each adapted matrix with its own added in. Tensors that have none are passed on as they are.
+
+    Raises SyncError for an adapter that lacks a part, or whose layer has no matrix of its shape.
+    """
+    tensors = dict(weights)
+    layers = {name.removesuffix(part) for name in tensors for part in (DOWN, UP, SCALING) if name.endswith(part)}
+    for layer in sorted(layers):
+        if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
+            raise SyncError(f"an adapter without {', '.join(missing)}", where=layer, fix="check what weights() yields")
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        if name != layer and layer in layers:
+            yield name, merge(name, tensor, tensors[layer + DOWN], tensors[layer + UP], tensors[layer + SCALING])
+        elif not name.endswith((DOWN, UP, SCALING)):
+            yield name, tensor
+
+
+@torch.no_grad()
+def merge(name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: Tensor) -> Tensor:
+    """base + scaling · up·down in fp32, rounded to the base's dtype; the inputs stay as they are. O outputs, X inputs, R rank."""
+    if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
+        raise SyncError(
+            f"an adapter of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} for {tuple(base_OX.shape)}", where=name
+        )
+    delta_OX = up_OR.float() @ down_RX.float()
+    return torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item())).to(base_OX.dtype)
+
+
+def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str]:
+    """Of the frozen tensors those that no adapter changes, given all names of the learner's weights."""
+    adapted = {name.removesuffix(DOWN) + ".weight" for name in names if name.endswith(DOWN)}
+    return frozen - adapted
+
+
+@dataclass(slots=True)
+class MergedLearner:
+    """A learner whose weights() are merged; all else is the learner's. Made for one push: `version` is the learner's then."""
+
+    learner: Learner
+    version: int
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        return self.learner.logprobs(sequences)
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics:
+        return self.learner.update(batch, loss)
+
+    def weights(self) -> WeightStream:
+        return merged(self.learner.weights())

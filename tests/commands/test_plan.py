@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.algorithms.build import build_objective
+from lockstep.cli import main
+from lockstep.commands.plan import SECTIONS
+from lockstep.config.load import load
+from lockstep.plan.batch import batch_lines
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_plan_prints_batches_formula_rate_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"]) == 0
+    out = capsys.readouterr().out
+    recipe = load(["smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"])
+    assert out.startswith("smoke\n")
+    assert all(f"\n{section.title}\n" in out for section in SECTIONS)
+    assert all(f"  {line}\n" in out for line in batch_lines(recipe))
+    assert all(f"  {line}\n" in out for line in build_objective(recipe).formula.splitlines())
+    assert "  learning rate 1e-05: set by optimizer.lr; constant over 80 optimizer steps, no warm-up\n" in out
+    assert "  will evaluate at steps 0, 20, 40 (last)" in out
+    assert "  will save at steps 20, 40 (last)" in out
+
+
+def test_plan_refuses_a_recipe_with_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "smoke", "stepz=1"]) == 2
+    assert "did you mean steps?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_repository_has_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path)]) == 0
+    assert "optimizer step" in capsys.readouterr().out
+
+
+def test_no_model_is_loaded_or_even_looked_for() -> None:
+    command = [sys.executable, "-m", "lockstep", "plan", "smoke", "model.path=nowhere/at-all"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

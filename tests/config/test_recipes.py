@@ -1,0 +1,53 @@
+"""The recipes that compare algorithms differ in nothing but the algorithm and what comes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.config.schema import Recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ALGORITHMS = sorted((RECIPES / "algorithms").glob("*.yaml"))
+OWN = {"name", "algorithm", "optimizer", "update"}
+"""What a recipe of recipes/algorithms may have of its own."""
+
+
+def shared(recipe: Recipe) -> dict[str, object]:
+    return recipe.model_dump(exclude=OWN)
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_the_work_is_the_same_for_all(path: Path) -> None:
+    recipe, plain = load([str(path)]), load([str(RECIPES / "algorithms" / "grpo.yaml")])
+    assert recipe.name == path.stem
+    assert shared(recipe) == shared(plain)
+    own = recipe.optimizer.model_dump(exclude={"lr", "max_grad_norm"})
+    assert own == plain.optimizer.model_dump(exclude={"lr", "max_grad_norm"})
+    assert recipe.update.model_dump(exclude={"samples_per_update"}) == plain.update.model_dump(
+        exclude={"samples_per_update"}
+    )
+
+
+def test_it_is_the_quickstarts_work_but_for_its_length_and_its_evaluations() -> None:
+    quick, plain = load([str(RECIPES / "quickstart.yaml")]), load([str(RECIPES / "algorithms" / "grpo.yaml")])
+    changed = {"name", "steps", "eval", "save"}
+    assert plain.model_dump(exclude=changed) == quick.model_dump(exclude=changed)
+    assert (plain.steps, plain.eval.every, plain.eval.at_start, plain.eval.items) == (40, 40, True, quick.eval.items)
+
+
+def test_each_recipe_is_of_the_algorithm_that_it_is_called_after() -> None:
+    named = {path.stem: load([str(path)]) for path in ALGORITHMS}
+    stale = named.pop("stale")
+    assert set(named) == {"grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"}
+    assert all(recipe.algorithm.kind == name for name, recipe in named.items())
+    assert stale.updates_per_step == 4
+    assert stale.lr == pytest.approx(10 * named["grpo"].lr)
+    assert (stale.algorithm.loss.kind, stale.algorithm.old_logprobs) == ("reinforce", "rollout")
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_where_the_ratio_is_the_point_it_is_not_1(name: str) -> None:
+    assert load([str(RECIPES / "algorithms" / f"{name}.yaml")]).updates_per_step > 1

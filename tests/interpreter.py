@@ -1,0 +1,20 @@
+"""Triton kernels without a GPU: Triton's interpreter runs them on the CPU, in a process of its own that is told so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def interpreted(check: Callable[[], None]) -> None:
+    """Run a function of a test file under the interpreter; what it asserts is asserted here."""
+    code = f"from {check.__module__} import {check.__name__} as check; check()"
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

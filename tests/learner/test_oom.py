@@ -1,0 +1,163 @@
+"""Memory that runs out in a micro-batch: forward or in the middle of the backward pass, the update is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.algorithms.build import build_objective
+from lockstep.config.schema import Lora, Recipe
+from lockstep.errors import LearnerError
+from lockstep.learner.adapters import attach
+from lockstep.learner.critic import build_critic
+from lockstep.learner.learner import TorchLearner
+from lockstep.types import Batch, Loss, LossInput, LossOutput
+from tests.learner.batches import make_batch
+from tests.learner.models import plain, twin
+
+KINDS = ("fp64", "bf16", "lora")
+
+
+def recipe(**sections: Any) -> Recipe:
+    algorithm = {"kind": "grpo", "kl": {"coef": 0.3}, "entropy_coef": 0.2}
+    return Recipe.model_validate({"algorithm": algorithm, "optimizer": {"lr": 1e-3}} | sections)
+
+
+LOSS: Loss = build_objective(recipe()).loss
+
+
+def build(kind: str) -> TorchLearner:
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float64
+    model: Any = twin(plain("starcoder2", dtype=dtype))
+    return TorchLearner(attach(model, Lora(rank=4), seed=0) if kind == "lora" else model, recipe())
+
+
+class Allocator:
+    """Says that memory ran out, as often as it is told to."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self, *_: object) -> None:
+        if self.left:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
+
+
+def forward(allocator: Allocator) -> Loss:
+    def loss(inputs: LossInput) -> LossOutput:
+        allocator()
+        return LOSS(inputs)
+
+    return loss
+
+
+def in_backward(model: nn.Module, allocator: Allocator) -> None:
+    """The gradient of the second layer is done, that of the first is not."""
+    layers: Any = [m for name, m in model.named_modules() if name.endswith("layers.0")]
+
+    def hook(_: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
+        allocator()
+
+    layers[0].register_full_backward_pre_hook(hook)
+
+
+def result(learner: TorchLearner, loss: Loss, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
+    metrics = learner.update(batch, loss)
+    return metrics, {name: p.detach().clone() for name, p in learner.model.named_parameters()} | {
+        name: tensor.clone() for name, tensor in learner.optimizer.tensors().items()
+    }
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_is_the_same_and_the_split_is_counted(kind: str, place: str):
+    batch = make_batch(0.7)
+    expected, weights = result(build(kind), LOSS, batch)
+    learner, allocator = build(kind), Allocator(1)
+    if place == "backward":
+        in_backward(learner.model, allocator)
+    found, ours = result(learner, forward(allocator) if place == "forward" else LOSS, batch)
+    assert allocator.left == 0
+    assert found["batch/oom_splits"] == 1
+    assert (expected["batch/oom_splits"], expected["batch/microbatches"], found["batch/microbatches"]) == (0, 1, 2)
+    assert found["batch/tokens_trained"] == expected["batch/tokens_trained"]
+    exact = kind != "bf16"
+    for name, value in expected.items():
+        if not name.startswith("batch/"):
+            assert found[name] == pytest.approx(value, rel=1e-9 if exact else 2e-2, abs=1e-12 if exact else 1e-3), name
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-9 if exact else 5e-2, atol=1e-9 if exact else 5e-3)
+    assert all(p.requires_grad for p in learner.trainable.values())
+    assert all(p.grad is None for p in learner.trainable.values())
+
+
+def test_a_pass_that_breaks_off_late_leaves_its_finished_gradients_as_they_are():
+    """The last layer's gradient comes from the whole micro-batch, to the bit; the first layer's from the halves."""
+    batch = make_batch(0.7)
+    learner, allocator = build("fp64"), Allocator(1)
+    in_backward(learner.model, allocator)
+    _, ours = result(learner, LOSS, batch)
+    _, theirs = result(build("fp64"), LOSS, batch)
+    same = {name for name in ours if name.startswith("exp_avg.") and torch.equal(ours[name], theirs[name])}
+    assert any("layers.1" in name for name in same)
+    assert not any("layers.0" in name for name in same)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_critic_on_the_same_states_counts_its_tokens_once(place: str):
+    critic_recipe = recipe(algorithm={"kind": "ppo", "critic": {"backbone": "shared"}})
+    batch = with_returns(make_batch(0.7))
+    results = []
+    for times in (0, 1):
+        model, allocator = twin(plain("starcoder2", dtype=torch.float64)), Allocator(times)
+        critic = build_critic(model, critic_recipe)
+        learner = TorchLearner(model, critic_recipe, value=critic.joint)
+        if place == "backward":
+            in_backward(model, allocator)
+        metrics, _ = result(learner, forward(allocator) if place == "forward" else LOSS, batch)
+        results.append((metrics, {name: tensor.clone() for name, tensor in critic.tensors().items()}))
+    (expected, theirs), (found, ours) = results
+    assert found["batch/oom_splits"] == 1
+    for name in ("critic/loss", "critic/value_mean", "critic/grad_norm", "critic/explained_variance", "grad/norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def with_returns(batch: Batch) -> Batch:
+    sequences = tuple(
+        replace(s, values=(0.0,) * len(s.ids), returns=tuple(0.1 * i + s.group for i in range(len(s.ids))))
+        for s in batch.sequences
+    )
+    return replace(batch, sequences=sequences)
+
+
+def test_a_half_that_does_not_fit_is_an_error_with_advice():
+    learner, batch = build("fp64"), make_batch()
+    with pytest.raises(LearnerError, match="ran out in a micro-batch of") as caught:
+        learner.update(batch, forward(Allocator(2)))
+    assert f"{len(batch.sequences) // 2} sequences: CUDA out of memory" in caught.value.what
+    assert "more lines" not in caught.value.what
+    assert "update.tokens_per_microbatch" in caught.value.fix
+    assert all(p.requires_grad for p in learner.trainable.values())
+
+
+def test_one_sequence_cannot_be_halved():
+    learner = build("fp64")
+    batch = make_batch()
+    one = Batch(batch.sequences[:1], batch.temperature, kl_coef=batch.kl_coef)
+    with pytest.raises(LearnerError, match="of 5 tokens, 1 sequences"):
+        learner.update(one, forward(Allocator(1)))
+
+
+def test_other_errors_are_nobodys_business():
+    def broken(inputs: LossInput) -> LossOutput:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        build("fp64").update(make_batch(), broken)

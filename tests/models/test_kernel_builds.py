@@ -1,0 +1,67 @@
+"""Every Triton kernel compiles for an H200, in the shapes of a 1.5B model; this needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from lockstep.learner import merge_kernel  # noqa: E402
+from lockstep.models import head_kernels, layer_kernels  # noqa: E402
+
+WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy")
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
+    "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
+    "differentiate": (head_kernels._differentiate_kernel, {"VOCABULARY": 151936, "CAPPED": True, "BLOCK": 8192}),
+    "norm": (layer_kernels._norm_kernel, {"SIZE": 1536, "LATE": False, "ROWS": 2, "BLOCK": 2048}),
+    "head norm": (layer_kernels._norm_kernel, {"SIZE": 128, "LATE": True, "ROWS": 32, "BLOCK": 128}),
+    "norm, back": (
+        layer_kernels._norm_grad_kernel,
+        {"SIZE": 1536, "EACH": 16, "LATE": False, "WEIGHT": True, "ROWS": 2, "BLOCK": 2048},
+    ),
+    "norm, back, frozen": (
+        layer_kernels._norm_grad_kernel,
+        {"SIZE": 1536, "EACH": 16, "LATE": True, "WEIGHT": False, "ROWS": 2, "BLOCK": 2048},
+    ),
+    "gate": (layer_kernels._gate_kernel, {"TANH": False, "BLOCK": 2048}),
+    "gate, back": (layer_kernels._gate_grad_kernel, {"TANH": True, "BLOCK": 2048}),
+    "rotary": (
+        layer_kernels._rotary_kernel,
+        {"HEADS": 12, "KEY_HEADS": 2, "HALF": 64, "BLOCK": 16, "KEY_BLOCK": 2, "HALF_BLOCK": 64, "BACKWARD": False},
+    ),
+    "rotary, back": (
+        layer_kernels._rotary_kernel,
+        {"HEADS": 12, "KEY_HEADS": 2, "HALF": 64, "BLOCK": 16, "KEY_BLOCK": 2, "HALF_BLOCK": 64, "BACKWARD": True},
+    ),
+    "merge": (merge_kernel._merge, {"HEADS": 16, "SIZE": 128}),
+}
+
+
+def signature(name: str, dtype: str) -> str:
+    """Of an argument: pointers to half precision unless they are to sums, fp32 factors, whole numbers."""
+    stem = name.removesuffix("_ptr")
+    if stem in WIDE or stem == "more_lse":
+        return "*fp32"
+    if stem == "targets":
+        return "*i64"
+    if name.endswith("_ptr") or stem in ("output", "more"):
+        return f"*{dtype}"
+    return "fp32" if stem in ("softcap", "scale", "temperature", "epsilon", "offset") else "i32"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles(name: str, dtype: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    kernel, constants = KERNELS[name]
+    arguments = {a: "constexpr" if a in constants else signature(a, dtype) for a in kernel.arg_names}
+    places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=arguments, constexprs=places)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert built.asm["cubin"]

@@ -1,0 +1,141 @@
+"""Which sizes a run is given, when it is refused and with which advice, and how the prediction is checked."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.errors import ConfigError, DoesNotFitError
+from lockstep.plan.choice import MemoryPlan, calibrated, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.memory import GIB
+from lockstep.plan.shapes import ModelShape
+from tests.plan.test_floors import LARGE, SMALL
+from tests.plan.test_memory import GPU, H200
+
+
+def plan(shape: ModelShape, *overrides: str, gib: float = H200 / GIB, device: str = "cuda") -> MemoryPlan:
+    recipe = load([*GPU, *overrides])
+    return plan_memory(recipe, shape, device, gib * GIB, prompt_tokens=256, passes=False)  # type: ignore[arg-type]
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+def test_the_most_tokens_that_fit_without_recomputing() -> None:
+    chosen = plan(SMALL)
+    assert (chosen.sizes.recompute, chosen.sizes.tokens) == ("none", 32768)
+    assert chosen.needs <= H200 < plan(SMALL, "update={recompute: none, tokens_per_microbatch: 65536}", gib=1e4).needs
+
+
+def test_recomputing_comes_before_fewer_than_16384_tokens() -> None:
+    assert plan(SMALL, gib=75).sizes.recompute == "none"
+    assert plan(SMALL, gib=61).sizes.recompute == "selective"
+    full = plan(SMALL, gib=38)
+    assert (full.sizes.recompute, full.sizes.tokens) == ("full", 32768)
+    small = plan(LARGE, "adapter.kind=lora", "rollout.slots=8", gib=22)
+    assert small.sizes.recompute in ("selective", "full")
+    assert small.sizes.tokens >= 8192
+
+
+def test_what_the_recipe_says_is_kept() -> None:
+    chosen = plan(SMALL, "update={recompute: full, tokens_per_microbatch: 5000}")
+    assert (chosen.sizes.recompute, chosen.sizes.tokens) == ("full", 5000)
+    assert plan(SMALL, "update.recompute=selective").sizes.recompute == "selective"
+    assert plan(SMALL, "update.tokens_per_microbatch=4000").sizes.tokens == 4000
+
+
+def test_fewer_rows_when_only_their_cache_is_too_large() -> None:
+    chosen = plan(LARGE, "adapter.kind=lora", "rollout={max_tokens: 8192, slots: 512}")
+    assert chosen.fits
+    assert chosen.sizes.slots < 512
+    assert any("512 rows" in line and "rollout.slots" in line for line in memory_lines(chosen))
+
+
+def test_a_cpu_is_never_refused() -> None:
+    chosen = plan(LARGE, gib=8, device="cpu")
+    assert not chosen.fits
+    assert (chosen.sizes.recompute, chosen.sizes.tokens) == ("none", 8192)
+    assert "may fail" in memory_lines(chosen)[-1]
+    assert "no reason to refuse" in memory_lines(plan(SMALL, gib=1e4, device="cpu"))[-1]
+
+
+# --- refusing -------------------------------------------------------------------------------------------------------
+def test_7b_with_fp32_masters_does_not_fit_one_h200() -> None:
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(LARGE)
+    assert isinstance(raised.value, ConfigError)
+    text = str(raised.value)
+    needs, has, over = (float(x) for x in re.findall(r"([\d.]+) GiB", text)[:3])
+    assert has == 139.8
+    assert over == pytest.approx(needs - has, abs=0.11)
+    # 18 bytes for each of 7.62e9 parameters are 127.7 GiB; the rest is activations, the head, margin and context.
+    assert 127.7 * 1.05 < needs < 145
+    assert "moments (56.7 GiB)" in text
+    assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "adapter.kind=lora (then " in raised.value.fix
+
+
+def test_the_advice_fits() -> None:
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(LARGE)
+    for setting, then in re.findall(r"(\S+) \(then ([\d.]+) GiB\)", raised.value.fix):
+        changed = plan(LARGE, setting)
+        assert changed.fits
+        assert changed.needs / GIB == pytest.approx(float(then), abs=0.06)
+
+
+def test_several_changes_together_when_one_is_not_enough() -> None:
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(LARGE, "sync.transport=copy", gib=24)
+    assert raised.value.fix.startswith("sync.transport=shared and adapter.kind=lora (then ")
+
+
+def test_a_micro_batch_that_is_too_large_is_named() -> None:
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(SMALL, "update={recompute: none, tokens_per_microbatch: 100000}")
+    assert "update.tokens_per_microbatch=8192 (then " in raised.value.fix
+    assert "update.recompute=auto (then " in raised.value.fix
+
+
+def test_nothing_helps_a_model_that_is_much_too_large() -> None:
+    with pytest.raises(DoesNotFitError, match="a smaller model"):
+        plan(LARGE, gib=8)
+
+
+# --- printing and checking ------------------------------------------------------------------------------------------
+def test_the_table_names_the_largest_part_of_each_phase() -> None:
+    chosen = plan(SMALL)
+    lines = memory_lines(chosen)
+    assert lines[0] == "micro-batches of up to 32768 tokens, recompute none, 512 rows in the engine"
+    train = next(line for line in lines if line.startswith("train "))
+    assert re.search(rf"{chosen.peak.bytes / GIB:.2f}\s+activations of 32768 tokens", train)
+    assert lines[-2].endswith(f"= {chosen.needs / GIB:.1f} of 139.8 GiB")
+    # fp32 masters and moments of 1.54e9 parameters, twelve bytes each, go through the host as one file
+    assert lines[-1] == "the host needs 17.3 GiB while it writes a checkpoint"
+
+
+def test_a_prediction_that_is_off_is_a_warning() -> None:
+    chosen = plan(SMALL)
+    predicted = chosen.peak.bytes
+    right = memory_metrics(chosen, predicted * 1.09)
+    assert right["memory/predicted_gib"] == predicted / GIB
+    assert right["memory/plan_error"] == pytest.approx(0.09)
+    assert plan_warning(chosen, predicted * 1.09) is None
+    assert "+12%" in (plan_warning(chosen, predicted * 1.12) or "")
+    assert "-30%" in (plan_warning(chosen, predicted * 0.70) or "")
+
+
+def test_two_measured_points_give_slope_and_constant() -> None:
+    chosen = plan(SMALL)
+    refined = calibrated(chosen, [(4096, 30 * GIB), (16384, 54 * GIB)])
+    assert refined.peak.name == "train"
+    assert refined.peak.bytes == pytest.approx((22 + 2 * 32) * GIB)  # 2 GiB for every 1024 tokens
+
+
+def test_one_measured_point_moves_the_constant() -> None:
+    chosen = plan(SMALL)
+    train = next(phase for phase in chosen.phases if phase.name == "train")
+    refined = calibrated(chosen, [(32768, train.bytes + GIB)])
+    assert refined.peak.bytes == pytest.approx(train.bytes + GIB)
+    close = calibrated(chosen, [(32768, train.bytes + GIB), (32000, 10 * GIB)])
+    assert close.peak.bytes == pytest.approx(train.bytes + GIB)

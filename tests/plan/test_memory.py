@@ -1,0 +1,194 @@
+"""Predicted phases against the peak of the learner's own updates, counted on a CPU, and against sums that are written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.load import load
+from lockstep.plan import memory
+from lockstep.plan.activations import Layers, Recompute, per_token
+from lockstep.plan.memory import GIB, Job, Sizes, Term, cache_bytes, job_of, peak, phases, stream_tokens
+from lockstep.plan.shapes import ModelShape, shape_of_model
+from tests.plan import learners
+from tests.plan.counting import LiveBytes
+from tests.plan.test_floors import LARGE, SMALL
+
+H200 = 139.8 * GIB
+GPU = (
+    "prompts_per_step=64",
+    "samples_per_prompt=8",
+    "rollout={max_tokens: 512, slots: 512}",
+    "task={kind: reasoning_gym}",
+)
+
+
+def job(shape: ModelShape, *overrides: str, prompt: int = 256, passes: bool = False) -> Job:
+    return job_of(load([*GPU, *overrides]), shape, "cuda", H200, prompt_tokens=prompt, passes=passes)
+
+
+def terms(job: Job, phase: str, sizes: Sizes = Sizes(16384, "none", 512)) -> dict[str, float]:  # noqa: B008
+    return {term.name: term.bytes for found in phases(job, sizes) if found.name == phase for term in found.terms}
+
+
+# --- against the learner --------------------------------------------------------------------------------------------
+def update_peak(model: Any, recipe: Any, lengths: list[int]) -> float:
+    """Bytes at the worst moment of the second update, when moments exist."""
+    _, learner = learners.learner(model, recipe)  # built outside: what it holds is added below
+    held = sum(t.nbytes for t in learner.optimizer.tensors().values()) + sum(
+        p.nbytes for p in learner.model.parameters()
+    )
+    with LiveBytes() as live:
+        learner.update(learners.batch(lengths), learners.loss)
+        live.peak = live.now
+        learner.update(learners.batch(lengths), learners.loss)
+    return held + live.peak
+
+
+@pytest.mark.parametrize("micro", [1300, 5000], ids=["several", "one"])
+@pytest.mark.parametrize(
+    ("dtype", "recompute", "adapter", "tied"),
+    [
+        (torch.bfloat16, "none", "", True),
+        (torch.bfloat16, "selective", "", False),
+        (torch.bfloat16, "full", "", False),
+        (torch.bfloat16, "full", learners.LORA, True),
+        (torch.float32, "none", learners.LORA, False),
+        (torch.float32, "full", "", True),
+    ],
+)
+def test_the_peak_of_an_update(dtype: torch.dtype, recompute: Recompute, adapter: str, tied: bool, micro: int) -> None:
+    """Llama with a head of some weight, in several micro-batches and in one."""
+    count, length = 4, 1216
+    model = learners.tiny("Llama", dtype, vocab_size=4096, tie_word_embeddings=tied, num_hidden_layers=4)
+    recipe = learners.recipe(
+        f"model.dtype={'bf16' if dtype == torch.bfloat16 else 'fp32'}",
+        f"update={{recompute: {recompute}, tokens_per_microbatch: {micro}, share_prompts: false}}",
+        f"prompts_per_step={count // 2}",
+        "samples_per_prompt=2",
+        "rollout={max_tokens: 1, slots: 1}",
+        *filter(None, [adapter]),
+    )
+    shape = shape_of_model(model)
+    planned = job_of(recipe, shape, "cpu", 1e9, prompt_tokens=length, passes=False)
+    train = next(found for found in phases(planned, Sizes(micro, recompute, 1)) if found.name == "train")
+    predicted = train.bytes
+    if recompute != "full":  # a CPU's attention joins its pieces into one more copy of the output
+        predicted += stream_tokens(planned, micro) * shape.layers * dtype.itemsize * shape.query_size
+    assert predicted == pytest.approx(update_peak(model, recipe, [length] * count), rel=0.1)
+
+
+# --- by hand --------------------------------------------------------------------------------------------------------
+def test_what_full_training_holds() -> None:
+    parameters = 1_543_714_304
+    found = terms(job(SMALL), "optimizer")
+    assert found["weights"] == 2 * parameters
+    assert found["fp32 masters"] == 4 * parameters
+    assert found["moments"] == 8 * parameters
+    assert found["gradient sums"] == 4 * parameters
+    assert found["engine's buffers"] == 2 * 512 * 151936
+    eight = terms(job(SMALL, "optimizer.states=8bit"), "optimizer")
+    assert eight["moments"] == pytest.approx(2.03125 * parameters)
+    assert "moments" not in terms(job(SMALL), "load")
+
+
+def test_fp32_weights_are_their_own_masters() -> None:
+    found = terms(job(SMALL, "model.dtype=fp32"), "load")
+    assert found["weights"] == 4 * SMALL.parameters
+    assert "fp32 masters" not in found
+
+
+def test_what_adapters_hold() -> None:
+    added = 28 * 32 * (4 * 1536 + 2 * (1536 + 256) + 3 * (1536 + 8960))
+    found = terms(job(SMALL, "adapter={kind: lora, rank: 32}"), "optimizer")
+    assert found["weights"] == 2 * (SMALL.parameters + added)
+    assert (found["fp32 masters"], found["moments"], found["gradient sums"]) == (4 * added, 8 * added, 4 * added)
+
+
+def test_copies_of_the_weights() -> None:
+    kl = "algorithm.kl={coef: 0.1}"
+    assert terms(job(SMALL, kl), "generate")["reference model"] == 2 * SMALL.parameters
+    assert "reference model" not in terms(job(SMALL, kl, "adapter.kind=lora"), "generate")
+    assert terms(job(SMALL, "sync.transport=copy"), "generate")["engine's weights"] == 2 * SMALL.parameters
+
+
+def test_a_critic_of_its_own() -> None:
+    ppo = ("algorithm={kind: ppo}",)
+    decoder = LARGE.parameters - LARGE.head  # untied: the head is the policy's alone
+    found = terms(job(LARGE, *ppo), "generate")
+    assert found["critic"] == (2 + 4) * decoder
+    assert found["critic's moments"] == 8 * decoder
+    assert terms(job(LARGE, *ppo), "critic")["gradient sums"] == 4 * decoder
+    shared = terms(job(LARGE, "algorithm={kind: ppo, critic: {backbone: shared}}"), "generate")
+    assert "critic" not in shared
+
+
+def test_keys_and_values_of_the_native_engine() -> None:
+    # 512 samples of 8 pages each and one for the prompt's rest, 64 prompts of 4 pages; a page is 64 tokens.
+    assert cache_bytes(job(SMALL), 512) == (512 * 9 + 64 * 4) * 64 * 28672
+    assert cache_bytes(job(SMALL), 8) == (8 * 9 + 4) * 64 * 28672
+    assert cache_bytes(replace(job(SMALL), device="cpu"), 8) == 8 * (256 + 512) * 28672
+
+
+def test_keys_and_values_of_vllm() -> None:
+    vllm = "rollout={engine: vllm, max_tokens: 512, slots: 16}"
+    assert cache_bytes(job(SMALL, vllm), 16) == 16 * (512 + 8192) * 28672
+    assert cache_bytes(job(SMALL, vllm, "rollout.slots=512"), 512) == 0.3 * H200  # gpu_memory_utilization
+    fixed = job(SMALL, vllm, "rollout.vllm={kv_cache_gib: 20, sleep: false}")
+    assert terms(fixed, "train")["keys and values"] == 20 * GIB
+    assert "keys and values" not in terms(job(SMALL, vllm), "train")
+
+
+def test_activations_and_head_of_the_backward_pass() -> None:
+    found = terms(job(SMALL), "train")
+    kept = per_token(SMALL, Layers(2, fused=True), "none").kept
+    assert found["activations of 16384 tokens"] == 16384 * kept
+    # gate, up and product; queries, output, keys and values; two norms' inputs and outputs; factors of heads and norms
+    layer = 2 * (3 * 8960 + 2 * 1536 + 2 * 256 + 4 * 1536) + 4 * 12 + 2 * 4
+    assert kept == 28 * layer + 2 * 1536 + 4 + 2 * 2 * 128
+    # one tile of logits, the head's gradient in fp32, hidden states and their gradient of the tokens with loss
+    rows = 16384 * (512 * 512) / (512 * 512 + 64 * 256)
+    assert found["head and layer at work"] == 2**31 + 4 * SMALL.head + 2 * 2 * rows * 1536
+    assert found["gradient sums"] == 4 * SMALL.parameters
+
+
+def test_one_micro_batch_frees_activations_before_sums_are_there() -> None:
+    few = job(SMALL, "prompts_per_step=1", "samples_per_prompt=8")
+    assert stream_tokens(few, 16384) == few.update_tokens == 8 * 512 + 256
+    found = terms(few, "train")
+    assert found["gradient sums"] == 0  # 12 GiB of activations go first, 6 GiB of sums come
+    assert found["activations of 4352 tokens"] > 4 * SMALL.parameters
+
+
+def test_passes_before_the_update_have_their_own_phase() -> None:
+    names = [phase.name for phase in phases(job(SMALL, passes=True), Sizes(16384, "none", 512))]
+    assert names == ["load", "generate", "log-probabilities", "train", "optimizer", "sync and proof", "save"]
+    assert "log-probabilities" not in [phase.name for phase in phases(job(SMALL), Sizes(16384, "none", 512))]
+
+
+def test_the_largest_phase_and_part_are_named() -> None:
+    worst = peak(phases(job(SMALL), Sizes(32768, "none", 512)))
+    assert worst.name == "train"
+    assert worst.largest == max(worst.terms, key=lambda term: term.bytes)
+    assert worst.largest.name == "activations of 32768 tokens"
+    assert worst.bytes == sum(term.bytes for term in worst.terms)
+    assert isinstance(worst.largest, Term)
+
+
+def test_the_code_has_the_sizes_that_the_plan_assumes() -> None:
+    from lockstep.learner import adamw8bit
+    from lockstep.models import heads
+    from lockstep.rollout.paged import prefill, state
+    from lockstep.rollout.vllm import settings
+
+    assert heads.TILES["cpu"][0] * heads.TILES["cpu"][1] == memory.CPU_TILE
+    assert memory.PAGE == state.PAGE
+    assert memory.PREFILL_TOKENS == prefill.PREFILL_TOKENS
+    assert memory.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
+    assert memory.STATE_CHUNK == adamw8bit.CHUNK
+    assert memory.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
+    head_kernels = pytest.importorskip("lockstep.models.head_kernels")
+    assert memory.LOGITS_BYTES == head_kernels.TILE_BYTES

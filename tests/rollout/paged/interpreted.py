@@ -1,0 +1,155 @@
+"""Kernels against their plain torch twins, without a GPU: run by test_kernels.py with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+
+from lockstep.models.attention import AttentionKind
+from lockstep.rollout.paged.ops import TritonOps
+from lockstep.rollout.paged.plain import PlainOps
+from lockstep.rollout.paged.state import PageCache, Rows
+
+CPU = torch.device("cpu")
+PLAIN, KERNELS = PlainOps(), TritonOps()
+COUNT = 5
+SHAPES = ((6, 2, 24), (4, 4, 64), (20, 1, 16))
+"""Query heads, key heads, head size: groups, none, more heads than a matrix instruction has rows."""
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2}
+"""The interpreter does not compute in bf16."""
+
+
+class _Kind(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class _Int(metaclass=_Kind):
+    """int() for the interpreter, which calls it on arrays of one element; NumPy 2.4 no longer takes these."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return int(args[0].reshape(-1)[0]) if args and isinstance(args[0], np.ndarray) else int(*args)
+
+
+interpreter.int = _Int
+
+
+def state(kv_heads: int, size: int, dtype: torch.dtype) -> tuple[PageCache, Rows]:
+    cache = PageCache(2, kv_heads, size, dtype, CPU)
+    cache.allocate(20)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    rows = Rows.empty(8, 4, 40, CPU)
+    order = torch.randperm(20) + 1
+    for row in range(COUNT):
+        rows.table_BS[row] = order[(torch.arange(4) + 3 * row) % 20].int()
+    rows.position_B[:COUNT] = torch.tensor([0, 5, 63, 64, 200])
+    rows.drawn_B[:COUNT] = torch.tensor([0, 1, 2, 3, 30])
+    rows.temperature_B[:COUNT] = torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0])
+    rows.budget_B[:] = 31
+    rows.ignore_B[3] = 1
+    rows.done_B[:COUNT] = 0
+    rows.done_B[2] = 1
+    return cache, rows
+
+
+def twins(kv_heads: int, size: int, dtype: torch.dtype) -> tuple[tuple[PageCache, Rows], tuple[PageCache, Rows]]:
+    cache, rows = state(kv_heads, size, dtype)
+    other, other_rows = copy.deepcopy((cache, rows))
+    pairs = [t for pair in zip(other.keys, other.values, strict=True) for t in pair]
+    places = [(t.data_ptr() - other.anchor.data_ptr()) // t.element_size() for t in pairs]
+    other.offsets.copy_(torch.tensor(places))
+    return (cache, rows), (other, other_rows)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> None:
+    tolerance = TOLERANCES.get(one.dtype, 0)
+    torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def same_cache(one: PageCache, other: PageCache) -> None:
+    for mine, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        same(mine, theirs)
+
+
+def layers() -> None:
+    for dtype in TOLERANCES:
+        for heads, kv_heads, size in SHAPES:
+            (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
+            x, residual, weight = (torch.randn(*shape, dtype=dtype) for shape in ((COUNT, 48), (COUNT, 48), (48,)))
+            for added in (x, None):
+                for mine, theirs in zip(
+                    PLAIN.add_norm(added, residual, weight, 1e-5),
+                    KERNELS.add_norm(added, residual, weight, 1e-5),
+                    strict=True,
+                ):
+                    same(mine, theirs)
+            same(PLAIN.gate(x), KERNELS.gate(x))
+            qkv, angle = torch.randn(COUNT, (heads + 2 * kv_heads) * size, dtype=dtype), torch.rand(300, size // 2)
+            rope = (angle.cos(), angle.sin())
+            for norms in (None, (torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype), 1e-6)):
+                mine = PLAIN.rope_append(qkv, rope, norms, heads, rows, cache, 1)
+                same(mine, KERNELS.rope_append(qkv, rope, norms, heads, other_rows, other, 1))
+                same_cache(cache, other)
+            key, value = torch.randn(2, kv_heads, COUNT, size, dtype=dtype)
+            PLAIN.append(key, value, rows, cache, 0)
+            KERNELS.append(key, value, other_rows, other, 0)
+            same_cache(cache, other)
+
+
+def attention() -> None:
+    for dtype in TOLERANCES:
+        for heads, kv_heads, size in SHAPES:
+            (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
+            query, sinks = torch.randn(heads, COUNT, size, dtype=dtype), torch.randn(heads)
+            for kind in (
+                AttentionKind(0.3),
+                AttentionKind(0.3, window=70),
+                AttentionKind(0.3, softcap=2.0),
+                AttentionKind(0.3, window=7, sinks_H=sinks),
+            ):
+                expected = PLAIN.attend(query, rows, cache, 0, kind, 1)
+                for splits in (1, 2, 8):
+                    same(expected, KERNELS.attend(query, other_rows, other, 0, kind, splits))
+
+
+def sampling() -> None:
+    differing = 0
+    for vocabulary in (9000, 4096, 700):
+        (_, rows), (_, other) = twins(2, 16, torch.float32)
+        for _ in range(20):
+            logits = torch.randn(COUNT, vocabulary) * 4
+            rows.seed_B[:COUNT] = torch.randint(-(2**62), 2**62, (COUNT,))
+            other.seed_B.copy_(rows.seed_B)
+            PLAIN.draw(logits.clone(), rows)
+            KERNELS.draw(logits, other)
+            equal = rows.token_B == other.token_B
+            differing += int((~equal).sum())
+            torch.testing.assert_close(rows.logprob_B[equal], other.logprob_B[equal], atol=1e-4, rtol=1e-4)
+            stops = torch.tensor([int(rows.token_B[0]), int(rows.token_B[3]), -1])
+            other.token_B.copy_(rows.token_B)
+            other.logprob_B.copy_(rows.logprob_B)
+            PLAIN.advance(rows, COUNT, stops)
+            KERNELS.advance(other, COUNT, stops)
+            for name in ("next_B", "position_B", "drawn_B", "done_B", "ids_BN", "logprobs_BN"):
+                torch.testing.assert_close(getattr(rows, name), getattr(other, name))
+            assert rows.done_B[:COUNT].tolist()[:1] == [1]
+            assert rows.done_B[3] == (rows.drawn_B[3] >= rows.budget_B[3])
+            for each in (rows, other):
+                each.done_B[[0, 1, 3, 4]] = 0
+                each.drawn_B[:COUNT].clamp_(max=30)
+    # Sums of a row in another order may move a bound past a random number: a matter of one draw in hundreds.
+    assert differing <= 2, differing
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    parts: dict[str, Callable[[], None]] = {"layers": layers, "attention": attention, "sampling": sampling}
+    parts[sys.argv[1]]()
+    print(f"{sys.argv[1]}: all equal")

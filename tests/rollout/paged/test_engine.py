@@ -1,0 +1,217 @@
+"""The paged engine on a CPU, where plain torch stands in for the kernels: what it samples is what the unpaged engine samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.schema import Lora
+from lockstep.errors import EngineError
+from lockstep.learner.adapters import attach
+from lockstep.models.weights import load_weights, named_weights
+from lockstep.rollout.native import NativeEngine
+from lockstep.rollout.paged import prefill
+from lockstep.rollout.paged.engine import PagedEngine
+from lockstep.rollout.paged.state import PAGE
+from lockstep.types import Request, Sampling
+from tests.learner.models import FAMILIES, logprobs_of, plain, tokens, twin
+from tests.rollout.engines import engine_over, finish, request, spelled
+
+TOLERANCE = 1e-4
+FUSED = ("llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "mistral")
+
+
+def paged_over(model: nn.Module, slots: int = 4, stop_ids: Iterable[int] = (), *, fused: bool = True) -> PagedEngine:
+    engine = PagedEngine(model, slots=slots, stop_ids=frozenset(stop_ids), decode=spelled, fused=fused)
+    engine.load(iter(()), 0)
+    return engine
+
+
+def mixed_requests(budget: int = 40) -> list[Request]:
+    """Prompts of less than a page, exactly one, and more; three samples each; budgets that differ."""
+    return [
+        request(
+            f"{group}/{i}",
+            tokens(length, length),
+            Sampling(budget - i, ignore_eos=True),
+            group=str(group),
+            seed=10 * group + i,
+        )
+        for group, length in enumerate((1, 5, PAGE, 30, PAGE + 36))
+        for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_samples_and_scores_as_transformers_does(family: str):
+    reference = plain(family)
+    engine = paged_over(twin(reference))
+    assert (engine._fused is not None) == (family in FUSED)
+    asked = mixed_requests()
+    done = finish(engine, asked)
+    other = finish(engine_over(twin(reference)), asked)
+    whole = {name: (*d.request.prompt_ids, *d.ids) for name, d in done.items()}
+    scored = dict(zip(whole, engine.score(list(whole.values())), strict=True))
+    for name, d in done.items():
+        expected = logprobs_of(reference, whole[name]).numpy()
+        np.testing.assert_allclose(d.logprobs, expected[len(d.request.prompt_ids) - 1 :], atol=TOLERANCE)
+        np.testing.assert_allclose(scored[name], expected, atol=TOLERANCE)
+    # A number that falls between two tokens' bounds by less than rounding may go either way: not more than one sample may differ.
+    assert sum(done[name].ids != other[name].ids for name in done) <= 1
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_models_own_forward_pass_says_the_same_as_fused_blocks(family: str):
+    model = twin(plain(family))
+    fused, own = (finish(paged_over(model, fused=fused), mixed_requests(12)) for fused in (True, False))
+    for name, done in fused.items():
+        np.testing.assert_allclose(done.logprobs, own[name].logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj", "down_proj"], ["o_proj"]])
+def test_adapters_act_in_fused_blocks(targets: str | list[str]):
+    model = attach(twin(plain("qwen2")), Lora(rank=4, alpha=20, targets=targets), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    engine = paged_over(model)
+    assert engine._fused is not None
+    done = finish(engine, mixed_requests(12))
+    with model.disable_adapter():
+        plain_done = finish(engine_over(model), mixed_requests(12))
+    own = finish(engine_over(model), mixed_requests(12))
+    for name, d in done.items():
+        np.testing.assert_allclose(d.logprobs, own[name].logprobs, atol=TOLERANCE)
+    assert any(done[name].ids != plain_done[name].ids for name in done)
+
+
+def test_an_adapter_on_one_of_the_matrices_of_an_input_runs_unfused():
+    model = attach(twin(plain("llama")), Lora(targets=["q_proj"]), seed=0)
+    assert paged_over(model)._fused is None
+
+
+def test_fused_weights_are_the_models_own():
+    """Training writes to the parameters: decoding must read it there, in whatever order things are built."""
+    reference, newer = plain("qwen2"), plain("qwen2", seed=5)
+    model = twin(reference)
+    first, second = paged_over(model), paged_over(model)
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), newer.parameters(), strict=True):
+            mine.copy_(theirs)
+    for engine in (first, second):
+        for name, d in finish(engine, mixed_requests(8)).items():
+            expected = logprobs_of(newer, (*d.request.prompt_ids, *d.ids)).numpy()[len(d.request.prompt_ids) - 1 :]
+            np.testing.assert_allclose(d.logprobs, expected, atol=TOLERANCE, err_msg=name)
+        storages = {t.untyped_storage().data_ptr() for _, t in engine.weights()}
+        assert storages == {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+
+def test_a_parameter_that_was_put_elsewhere_is_seen_in_the_weights():
+    """Decoding goes on reading the fused tensor: `weights` must say what it reads, so that the proof notices."""
+    model = twin(plain("llama"))
+    engine = paged_over(model)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    parameter = model.get_parameter(name)
+    parameter.data = parameter.data.clone() + 1
+    assert not torch.equal(dict(engine.weights())[name], dict(named_weights(model))[name])
+
+
+def test_new_weights_are_sampled_from():
+    model, newer = twin(plain("llama")), plain("llama", seed=3)
+    engine = paged_over(model)
+    finish(engine, mixed_requests(4))
+    engine.load(iter(list(named_weights(newer))), 1)
+    asked = [request("a", tokens(9, 9), Sampling(20, ignore_eos=True), version=1)]
+    done = finish(engine, asked)["a"]
+    expected = logprobs_of(newer, (*done.request.prompt_ids, *done.ids)).numpy()[8:]
+    np.testing.assert_allclose(done.logprobs, expected, atol=TOLERANCE)
+
+
+def test_long_prompts_are_processed_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    for family in ("llama", "gemma2"):
+        model = twin(plain(family))
+        whole = finish(paged_over(model), mixed_requests(6))
+        monkeypatch.setattr(prefill, "PREFILL_TOKENS", 48)
+        pieces = finish(paged_over(model), mixed_requests(6))
+        monkeypatch.undo()
+        for name, done in whole.items():
+            np.testing.assert_allclose(done.logprobs, pieces[name].logprobs, atol=TOLERANCE)
+
+
+def test_rows_are_refilled_and_pages_come_back():
+    engine = paged_over(twin(plain("llama")), slots=2)
+    engine.submit(mixed_requests())
+    total = engine._cache.free_pages
+    seen = 0
+    for _ in engine.completed():
+        seen += 1
+        assert len(engine._active) <= 2
+        assert engine._cache.free_pages <= total
+    assert seen == 15
+    assert engine._cache.pages == 0
+    assert not engine._prompts
+
+
+def test_what_does_not_fit_waits(monkeypatch: pytest.MonkeyPatch):
+    """With memory for one sequence at a time all are served, one after the other, and say the same."""
+    model = twin(plain("llama"))
+    expected = finish(paged_over(model), mixed_requests())
+    engine = paged_over(model)
+    page = engine._cache.bytes_per_page
+    monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 6 * page / 0.9)
+    found = finish(engine, mixed_requests())
+    assert {name: d.ids for name, d in found.items()} == {name: d.ids for name, d in expected.items()}
+
+
+def test_a_request_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch):
+    engine = paged_over(twin(plain("llama")))
+    monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 3 * self._cache.bytes_per_page)
+    with pytest.raises(EngineError, match="pages of 64 tokens, the memory that is free holds 2"):
+        engine.submit([request("a", tokens(70, 1), Sampling(200))])
+
+
+def test_cut_and_greedy_requests_side_by_side():
+    model = twin(plain("llama"))
+    kinds = (
+        Sampling(12, temperature=0.0, ignore_eos=True),
+        Sampling(12, temperature=0.7, top_k=3, ignore_eos=True),
+        Sampling(12, top_p=0.6, ignore_eos=True),
+        Sampling(12, min_p=0.2, ignore_eos=True),
+        Sampling(12, temperature=1.5, ignore_eos=True),
+    )
+    asked = [request(str(i), tokens(7, i), kind, seed=i) for i, kind in enumerate(kinds)]
+    mine, native = finish(paged_over(model), asked), finish(engine_over(model), asked)
+    for name, done in mine.items():
+        assert done.ids == native[name].ids
+        np.testing.assert_allclose(done.logprobs, native[name].logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, PagedEngine])
+def test_half_read_completions_can_be_taken_up_again(kind: type):
+    engine = kind(twin(plain("llama")), slots=2, stop_ids=frozenset(), decode=spelled)
+    load_weights(engine._model, iter(()))
+    engine.load(iter(()), 0)
+    engine.submit(mixed_requests(10))
+    first = [done.request.id for done in islice(engine.completed(), 4)]
+    rest = [done.request.id for done in engine.completed()]
+    assert len({*first, *rest}) == 15
+
+
+def test_all_rows_are_filled_at_once_and_no_step_is_wasted(monkeypatch: pytest.MonkeyPatch):
+    engine = paged_over(twin(plain("llama")), slots=16)
+    steps = []
+    forward = engine._step.forward
+    monkeypatch.setattr(engine._step, "forward", lambda count: steps.append(count) or forward(count))
+    asked = [
+        request(f"{p}/{i}", tokens(9, p), Sampling(30, ignore_eos=True), group=str(p))
+        for p in range(4)
+        for i in range(4)
+    ]
+    finish(engine, asked)
+    assert steps == [16] * 29  # the first token comes with the prompt
