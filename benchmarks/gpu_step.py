@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, LR, RANK = 64, 8, 256, 1e-6, 32
-WARM = 2
+WARM = 1
 WORKS: dict[str, dict[str, Any]] = {
     "full": {"tokens": 512, "lora": False},
     "long": {"tokens": 1024, "lora": False},

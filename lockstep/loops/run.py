@@ -95,6 +95,7 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
     lines = [
         *parts.task.notes,
         *policy.chat.notes,
+        *parts.learner.notes,
         f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
         describe(recipe.adapter, policy.model),
         *batch,

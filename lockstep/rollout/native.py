@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import EngineError, StaleWeightsError
-from lockstep.models.attention import Layout, require_attention_only
-from lockstep.models.heads import head_of, token_logprobs
+from lockstep.errors import EngineError
+from lockstep.models.attention import Layout
+from lockstep.models.decoder import Decoder
+from lockstep.models.heads import token_logprobs
 from lockstep.models.weights import load_weights, named_weights
+from lockstep.rollout.requests import check_groups, check_request
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
 from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
@@ -64,16 +65,11 @@ class NativeEngine:
         """
         self.version = -1
         self._model, self._stop_ids, self._decode = model, stop_ids, decode
-        outer: Any = model
-        base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
-        require_attention_only(base)
-        self._decoder, self._head = base.get_decoder(), head_of(base)
-        config = base.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        decoder = Decoder.of(model)
+        self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
         weight = self._head.weight_VH
-        self._device, self._context = weight.device, int(getattr(config, "max_position_embeddings", 0) or 0)
-        self._slots = Slots(config.num_hidden_layers, slots, heads, size, weight.dtype, weight.device)
+        self._device = weight.device
+        self._slots = Slots(decoder.layers, slots, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
         self._capacity = slots
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
@@ -85,11 +81,9 @@ class NativeEngine:
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
-        prompts = {request.group: request.prompt_ids for request in self._queue}
         for request in requests:
-            self._check(request)
-            if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
-                raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+            check_request(request, self.version, self._context)
+        check_groups(requests, {request.group: request.prompt_ids for request in self._queue})
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
         longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in self._queue), default=0)
@@ -127,29 +121,6 @@ class NativeEngine:
             kept.clear()
 
     # --- admission ------------------------------------------------------------------------------------------------
-    def _check(self, request: Request) -> None:
-        if request.version != self.version:
-            raise StaleWeightsError(
-                f"asked for weights {request.version}, the engine holds {self.version}",
-                where=request.id,
-                fix="push the learner's weights with WeightSync before sampling",
-            )
-        longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids or request.sampling.max_tokens < 1:
-            raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
-        if not 0 <= request.prefix < len(request.prompt_ids):
-            raise EngineError(
-                f"a shared prefix of {request.prefix} tokens leaves nothing of {len(request.prompt_ids)}",
-                where=request.id,
-            )
-        if self._context and longest > self._context:
-            raise EngineError(
-                f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the model's "
-                f"context of {self._context}",
-                where=request.id,
-                fix="shorten the prompt or lower rollout.max_tokens",
-            )
-
     @torch.no_grad()
     def _admit(self) -> None:
         """Move requests from the queue into free slots and sample their first tokens."""

@@ -200,7 +200,7 @@ def the_logprobs_are_of_what_was_sampled_from(subject: Subject) -> None:
         for done in finish(subject, asked).values():
             found += done.logprobs
             wanted += expected(subject.reference, done.request.prompt_ids, done.ids, sampling)
-        assert distance(found, wanted) <= subject.tolerance, sampling
+        assert (gap := distance(found, wanted)) <= subject.tolerance, (sampling, gap)
 
 
 @check
@@ -275,7 +275,8 @@ def loaded_weights_sample_and_nothing_is_remembered_of_the_old(subject: Subject)
     try:
         subject.engine.load(weights_of(subject.other), 1)
         after = finish(subject, [ask("a", prompt, sampling, version=1)])["a"]
-        assert distance(after.logprobs, expected(subject.other, prompt, after.ids, sampling)) <= subject.tolerance
+        gap = distance(after.logprobs, expected(subject.other, prompt, after.ids, sampling))
+        assert gap <= subject.tolerance, gap
         (score,) = subject.engine.score([prompt])
         assert distance(score, expected(subject.other, prompt[:1], prompt[1:], Sampling(1))) <= 2 * subject.tolerance
     finally:

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import EngineError
-from lockstep.models.attention import require_attention_only
-from lockstep.models.heads import head_of
+from lockstep.models.decoder import Decoder
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.paged.fused import CannotFuse, FusedDecoder, fuse
 from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.prefill import Prefill, Span
-from lockstep.rollout.paged.scheduler import Prompt, Running, check_request, ended_at, pages_of
+from lockstep.rollout.paged.scheduler import Prompt, Running, ended_at, pages_of
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep
+from lockstep.rollout.requests import check_groups, check_request
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.types import Completion, Request, Sampling, TokenIds, WeightStream
 
@@ -61,17 +61,12 @@ class PagedEngine:
         """
         self.version = -1
         self._model, self._decode, self._slots = model, decode, slots
-        outer: Any = model
-        base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
-        require_attention_only(base)
-        self._decoder, self._head = base.get_decoder(), head_of(base)
-        config = base.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        decoder = Decoder.of(model)
+        self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
         weight = self._head.weight_VH
-        self._device, self._context = weight.device, int(getattr(config, "max_position_embeddings", 0) or 0)
-        self._cache = PageCache(config.num_hidden_layers, heads, size, weight.dtype, weight.device)
-        self._fused = self._fuse(base) if fused else None
+        self._device = weight.device
+        self._cache = PageCache(decoder.layers, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
+        self._fused = self._fuse(decoder.model) if fused else None
         self._ops = ops_for(self._device)
         self._prefill = Prefill(self._decoder, self._head, self._cache)
         self._step = DecodeStep(self._decoder, self._fused, self._head, self._cache, self._ops)
@@ -94,11 +89,9 @@ class PagedEngine:
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
-        prompts = {request.group: request.prompt_ids for request in self._queue}
         for request in requests:
             check_request(request, self.version, self._context)
-            if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
-                raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+        check_groups(requests, {request.group: request.prompt_ids for request in self._queue})
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
         if not self._active and self._queue:

@@ -60,9 +60,10 @@ class TritonOps:
     """Implements Ops on a GPU."""
 
     def __init__(self) -> None:
-        from lockstep.rollout.paged import kernels
+        from lockstep.rollout.paged import attention_kernels, kernels
 
         self._kernels: Any = kernels
+        self._attention: Any = attention_kernels
 
     def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         count, size = residual_BX.shape
@@ -164,7 +165,7 @@ class TritonOps:
         sinks = query_HBD if kind.sinks_H is None else kind.sinks_H
         flags = (kind.window is not None, kind.softcap is not None, kind.sinks_H is not None)
         block = _power(size)
-        self._kernels.attend_kernel[(count, cache.heads, splits)](
+        self._attention.attend_kernel[(count, cache.heads, splits)](
             query_HBD,
             rows.table_BS,
             rows.position_B,
@@ -196,7 +197,7 @@ class TritonOps:
             num_stages=2,
         )
         if splits > 1:
-            self._kernels.combine_kernel[(count, heads)](
+            self._attention.combine_kernel[(count, heads)](
                 part, peak, mass, sinks, out_BX, heads, size, block, splits, flags[2], num_warps=1
             )
         return out_BX

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lockstep.errors import EngineError, StaleWeightsError
 from lockstep.rollout.paged.state import PAGE
 from lockstep.types import FinishReason, Request, TokenIds
 
@@ -44,30 +43,6 @@ class Running:
 
 def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def check_request(request: Request, version: int, context: int) -> None:
-    """Raise StaleWeightsError for another version, EngineError for a request that no engine could serve."""
-    if request.version != version:
-        raise StaleWeightsError(
-            f"asked for weights {request.version}, the engine holds {version}",
-            where=request.id,
-            fix="push the learner's weights with WeightSync before sampling",
-        )
-    longest = len(request.prompt_ids) + request.sampling.max_tokens
-    if not request.prompt_ids or request.sampling.max_tokens < 1:
-        raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
-    if not 0 <= request.prefix < len(request.prompt_ids):
-        raise EngineError(
-            f"a shared prefix of {request.prefix} tokens leaves nothing of {len(request.prompt_ids)}", where=request.id
-        )
-    if context and longest > context:
-        raise EngineError(
-            f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the model's "
-            f"context of {context}",
-            where=request.id,
-            fix="shorten the prompt or lower rollout.max_tokens",
-        )
 
 
 def ended_at(

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from lockstep.errors import EngineError, LockstepError
+from lockstep.rollout.requests import check_groups
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
 from lockstep.rollout.vllm.requests import (
     Decode,
     Pending,
     asked_of,
-    check_groups,
-    check_request,
+    check_servable,
     completion_of,
     look,
     streams,
@@ -83,7 +83,7 @@ class VllmEngine:
         """Hand requests to vLLM. Raises StaleWeightsError for another version, EngineError for one that cannot be served."""
         self._check_alive()
         for request in requests:
-            check_request(request, self.version, self._settings.max_model_len)
+            check_servable(request, self.version, self._settings.max_model_len)
         check_groups(requests, {entry.request.group: entry.request.prompt_ids for entry in self._pending.values()})
         self.wake()
         for request in requests:

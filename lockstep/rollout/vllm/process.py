@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from lockstep import errors
-from lockstep.errors import EngineError, LockstepError, StaleWeightsError
+from lockstep.errors import EngineError, LockstepError
+from lockstep.rollout.requests import check_version
 from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings
@@ -77,12 +78,8 @@ class EngineProcess:
         """Hand requests over. Raises what the engine raises for one that it cannot serve."""
         if not requests:
             return
-        if stale := next((request for request in requests if request.version != self.version), None):
-            raise StaleWeightsError(
-                f"asked for weights {stale.version}, the engine holds {self.version}",
-                where=stale.id,
-                fix="push the learner's weights with WeightSync before sampling",
-            )
+        for request in requests:
+            check_version(request, self.version)
         prompts: dict[TokenIds, int] = {}
         samplings: dict[Sampling, int] = {}
         keys = [next(self._keys) for _ in requests]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.config.vllm import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
-from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.errors import EngineError
+from lockstep.rollout.requests import SHORTEN, check_request
 from lockstep.types import Completion, FinishReason, Request
 
 STRIDE = 8
@@ -51,38 +52,18 @@ class Pending:
     """vLLM's name for it."""
 
 
-def check_request(request: Request, version: int, longest: int) -> None:
-    """Raise StaleWeightsError for another version, EngineError for a request that cannot be served."""
-    if request.version != version:
-        raise StaleWeightsError(
-            f"asked for weights {request.version}, the engine holds {version}",
-            where=request.id,
-            fix="push the learner's weights with WeightSync before sampling",
-        )
-    sampling, prompt = request.sampling, len(request.prompt_ids)
-    if not prompt or sampling.max_tokens < 1:
-        raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
-    if not 0 <= request.prefix < prompt:
-        raise EngineError(f"a shared prefix of {request.prefix} tokens leaves nothing of {prompt}", where=request.id)
-    if prompt + sampling.max_tokens > longest:
+def check_servable(request: Request, version: int, longest: int) -> None:
+    """Raise StaleWeightsError for another version, EngineError for a request that vLLM cannot serve."""
+    check_request(
+        request, version, longest, f"{SHORTEN}, or raise rollout.vllm.max_model_len within the model's context"
+    )
+    temperature = request.sampling.temperature
+    if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
         raise EngineError(
-            f"{prompt} prompt tokens and {sampling.max_tokens} new ones exceed the context of {longest}",
-            where=request.id,
-            fix="shorten the prompt, lower rollout.max_tokens, or raise rollout.vllm.max_model_len within the model's context",
-        )
-    if sampling.temperature and not LEAST_TEMPERATURE <= sampling.temperature <= LARGEST_TEMPERATURE:
-        raise EngineError(
-            f"temperature {sampling.temperature:g}: vLLM samples at 0 or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}",
+            f"temperature {temperature:g}: vLLM samples at 0 or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}",
             where=request.id,
             fix="set another temperature, or rollout.engine=native",
         )
-
-
-def check_groups(requests: Sequence[Request], prompts: dict[str, tuple[int, ...]]) -> None:
-    """Raise EngineError if a group has two prompts; `prompts` are those of groups already there."""
-    for request in requests:
-        if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
-            raise EngineError(f"group {request.group} has another prompt already", where=request.id)
 
 
 def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Asked:

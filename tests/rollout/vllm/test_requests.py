@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.rollout.requests import check_groups
 from lockstep.rollout.vllm.requests import (
     STRIDE,
     Asked,
     Pending,
     asked_of,
-    check_groups,
-    check_request,
+    check_servable,
     completion_of,
     look,
     stopped_at,
@@ -65,7 +65,7 @@ def test_seeds_fit_a_signed_64_bit_integer():
 )
 def test_what_cannot_be_served_is_refused(bad: Request, told: str):
     with pytest.raises(EngineError, match=told):
-        check_request(bad, 0, 100)
+        check_servable(bad, 0, 100)
 
 
 def test_what_can_be_served_is_not():
@@ -75,12 +75,12 @@ def test_what_can_be_served_is_not():
         Sampling(1, temperature=2),
         Sampling(1, temperature=0.01),
     ):
-        check_request(request("a", (1,) * 60, sampling, prefix=59), 0, 100)
+        check_servable(request("a", (1,) * 60, sampling, prefix=59), 0, 100)
 
 
 def test_another_version_is_refused():
     with pytest.raises(StaleWeightsError, match="asked for weights 3, the engine holds 2"):
-        check_request(request("a", (1,), Sampling(3), version=3), 2, 100)
+        check_servable(request("a", (1,), Sampling(3), version=3), 2, 100)
 
 
 def test_a_group_has_one_prompt():

@@ -1,0 +1,152 @@
+"""The Triton kernels of decode attention over pages, and of putting its parts together.
+
+Where the cache of each layer lies is read from a small table on the device, as a distance from an anchor that never moves, and
+not baked into a launch: a captured graph stays valid when the cache is freed for an update and allocated elsewhere for the next
+rollout. Distances, not addresses: of an address read at run time the compiler does not know that it is aligned, and attention
+takes twice as long.
+
+Legend: B rows, H query heads, K key/value heads, D head size, P tokens of a page.
+"""
+
+# Triton has no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend_block(
+    query,
+    peak,
+    mass,
+    total,
+    keys_at,
+    values_at,
+    index,
+    first,
+    keys,
+    scale,
+    softcap,
+    in_head,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys more in a running softmax, whose exponents are to the base 2."""
+    seen = (index < keys) & (index >= first)
+    if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
+        key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
+    else:
+        key = tl.load(keys_at)
+    score = tl.dot(query, key, input_precision=PRECISION)
+    if CAPPED:
+        score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
+    else:
+        score = score * (scale * 1.4426950408889634)
+    if MASKED:
+        score = tl.where(seen[None, :], score, -float("inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    prob = tl.exp2(score - top[:, None])
+    shrink = tl.exp2(peak - top)
+    mass = mass * shrink + tl.sum(prob, 1)
+    if MASKED or not WHOLE:  # noqa: SIM108
+        value = tl.load(values_at, mask=seen[:, None] & in_head[None, :], other=0.0)
+    else:
+        value = tl.load(values_at)
+    total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
+    return top, mass, total
+
+
+@triton.jit
+def attend_kernel(
+    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr,
+    layer, table_stride, query_head_stride, query_row_stride, scale, softcap, window,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // K
+    WHOLE: tl.constexpr = D == BLOCK_D
+    keys = tl.load(position_ptr + row) + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(keys - window, 0)
+    first_page, pages = first // P, tl.cdiv(keys, P)
+    share = tl.cdiv(pages - first_page, SPLITS)
+    start = first_page + split * share
+    end = tl.minimum(start + share, pages)
+    g, d, j = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    in_group, in_head = g < G, d < D
+    query_at = (head * G + g[:, None]) * query_head_stride + row.to(tl.int64) * query_row_stride + d[None, :]
+    query = tl.load(query_ptr + query_at, mask=in_group[:, None] & in_head[None, :], other=0.0)
+    key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
+    value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
+    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    # A block of which nothing may be seen would leave no largest score.
+    first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
+    blocks = tl.cdiv(tl.minimum(end * P, keys), BLOCK)
+    full = tl.minimum(blocks, keys // BLOCK)  # blocks that need no mask
+    for block in range(first_block, full):
+        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
+        at = page * (K * P * D) + (block * BLOCK % P) * D
+        peak, mass, total = _attend_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, WINDOWED, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
+    for block in range(tl.maximum(first_block, full), blocks):
+        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
+        at = page * (K * P * D) + (block * BLOCK % P) * D
+        peak, mass, total = _attend_block(
+            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
+            block * BLOCK + j, first, keys, scale, softcap, in_head, True, CAPPED, WHOLE, PRECISION,
+        )  # fmt: skip
+    if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
+            mass += tl.exp2(sink * 1.4426950408889634 - peak)
+        out_at = (row.to(tl.int64) * H + head * G + g[:, None]) * D + d[None, :]
+        result = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, result, mask=in_group[:, None] & in_head[None, :])
+    else:
+        part = (row.to(tl.int64) * H + head * G + g) * SPLITS + split
+        tl.store(peak_ptr + part, peak, mask=in_group)
+        tl.store(mass_ptr + part, mass, mask=in_group)
+        tl.store(part_ptr + part[:, None] * D + d[None, :], total, mask=in_group[:, None] & in_head[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    sinks_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Put the parts of one head of one row together."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    at = (row * H + head) * SPLITS + s
+    peaks, masses = tl.load(peak_ptr + at), tl.load(mass_ptr + at)
+    peak = tl.max(peaks, 0)
+    weight = tl.where(masses > 0, tl.exp2(peaks - peak), 0.0)
+    mass = tl.sum(weight * masses, 0)
+    if SINKS:
+        mass += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634 - peak)
+    filled = (d[None, :] < D) & (masses[:, None] > 0)
+    parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=filled, other=0.0)
+    total = tl.sum(parts * weight[:, None], 0) / mass
+    tl.store(out_ptr + (row * H + head) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -1,0 +1,43 @@
+"""What every engine asks of a request before it takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.types import Request, TokenIds
+
+SHORTEN = "shorten the prompt or lower rollout.max_tokens"
+
+
+def check_version(request: Request, version: int) -> None:
+    """Raise StaleWeightsError for a request that asks for another version of the weights."""
+    if request.version != version:
+        raise StaleWeightsError(
+            f"asked for weights {request.version}, the engine holds {version}",
+            where=request.id,
+            fix="push the learner's weights with WeightSync before sampling",
+        )
+
+
+def check_request(request: Request, version: int, context: int, fix: str = SHORTEN) -> None:
+    """Raise StaleWeightsError for another version, EngineError for a request that cannot be served. Context 0 has no end."""
+    check_version(request, version)
+    prompt, budget = len(request.prompt_ids), request.sampling.max_tokens
+    if not prompt or budget < 1:
+        raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
+    if not 0 <= request.prefix < prompt:
+        raise EngineError(f"a shared prefix of {request.prefix} tokens leaves nothing of {prompt}", where=request.id)
+    if context and prompt + budget > context:
+        raise EngineError(
+            f"{prompt} prompt tokens and {budget} new ones exceed the model's context of {context}",
+            where=request.id,
+            fix=fix,
+        )
+
+
+def check_groups(requests: Sequence[Request], prompts: dict[str, TokenIds]) -> None:
+    """Raise EngineError if a group has two prompts; `prompts` are those of groups already there, and gains the new ones."""
+    for request in requests:
+        if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
+            raise EngineError(f"group {request.group} has another prompt already", where=request.id)
