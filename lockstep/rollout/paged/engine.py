@@ -60,7 +60,7 @@ class PagedEngine:
         Raises ModelError for a model that cannot run here.
         """
         self.version = -1
-        self._model, self._decode, self._slots = model, decode, slots
+        self._model, self._decode, self._slots, self._stop_ids = model, decode, slots, stop_ids
         decoder = Decoder.of(model)
         self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
         weight = self._head.weight_VH
@@ -306,7 +306,7 @@ class PagedEngine:
         finished = []
         for row, row_ids, row_logprobs in zip(read, ids, logprobs, strict=True):
             sequence = self._active[row]
-            end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_set)
+            end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_ids)
             if end is not None:
                 tokens, reason = end
                 kept = tuple(row_ids[:tokens]), tuple(row_logprobs[:tokens])
@@ -331,10 +331,6 @@ class PagedEngine:
         kept = [row for row in range(len(self._active)) if row not in gone]
         self._active = [self._active[row] for row in kept]
         rows.keep(kept)
-
-    @property
-    def _stop_set(self) -> frozenset[int]:
-        return frozenset(self._stops_X.tolist())
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
