@@ -91,7 +91,8 @@ class PagedEngine:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
         for request in requests:
             check_request(request, self.version, self._context)
-        check_groups(requests, {request.group: request.prompt_ids for request in self._queue})
+        there = {group: prompt.ids for group, prompt in self._prompts.items()}
+        check_groups(requests, there | {request.group: request.prompt_ids for request in self._queue})
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
         if not self._active and self._queue:
@@ -205,6 +206,8 @@ class PagedEngine:
             length = len(request.prompt_ids)
             needed = pages_of(length + request.sampling.max_tokens) - length // PAGE
             if needed + (0 if prompt else pages_of(length)) > self._cache.free_pages:
+                if self._drop_idle(request.group):
+                    continue
                 break
             if prompt is None:
                 prompt = Prompt(request.prompt_ids, self._cache.take(pages_of(length)))
@@ -218,6 +221,16 @@ class PagedEngine:
         self._prefill.prompts(list(new.values()))
         self._start(self._active[-len(admitted) :])
         self._waiting.subtract(request.group for request in admitted)
+
+    def _drop_idle(self, but: str) -> bool:
+        """Give back the pages of prompts that nobody reads now, `but` this group's; they are processed again when asked for.
+
+        Otherwise prompts that wait for their next samples could keep the room that the first in the queue waits for.
+        """
+        idle = [group for group, prompt in self._prompts.items() if not prompt.users and group != but]
+        for group in idle:
+            self._cache.give(self._prompts.pop(group).pages)
+        return bool(idle)
 
     def _start(self, started: Sequence[Running]) -> None:
         """Give new sequences the rows behind those in use, their own copy of a half-filled page, and their first token."""

@@ -107,6 +107,8 @@ class DecodeStep:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 run(count)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # a model whose forward pass asks the device for a number
             log.warning("decoding runs without CUDA graphs, which is slower: %s", str(error).splitlines()[0])
             self._capturing = False

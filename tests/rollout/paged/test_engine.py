@@ -215,3 +215,26 @@ def test_all_rows_are_filled_at_once_and_no_step_is_wasted(monkeypatch: pytest.M
     ]
     finish(engine, asked)
     assert steps == [16] * 29  # the first token comes with the prompt
+
+
+def test_prompts_that_wait_give_way_to_the_first_in_the_queue(monkeypatch: pytest.MonkeyPatch):
+    """Samples of three groups in turn, with room for little more than one: no prompt may hold what the next one needs."""
+    model = twin(plain("llama"))
+    asked = [
+        request(f"{p}/{i}", tokens(70, p), Sampling(60 + 60 * p, ignore_eos=True), group=str(p), seed=9 * p + i)
+        for i in range(2)
+        for p in range(3)
+    ]
+    expected = finish(paged_over(model), asked)
+    engine = paged_over(model)
+    monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 7.5 * self._cache.bytes_per_page / 0.9)
+    found = finish(engine, asked)
+    assert {name: d.ids for name, d in found.items()} == {name: d.ids for name, d in expected.items()}
+
+
+def test_a_running_group_takes_no_other_prompt():
+    engine = paged_over(twin(plain("llama")))
+    engine.submit([request("a", tokens(9, 1), Sampling(40, ignore_eos=True), group="g")])
+    engine._admit()
+    with pytest.raises(EngineError, match="has another prompt already"):
+        engine.submit([request("b", tokens(9, 2), Sampling(5), group="g")])
