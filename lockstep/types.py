@@ -245,6 +245,39 @@ class LossOutput:
 Loss: TypeAlias = Callable[[LossInput], LossOutput]
 
 
+# --- numerics -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class NormNoise:
+    """Gaussian noise on norm weights: w + σ·scale·z, z drawn from (seed, name) alone."""
+
+    sigma: float
+    seed: int
+    """From the run's seed and the version of the weights: the same on every rank and in every rerun."""
+    targets: tuple[str, ...]
+    """Full names of the norm weights (as in `weights()`), sorted."""
+    scales: tuple[float, ...]
+    """A factor on sigma for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How an engine computes. Example: Forward("mxfp4-w4a4")"""
+
+    numerics: str = ""
+    """A Numeric of config.numerics; empty is the precision of the weights."""
+    noise: NormNoise | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardReport:
+    """What `set_forward` touched."""
+
+    quantised_layers: int = 0
+    noisy_norms: int = 0
+    noise_share: float = 0.0
+    """‖z‖ / ‖w‖ over all noisy norms together."""
+
+
 # --- sync -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -299,6 +332,14 @@ class RolloutEngine(Protocol):
     """Draws samples and scores sequences with the weights of one version."""
 
     version: int
+    forward: Forward
+    """How its forward passes compute now."""
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """From now on compute so; called while no request is open. Nothing of an earlier noise remains.
+
+        Raises EngineError if it cannot, or if a numerics or a noise would touch no layer.
+        """
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; may be called while `completed` is being read.

@@ -1,20 +1,41 @@
 """Every setting of a run, defined once. The text under a field is its help, on the command line and in docs/settings.md.
 
 Quantities carry their unit in the name: prompts_per_step, samples_per_prompt, samples_per_update, tokens_per_microbatch.
-A section with variants is a union told apart by `kind`.
+A section with variants is a union told apart by `kind`. Larger groups of settings have a module of their own beside this one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.algorithm import Algorithm, Grpo
-from lockstep.config.section import TAG, Json, Section
+from lockstep.config.adapter import Adapter as Adapter
+from lockstep.config.adapter import Lora as Lora
+from lockstep.config.adapter import NoAdapter as NoAdapter
+from lockstep.config.algorithm import Algorithm as Algorithm
+from lockstep.config.algorithm import Grpo as Grpo
+from lockstep.config.data import Data as Data
+from lockstep.config.evaluate import Eval as Eval
+from lockstep.config.evaluate import EvalMode as EvalMode
+from lockstep.config.numerics import Noise as Noise
+from lockstep.config.numerics import Numerics as Numerics
+from lockstep.config.optimizer import AdamW as AdamW
+from lockstep.config.section import TAG as TAG
+from lockstep.config.section import Json as Json
+from lockstep.config.section import Section as Section
+from lockstep.config.sft import Sft as Sft
+from lockstep.config.task import Chat as Chat
+from lockstep.config.task import Example as Example
+from lockstep.config.task import FileTask as FileTask
+from lockstep.config.task import PythonTask as PythonTask
+from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
+from lockstep.config.task import Task as Task
+from lockstep.config.verifier import NumericVerifier as NumericVerifier
+from lockstep.config.verifier import PythonVerifier as PythonVerifier
+from lockstep.config.verifier import TextVerifier as TextVerifier
+from lockstep.config.verifier import Verifier as Verifier
 from lockstep.config.vllm import Vllm, mistake_of, transport_of
-
-__all__ = ["TAG", "Algorithm", "Grpo", "Json", "Section"]
 
 
 class Model(Section):
@@ -28,127 +49,6 @@ class Model(Section):
     """Precision of the weights that are trained and that sample; auto is bf16 on a GPU and fp32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you have read it."""
-
-
-class NoAdapter(Section):
-    """Train all weights."""
-
-    kind: Literal["none"] = "none"
-
-
-class Lora(Section):
-    """Train low-rank adapters by PEFT; the base is frozen and shared by policy, reference and engine."""
-
-    kind: Literal["lora"] = "lora"
-    rank: int = Field(default=16, ge=1, le=1024)
-    """Rank of the update."""
-    alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the linear layers that get an adapter, or all of them but the head."""
-
-
-Adapter: TypeAlias = Annotated[NoAdapter | Lora, Field(discriminator="kind")]
-
-
-class NumericVerifier(Section):
-    """Exact match of a number: last boxed answer, else (if allowed) the last number of the reply."""
-
-    kind: Literal["numeric"] = "numeric"
-    fallback: Literal["none", "last_number"] = "none"
-    """What to read when nothing is boxed. last_number can pay for guesses."""
-    tolerance: float = Field(default=1e-6, ge=0)
-    """Largest difference that still counts as equal, relative for |answer| > 1. Two integers must be the same."""
-
-
-class TextVerifier(Section):
-    """Exact match of text after trimming and case folding: last boxed answer, else (if allowed) the last line."""
-
-    kind: Literal["text"] = "text"
-    fallback: Literal["none", "last_line"] = "none"
-    """What to read when nothing is boxed."""
-
-
-class PythonVerifier(Section):
-    """A function from your file: def grade(prompt, reply) returning a number or a Grade."""
-
-    kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
-    """file.py:function"""
-
-
-Verifier: TypeAlias = Annotated[NumericVerifier | TextVerifier | PythonVerifier, Field(discriminator="kind")]
-
-
-class ReasoningGymTask(Section):
-    """A procedural data set of reasoning-gym, by name."""
-
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = Field(default="chain_sum", min_length=1)
-    """Its name in reasoning-gym."""
-    settings: dict[str, Json] = Field(default_factory=dict)
-    """Its own settings. Example: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"""
-    seed: int = Field(default=1, ge=0)
-    """Seed of the questions; held-out questions are those that training never asks."""
-    size: int = Field(default=2000, ge=1)
-    """Training questions drawn before the first repeats; duplicates are dropped and counted."""
-    repeat_heldout: bool = False
-    """Ask held-out questions again when there are fewer different ones than eval.items; otherwise that is an error."""
-    verifier: Verifier = NumericVerifier()
-
-
-class FileTask(Section):
-    """Questions and answers from a jsonl or parquet file."""
-
-    kind: Literal["file"] = "file"
-    path: str = Field(min_length=1)
-    """Training rows, .jsonl or .parquet."""
-    heldout: dict[Literal["id_probe", "ood_probe", "sanity"], str] = Field(default_factory=dict)
-    """A file for each held-out role; without id_probe, `heldout_rows` are split off `path` by hash."""
-    heldout_rows: int = Field(default=200, ge=0)
-    """Rows split off when there is no id_probe file."""
-    prompt: str = "prompt"
-    """Column with the question, as text or as a list of messages."""
-    answer: str = "answer"
-    """Column with the reference answer."""
-    id: str | None = None
-    """Column with a unique id; none numbers the rows."""
-    verifier: Verifier = NumericVerifier()
-
-
-class PythonTask(Section):
-    """A class from your file with the methods of lockstep.types.Task."""
-
-    kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
-    """file.py:Class"""
-    settings: dict[str, Json] = Field(default_factory=dict)
-    """Passed to the class as keyword arguments."""
-
-
-Task: TypeAlias = Annotated[ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
-
-
-class Example(Section):
-    """One solved turn shown before the question."""
-
-    user: str
-    """The example question."""
-    assistant: str
-    """The example reply."""
-
-
-class Chat(Section):
-    """How a question becomes a chat."""
-
-    system: str | None = None
-    """System text; none leaves it to the model's template."""
-    examples: list[Example] = Field(default_factory=list)
-    """Solved turns before the question (few-shot)."""
-    suffix: str = ""
-    """Text appended to the question, to the examples' too. It is part of a score's conditions."""
-    template_kwargs: dict[str, Json] = Field(default_factory=dict)
-    """Extra variables for the model's chat template."""
 
 
 class Rollout(Section):
@@ -173,29 +73,6 @@ class Rollout(Section):
     ignore_eos: bool = False
     """Force every response to max_tokens (benchmarks only)."""
     vllm: Vllm = Vllm()
-
-
-class AdamW(Section):
-    """AdamW with fp32 master weights."""
-
-    lr: float | None = Field(default=None, ge=0)
-    """Peak learning rate; none is 1e-6 for full training and 2e-5 for adapters. The value in force is printed."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of the first and the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, on matrices only."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The global gradient norm is clipped to this."""
-    states: Literal["fp32", "8bit"] = "fp32"
-    """Precision of the two moments. 8bit keeps them in blocks with a scale each: 6 bytes a parameter less, no longer exact."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, over optimizer steps."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The schedule ends at this share of lr."""
 
 
 class Update(Section):
@@ -236,51 +113,6 @@ class Sync(Section):
     """Tokens of each."""
 
 
-class EvalMode(Section):
-    """One way to decode in an evaluation; its name is part of the score."""
-
-    name: str = Field(default="greedy", pattern=r"^[a-z0-9_.@-]+$")
-    """Label of the scores. Example: greedy, sampled."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
-    samples: int = Field(default=1, ge=1)
-    """Replies per item."""
-
-    @model_validator(mode="after")
-    def _greedy_is_one(self) -> Self:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError("temperature 0 gives the same reply every time; set samples: 1 or a temperature above 0")
-        return self
-
-
-class Eval(Section):
-    """When and how to evaluate. The last step is always evaluated."""
-
-    enabled: bool = True
-    """Off skips every evaluation, and the log says so."""
-    every: int = Field(default=20, ge=1)
-    """Steps between evaluations."""
-    at_start: bool = True
-    """Evaluate the base model before the first step."""
-    items: int = Field(default=200, ge=1)
-    """Held-out problems."""
-    role: Literal["id_probe", "ood_probe"] = "id_probe"
-    """Which held-out set."""
-    modes: list[EvalMode] = Field(
-        default_factory=lambda: [EvalMode(), EvalMode(name="sampled", temperature=1.0)], min_length=1
-    )
-    """Decoding modes, each a score of its own."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Longest reply; none takes rollout.max_tokens."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        names = [mode.name for mode in self.modes]
-        if len(set(names)) < len(names):
-            raise ValueError(f"mode names must differ, got {', '.join(names)}")
-        return self
-
-
 class Save(Section):
     """Which checkpoints are kept. The last step is always saved."""
 
@@ -319,6 +151,11 @@ class Recipe(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its directory."""
+    loop: Literal["rl", "sft"] = "rl"
+    """rl samples, grades and improves; sft learns from given replies (section sft)."""
+    warm_start: str | None = None
+    """A run or checkpoint whose trained weights this run starts from, with a new step count and a new optimizer. To go on with
+    a stopped run instead, use lockstep train --resume."""
     runs_dir: str = "runs"
     """Folder of run directories."""
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -341,7 +178,12 @@ class Recipe(Section):
     algorithm: Algorithm = Grpo()
     optimizer: AdamW = AdamW()
     update: Update = Update()
+    numerics: Numerics = Numerics()
+    noise: Noise | None = None
+    """Adaptive quantisation noise in rollouts; none adds none."""
     sync: Sync = Sync()
+    sft: Sft | None = None
+    """What loop = sft learns from."""
     eval: Eval = Eval()
     save: Save = Save()
     track: Track = Track()
