@@ -1,5 +1,6 @@
 # Everything happens inside this checkout (.venv, .cache, runs); only pip keeps its own cache elsewhere.
 #   make quickstart   install, then train a small real model and show that it learned
+#   make sft-then-rl  install, then SFT and GRPO from its weights
 #   make test         install, then every check that a change must pass
 #   make PYTHON=/path/to/python3.12 ...   with a Python of your choice (3.11 or newer)
 SHELL := /bin/bash
@@ -14,10 +15,10 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
 WORKERS ?= 2
 
-.PHONY: help install test lint format docs constraints quickstart clean
+.PHONY: help install test lint format docs constraints quickstart sft-then-rl clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 install: $(STAMP)  ## the package and its tools into .venv
 
@@ -64,6 +65,11 @@ constraints: install  ## pin what .venv holds now, after a deliberate upgrade
 
 quickstart: install  ## train SmolLM2-135M on sums and compare before with after
 	$(BIN)/lockstep train recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
+
+sft-then-rl: install  ## teach SmolLM2-135M to box its answers by SFT, then sums by GRPO from those weights
+	stamp=$$(date +%Y%m%d-%H%M%S); \
+	$(BIN)/lockstep train recipes/sft_boxed.yaml name=sft-boxed-$$stamp; \
+	$(BIN)/lockstep train recipes/grpo_after_sft.yaml name=grpo-after-sft-$$stamp warm_start=runs/sft-boxed-$$stamp
 
 clean:  ## remove what the tools left; keeps .venv, .cache and runs
 	rm -rf build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

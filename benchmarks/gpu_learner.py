@@ -156,7 +156,7 @@ def recipe(bench: Bench, *, lora: bool = False, states: str = "fp32") -> Recipe:
             "prompts_per_step": bench.prompts,
             "samples_per_prompt": bench.samples,
             "adapter": {"kind": "lora", "rank": 32, "alpha": 64} if lora else {"kind": "none"},
-            "optimizer": {"lr": 1e-6, "states": states},
+            "optimizer": {"kind": "adamw", "lr": 1e-6, "states": states},
             "update": {"recompute": "none"},
         }
     )

@@ -24,7 +24,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 """What each arm changes in gpu_sums.yaml."""
 MEANING = {
     "native": "the native engine, on the learner's own weights",
-    "vllm": "vLLM in the trainer's process, the learner's weights as views of its own",
+    "vllm": "vLLM in the trainer's process, base + adapter merged and copied at every version",
 }
 
 
@@ -53,7 +53,7 @@ def page(outcomes: Sequence[Outcome], where: str) -> str:
     lines = [
         "# One learning run with both engines",
         "",
-        f"`recipes/gpu_sums.yaml`, {len(outcomes[0].records)} steps, all weights of SmolLM2-135M in bf16 with fp32 masters.",
+        f"`recipes/gpu_sums.yaml`, {len(outcomes[0].records)} steps, SmolLM2-135M in bf16, LoRA rank 16 with fp32 masters.",
         "",
         "![Mean training reward by step](gpu_learning.svg)",
         "",

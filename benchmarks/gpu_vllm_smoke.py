@@ -2,10 +2,12 @@
 
     PYTHONPATH=vllm_site python benchmarks/gpu_vllm_smoke.py [--sections contract-in,big-own] [--seconds 540]
 
-Sections: contract-in, contract-own, contract-host (the contract of tests/rollout/contract.py on a tiny model, in process, in its
-own process by CUDA IPC, and through host memory); big-in, big-own, big-lora (the Qwen2.5-1.5B shape, random weights: start, share
-or push, proof, negative control, planted faults, sleep and wake, log-probabilities against transformers, tokens/s). Results are
-lines `RESULT {json}`, a table at the end, and $OUT/vllm_smoke.json if OUT is set.
+Sections: numerics-in, numerics-own, numerics-fp32 (fake quantisation and noise on a tiny model, in process, in its own, and in
+fp32: what they change, that they agree with the learner's, that a push quantises again, that noise leaves no trace); contract-in,
+contract-own, contract-host (the contract of tests/rollout/contract.py on a tiny model, in process, in its own by CUDA IPC,
+and through host memory); big-in, big-own, big-lora (the Qwen2.5-1.5B shape, random weights: start, share or push, proof, negative
+control, planted faults, sleep and wake, log-probabilities against transformers, tokens/s). Results are lines `RESULT {json}`, a
+table at the end, and $OUT/vllm_smoke.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-SECTIONS = ("contract-in", "contract-own", "contract-host", "big-in", "big-own", "big-lora")
+SECTIONS = (
+    "numerics-in",
+    "numerics-own",
+    "contract-in",
+    "contract-own",
+    "contract-host",
+    "big-in",
+    "big-own",
+    "big-lora",
+)
+TINY = ("contract", "numerics")
+"""Beginnings of sections that run side by side."""
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 512
 SLOTS = PROMPTS * SAMPLES
 
@@ -89,6 +102,25 @@ def tidy(engine: Any) -> None:
             pass
     except Exception:
         traceback.print_exc(file=sys.stdout)
+
+
+# --- numerics and noise on a tiny model -----------------------------------------------------------------------------
+def numerics_section(section: str) -> None:
+    from tests.rollout.vllm import numerics_on_gpu
+
+    step = Steps(section)
+    with tempfile.TemporaryDirectory() as folder:
+        rig = None
+        with step("start"):
+            dtype = "float32" if section == "numerics-fp32" else "bfloat16"
+            rig = numerics_on_gpu.Rig(Path(folder), own_process=section == "numerics-own", dtype=dtype)
+        if rig is None:
+            return
+        for name, check in numerics_on_gpu.CHECKS.items():
+            with step(name) as values:
+                check(rig, values)
+        with step("close"):
+            rig.engine.close()
 
 
 # --- the 1.5B shape -------------------------------------------------------------------------------------------------
@@ -451,6 +483,9 @@ def run_section(section: str) -> None:
     if section.startswith("contract"):
         contract_section(section)
         return
+    if section.startswith("numerics"):
+        numerics_section(section)
+        return
     with tempfile.TemporaryDirectory() as folder:
         step = Steps(section)
         with step("whole section"):
@@ -476,13 +511,13 @@ def run_all(sections: Sequence[str], seconds: float) -> list[dict[str, Any]]:
         if code := process.wait():
             results.append({"section": section, "step": "exit", "ok": False, "error": f"code {code}"})
 
-    tiny = [threading.Thread(target=run, args=(s,)) for s in sections if s.startswith("contract")]
+    tiny = [threading.Thread(target=run, args=(s,)) for s in sections if s.startswith(TINY)]
     for thread in tiny:
         thread.start()
     for thread in tiny:
         thread.join()
     for section in sections:
-        if not section.startswith("contract"):
+        if not section.startswith(TINY):
             run(section)
     return results
 

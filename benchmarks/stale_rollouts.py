@@ -54,7 +54,7 @@ def main() -> None:
 
 def job(arm: str, seed: int, runs_dir: Path, threads: int, overrides: Sequence[str]) -> Job:
     recipe = str(ROOT / "recipes" / "algorithms" / "stale.yaml")
-    own = (f"name=stale-{arm}-seed{seed}", f"seed={seed}", f"runs_dir={runs_dir}", f"threads={threads}", "device=cpu")
+    own = (f"name=stale-{arm}-seed{seed}", f"seed={seed}", f"runs_dir={runs_dir}", f"threads={threads}")
     return Job(arm, seed, (recipe, *ARMS[arm], *overrides, *own))
 
 

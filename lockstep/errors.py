@@ -12,7 +12,8 @@
     ├── SyncError              a proof of sync failed; names the tensors               exit 5
     ├── LearnerError           an update cannot be made                                exit 5
     ├── CheckpointError        a checkpoint cannot be written or read                  exit 6
-    │   └── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
+    │   ├── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
+    │   └── ExportError        an export is not the model that trained                 exit 6
     ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
     │   └── RunLockedError     another process writes there                            exit 6
     ├── EvaluationError        an evaluation cannot be made, or two not be compared    exit 7
@@ -113,6 +114,10 @@ class CheckpointError(LockstepError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint's bytes are not those that were written. The message names the file."""
+
+
+class ExportError(CheckpointError):
+    """What was exported is not the model that trained. Nothing is left of it."""
 
 
 class RunDirectoryError(LockstepError):

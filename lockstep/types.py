@@ -42,6 +42,8 @@ class Prompt:
     """Which task asked it; metrics are also kept per task."""
     data: Mapping[str, object] = field(default_factory=dict)
     """Whatever the grader needs beyond the answer."""
+    tools: str = ""
+    """Tools that the reply may call, as a JSON list of function schemas; they are part of the rendered prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,26 @@ class Grade:
     @property
     def scored(self) -> bool:
         return self.reward is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment says after a reply. Example: Turn(({"role": "user", "content": "higher"},), metrics={"guesses": 1})"""
+
+    observation: tuple[Message, ...] = ()
+    """The turns that the next reply answers, of role user or tool; never trained."""
+    reward: float | None = 0.0
+    """What the reply earned. None: the episode cannot be scored, `error` says why."""
+    done: bool = False
+    """The episode ends here; no further reply is asked for."""
+    answer: bool = False
+    """The reply was the final answer to the prompt's question: the task's `grade` adds its reward and metrics, and it is done."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers, summed over the episode. `correct`, if any turn has it, says that the episode was solved."""
+    extracted: str | None = None
+    """The answer or action as it was read."""
+    error: str | None = None
+    """Why the episode cannot be scored."""
 
 
 # --- rollout --------------------------------------------------------------------------------------------------------
@@ -105,6 +127,8 @@ class Request:
     """The weight version that must sample it; the engine refuses any other."""
     prefix: int = 0
     """Leading prompt tokens that all prompts of the recipe have (system text, examples): processed once per version."""
+    room: int = 0
+    """Tokens that later requests of the same episode may come to have, prompt included, so that memory is taken once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +163,8 @@ class Rollout:
     """Index within the group."""
     prefix: int = 0
     """Leading prompt tokens that all prompts of the recipe have."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Of rewards credited turn by turn: index of a reply's last token, and what it earned. Empty credits all at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +189,8 @@ class Episode:
     """Subtracted from each token's reward (KL in the reward); empty is none."""
     values: tuple[float, ...] = ()
     """What the critic expected before each token; empty without a critic."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Parts of `reward` that an earlier token earned: its index, and the part. The rest is earned at the last trained token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +235,16 @@ class Batch:
     """Leading prompt tokens that all sequences have: processed once per micro-batch."""
     kl_coef: float = 0.0
     """Weight of the KL penalty, as the controller has it now."""
+    supervised: bool = False
+    """The replies were given, not sampled: no rollout to compare with, no advantages, and nobody asks for entropies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """What a loss sees: the trained tokens of one micro-batch, packed end to end; whole sequences only."""
+    """What a loss sees: the trained tokens of one micro-batch, packed end to end; whole sequences only.
+
+    Of a supervised batch rollout_logprobs_T, advantages_T and entropy_T have no element.
+    """
 
     logprobs_T: Tensor
     """log π_θ, with gradient."""
@@ -275,7 +308,9 @@ class ForwardReport:
     quantised_layers: int = 0
     noisy_norms: int = 0
     noise_share: float = 0.0
-    """‖z‖ / ‖w‖ over all noisy norms together."""
+    """‖w' - w‖ / ‖w‖ over all noisy norms together, as it is in the weights."""
+    noise_lost: float = 0.0
+    """Share of their numbers that rounding to the weights' dtype left as they were."""
 
 
 # --- sync -----------------------------------------------------------------------------------------------------------
@@ -328,12 +363,35 @@ class Task(Protocol):
         """Never raises for a bad answer."""
 
 
+class Env(Protocol):
+    """One episode. Deterministic: what it says depends on how it was made, the seed and the replies."""
+
+    def start(self, seed: int) -> Turn:
+        """Begin. The observation is the opening: that of the prompt's messages, or nothing.
+
+        `seed` is of (run, step, prompt, sample), for what happens by chance after the opening, which all samples share.
+        """
+
+    def step(self, reply: str) -> Turn:
+        """Take the next reply. Raises nothing for a bad reply: that is an observation, a reward, or both."""
+
+
+class EnvTask(Task, Protocol):
+    """A task of several turns."""
+
+    def env(self, prompt: Prompt) -> Env | None:
+        """A new episode of the prompt; None if it is a question with one reply, which `grade` grades."""
+
+
 class RolloutEngine(Protocol):
     """Draws samples and scores sequences with the weights of one version."""
 
     version: int
-    forward: Forward
-    """How its forward passes compute now."""
+
+    @property
+    def forward(self) -> Forward:
+        """How its forward passes compute now."""
+        ...
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """From now on compute so; called while no request is open. Nothing of an earlier noise remains.
@@ -347,8 +405,11 @@ class RolloutEngine(Protocol):
         Raises StaleWeightsError if a request's version is not the engine's.
         """
 
-    def completed(self) -> Iterator[Completion]:
-        """Yield completions as they finish, until no request is left."""
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
+        """Yield completions as they finish, until no request is left.
+
+        `between` is called every few tokens, while no completion waits; it may submit.
+        """
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Log-probability of each token but the first of each sequence, temperature 1."""
@@ -420,6 +481,10 @@ class Conditions:
     """Over the chat template, system text, examples and suffix."""
     max_tokens: int
     seed: int
+    reasoning_effort: str | None = ""
+    """What the chat template is told about thinking. Example: "reasoning_effort=high". None: a record that does not say."""
+    prompt_suffix: str | None = ""
+    """Text after every question; it is in template_hash too, and stands here to be named. None: a record that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +500,30 @@ class ItemResult:
     answer: str
     text: str
     truncated: bool
+    """By the engine's finish reason, never guessed from the text."""
     tokens: int
+    method: str = ""
+    """How the answer was read (Grade.method)."""
+    boxed: bool | None = None
+    """Whether it has an answer in \\boxed{}; None if the verifier does not say."""
+    error: str | None = None
+    """Why it could not be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One number of a score, by its own estimator. Example: Estimate("pass@8", 0.495, 0.031, 0.435, 0.555, 202)"""
+
+    name: str
+    """avg@n: mean of n samples; pass@k: any of k, unbiased; maj@n: the majority's answer. pass@1 of one sample is the mark."""
+    value: float
+    se: float | None
+    """Standard error over items; None for a single item."""
+    low: float
+    high: float
+    """95 % interval."""
+    items: int
+    """Items with enough scored samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +532,7 @@ class Score:
 
     conditions: Conditions
     accuracy: float
-    """Share of scored replies that are correct; with several samples an item's share counts once."""
+    """The mode's first estimate: the share of correct replies, an item's share counting once, unless the mode says otherwise."""
     low: float
     high: float
     """95 % interval (Wilson for one sample an item, bootstrap over items otherwise)."""
@@ -460,3 +548,12 @@ class Score:
     proof: Proof | None
     results: tuple[ItemResult, ...]
     seconds: float
+    estimates: tuple[Estimate, ...] = ()
+    """All numbers made of these replies; the first is `accuracy`."""
+    source: str = ""
+    """What was evaluated, as its user named it. Example: "runs/mine at step 40"."""
+
+    @property
+    def se(self) -> float | None:
+        """Standard error of `accuracy`."""
+        return self.estimates[0].se if self.estimates else None

@@ -145,12 +145,19 @@ def test_files_and_functions_are_short(path: Path) -> None:
     assert long == []
 
 
+READS_TORCH_FILES = "lockstep/models/torch_files.py"
+"""The one module with a torch.load, of other trainers' shards, which takes plain data alone."""
+
+
 def test_nothing_can_run_code_from_a_file() -> None:
-    """No pickle, eval, exec, torch.load or marshal anywhere in the package."""
+    """No pickle, eval, exec, torch.load or marshal anywhere in the package; one torch.load(weights_only=True)."""
     found = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "torch.load", "yaml.load"):
+                safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+                if safe and path == ROOT / READS_TORCH_FILES:
+                    continue
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)}")
             if {"pickle", "marshal", "shelve", "dill"} & set(imported(node)):
                 found.append(f"{path.relative_to(ROOT)} imports a pickle")

@@ -9,15 +9,15 @@ from typing import assert_never
 
 from torch import Tensor
 
-from lockstep.algorithms.aggregation import sequence_weights
+from lockstep.algorithms.aggregation import Mode, sequence_weights
 from lockstep.algorithms.correction import importance_weights
 from lockstep.algorithms.credit import assign_credit
 from lockstep.algorithms.describe import PolicyFormula, describe, number
 from lockstep.algorithms.kl import kl_penalty
-from lockstep.algorithms.losses import bounded_weight, clipped_ratio, reinforce, sequence_ratio
+from lockstep.algorithms.losses import bounded_weight, clipped_ratio, negative_log_likelihood, reinforce, sequence_ratio
 from lockstep.algorithms.user_loss import load_loss
 from lockstep.config.algorithm import CispoLoss, ClipLoss, GspoLoss, Parts, PolicyLoss, PythonLoss, ReinforceLoss
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Recipe, Sft
 from lockstep.errors import LearnerError
 from lockstep.types import Credit, Episode, Loss, LossInput, LossOutput
 
@@ -50,6 +50,8 @@ def build_objective(recipe: Recipe) -> Objective:
 
     A new loss is a variant in config/algorithm.py, its function in losses.py, and a case in _policy below.
     """
+    if recipe.sft is not None:
+        return _supervised(recipe.sft)
     parts = recipe.algorithm
     policy, formula = _policy(parts.loss)
     penalised = parts.kl.coef > 0
@@ -68,6 +70,32 @@ def build_objective(recipe: Recipe) -> Objective:
         ),
         formula=describe(recipe, formula, recomputes_old=recomputes),
     )
+
+
+def _supervised(settings: Sft) -> Objective:
+    """Of given replies: no credit is assigned, and nothing but the policy's own log-probabilities is read."""
+    by_token = settings.aggregation == "token_mean"
+    mode: Mode = "token-mean" if by_token else "seq-mean-token-mean"
+    scale = "1 / Σ_i |o_i|" if by_token else "1 / (N |o_i|)"
+    return Objective(
+        credit=_no_credit,
+        weights=partial(sequence_weights, mode=mode, max_tokens=settings.max_tokens),
+        loss=negative_log_likelihood,
+        needs_reference=False,
+        reference_before_credit=False,
+        recomputes_old=False,
+        needs_values=False,
+        zero_advantage_is_zero_gradient=False,
+        formula=(
+            f"loss = Σ_i w_i Σ_t -log π_θ(o_it | q_i, o_i<t),  w_i = {scale}  ({settings.aggregation}, N rows a step)\n"
+            f"o_it: tokens of {'the last assistant turn' if settings.train_on == 'last' else 'all assistant turns'}, end token "
+            "included; all other tokens are read and carry no loss"
+        ),
+    )
+
+
+def _no_credit(episodes: Sequence[Episode]) -> list[Credit]:
+    raise LearnerError("given replies earn no reward, so there is no credit to assign", where="loop = sft")
 
 
 def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:

@@ -120,13 +120,17 @@ def _counted(episode: Episode) -> tuple[bool, ...]:
 
 
 def _token_rewards(episode: Episode, reward: float, trained_T: Sequence[bool]) -> list[float]:
-    """Minus the penalty at each trained token, and the reward of the reply at the last of them."""
+    """Minus the penalty at each trained token, what its turns earned where each of them ends, and the rest at the last token."""
     penalties_T = episode.penalties or (0.0,) * len(trained_T)
     rewards_T = [-penalty if trained else 0.0 for penalty, trained in zip(penalties_T, trained_T, strict=True)]
-    for t in range(len(rewards_T) - 1, -1, -1):
-        if trained_T[t]:
-            rewards_T[t] += reward
-            break
+    last = next((t for t in range(len(rewards_T) - 1, -1, -1) if trained_T[t]), None)
+    if last is None:
+        return rewards_T
+    for t, earned in episode.turn_rewards:
+        if t != last:
+            rewards_T[t] += earned
+            reward -= earned
+    rewards_T[last] += reward
     return rewards_T
 
 

@@ -80,6 +80,11 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: 
     return torch.maximum(plain_T, (near_T - returns_T) ** 2) / 2
 
 
+def negative_log_likelihood(inputs: LossInput) -> LossOutput:
+    """-log π_θ of each token of a given reply: supervised fine-tuning."""
+    return LossOutput(-inputs.logprobs_T, {"sft/loss": -inputs.logprobs_T})
+
+
 def _ratio(inputs: LossInput) -> tuple[Tensor, Tensor]:
     """log r as it is, and r with log r in ±20, [T] each."""
     raw_T = inputs.logprobs_T - inputs.old_logprobs_T

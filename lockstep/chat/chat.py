@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lockstep.chat.continuation import Continuation
 from lockstep.chat.mask import spans_by_prefix, spans_by_template
+from lockstep.chat.parser import CHANNEL, CLOSE, OPEN, Parser, answer_of, opens_thought, parser_of
 from lockstep.chat.template import (
     FIXED_DATE,
     as_ids,
@@ -22,6 +24,7 @@ from lockstep.chat.template import (
     template_of,
     where,
 )
+from lockstep.chat.tools import shows_tools, with_tools
 from lockstep.config.schema import Chat
 from lockstep.errors import ChatError
 from lockstep.types import Message, Prompt, TokenIds
@@ -55,27 +58,34 @@ class ChatFormat:
         raw = template_of(tokenizer)
         self.template = freeze_date(raw, where(tokenizer))
         check_kwargs(tokenizer, chat.template_kwargs)
+        self.parser: Parser = parser_of(self.template) if chat.parser == "auto" else chat.parser
+        self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._marked = self.parser != "none" and not self._special.isdisjoint((OPEN, CLOSE, CHANNEL))
         self._control = control_pattern(tokenizer)
         self.stop_ids = self._stop_ids(generation_eos)
         self.template_hash = self._hash()
         self.notes = self._notes(dated=self.template != raw)
         self.prefix = self._common_prefix()
+        self._opened = self.parser == "think" and self._opens_thought()
 
-    def render(self, messages: Sequence[Message]) -> TokenIds:
+    def render(self, messages: Sequence[Message], tools: str = "") -> TokenIds:
         """Ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
 
+        `tools` is a JSON list of function schemas; a template that shows no tools gets them as part of the system text.
         Raises ChatError if the turns make no chat, spell a control token, are refused by the template, or if the ids
         would begin with two BOS tokens.
         """
         turns, _ = frame(self.chat, messages)
         if turns[-1]["role"] == "assistant":
             raise ChatError("the last turn is the assistant's, so there is nothing to reply to", where="messages")
-        return self._ids(turns, generate=True)
+        if tools and not shows_tools(self.template):
+            turns, tools = with_tools(turns, tools), ""
+        return self._ids(turns, generate=True, tools=tools)
 
     def render_prompt(self, prompt: Prompt) -> TokenIds:
         """`render` of a task's prompt; its errors name the prompt."""
         try:
-            return self.render(prompt.messages)
+            return self.render(prompt.messages, prompt.tools)
         except ChatError as error:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
 
@@ -84,27 +94,53 @@ class ChatFormat:
         size = len(self.prefix)
         return size if size < len(ids) and ids[:size] == self.prefix else 0
 
+    def continuation(self) -> Continuation:
+        """How observations follow a reply."""
+        return Continuation(self)
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a reply, without its end token and other special tokens. For grading and for people: text is never
-        turned back into ids."""
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Text of a whole reply for people and records, without its end token and other special tokens but those that mark
+        thoughts. Text is never turned back into ids."""
+        end = len(ids) - 1 if ids and ids[-1] in self.stop_ids else len(ids)
+        return self._text(ids[:end], special=self._marked)
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """The part of a reply that is graded: all of it, or what the parser finds behind the thoughts ("" if these never end)."""
+        if self.parser == "none":
+            return self._text(ids, special=False)
+        text = answer_of(self._text(ids, special=self._marked), self.parser, opened=self._opened)
+        for token in self._special if self._marked else ():
+            text = text.replace(str(token), "")
+        return text
+
+    def _text(self, ids: Sequence[int], *, special: bool) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         if not isinstance(text, str):
             raise ChatError(f"decode gave {type(text).__name__}, not text", where=where(self.tokenizer))
         return text
 
-    def preview(self, messages: Sequence[Message]) -> str:
+    def _opens_thought(self) -> bool:
+        """Whether the template opens a thought for the reply; in a chat of its own, whose other text says nothing of thoughts."""
+        probe = [Message(role="user", content="a")]
+        ids = as_ids(self.tokenizer, self.template, probe, self.chat.template_kwargs, generate=True)
+        return opens_thought(self._text(ids, special=True))
+
+    def preview(self, messages: Sequence[Message], tools: str = "") -> str:
         """The prompt as the model sees it, special tokens shown, under a line with its length and end tokens."""
-        ids = self.render(messages)
+        ids = self.render(messages, tools)
         ends = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)} ({i})" for i in self.stop_ids)
         head = f"prompt of {len(ids)} tokens, template {self.template_hash}, a reply ends at {ends}"
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         return "\n".join([head, *(f"note: {note}" for note in self.notes), *(f"| {line}" for line in text.split("\n"))])
 
-    def trained_mask(self, messages: Sequence[Message]) -> tuple[TokenIds, tuple[bool, ...]]:
+    def trained_mask(
+        self, messages: Sequence[Message], *, last_only: bool = False
+    ) -> tuple[TokenIds, tuple[bool, ...]]:
         """Ids of a whole chat, framed as `render` frames a prompt, and which of them are trained.
 
-        Trained are the task's assistant turns, each to its end token; the recipe's examples are not. A template with
-        {% generation %} says so itself; for others an assistant turn is what the chat up to it has beyond its prompt.
+        Trained are the task's assistant turns, or the last of them, each to its end token; the recipe's examples are not. A
+        template with {% generation %} says so itself; for others an assistant turn is what the chat up to it has beyond its
+        prompt.
 
         Raises ChatError if no assistant turn ends the chat, or if prompts are not prefixes of the chat (templates that
         rewrite earlier turns): training would then see other ids than sampling.
@@ -114,15 +150,16 @@ class ChatFormat:
             raise ChatError("the last turn is not the assistant's", where="messages", fix="end the chat with a reply")
         ids = self._ids(turns, generate=False)
         replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        chosen = replies[-1:] if last_only else [reply for reply in replies if reply >= before]
         if has_generation(self.template):
             marked = marked_by_template(self.tokenizer, self.template, turns, self.chat.template_kwargs)
             spans = spans_by_template(ids, marked, len(replies))
+            spans = [span for reply, span in zip(replies, spans, strict=True) if reply in chosen]
         else:
-            spans = [spans_by_prefix(self._ids, turns, reply, ids, self.stop_ids) for reply in replies]
+            spans = [spans_by_prefix(self._ids, turns, reply, ids, self.stop_ids) for reply in chosen]
         trained = [False] * len(ids)
-        for reply, (start, end) in zip(replies, spans, strict=True):
-            if reply >= before:
-                trained[start:end] = [True] * (end - start)
+        for start, end in spans:
+            trained[start:end] = [True] * (end - start)
         return ids, tuple(trained)
 
     def _common_prefix(self) -> TokenIds:
@@ -134,9 +171,10 @@ class ChatFormat:
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         return one[: max(0, same - 1)]
 
-    def _ids(self, turns: Sequence[Message], *, generate: bool) -> TokenIds:
+    def _ids(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> TokenIds:
         refuse_control_tokens(self._control, turns)
-        ids = as_ids(self.tokenizer, self.template, turns, self.chat.template_kwargs, generate=generate)
+        kwargs = self.chat.template_kwargs | ({"tools": json.loads(tools)} if tools else {})
+        ids = as_ids(self.tokenizer, self.template, turns, kwargs, generate=generate)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == (bos, bos):
             raise ChatError(
@@ -173,12 +211,18 @@ class ChatFormat:
             "eos": self.tokenizer.eos_token_id,
             "special": sorted([i, str(token)] for i, token in added.items() if token.special),
         }
+        if self.parser != "none":
+            parts["parser"] = self.parser
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _notes(self, *, dated: bool) -> tuple[str, ...]:
         notes = []
         if dated:
             notes.append(f"the template prints today's date; {FIXED_DATE} stands for it, so that runs can be repeated")
+        if self.parser != "none":
+            notes.append(
+                f"replies are read by the parser {self.parser}: thoughts are kept in the record and not graded"
+            )
         bos = self.tokenizer.bos_token_id
         if bos is not None:
             plain = self.tokenizer("a")["input_ids"]

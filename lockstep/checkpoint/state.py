@@ -6,6 +6,7 @@ vLLM load (adapter_model.safetensors, adapter_config.json). optimizer.safetensor
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,4 +131,17 @@ def _copy_beside(source: Path, folder: Path) -> None:
     if "config.json" not in {path.name for path in copied}:
         raise CheckpointError("no config.json to copy", where=str(source), fix="give the folder of the model's files")
     for path in copied:
-        shutil.copyfile(path, folder / path.name)
+        if path.name == "config.json":
+            (folder / path.name).write_text(_plain_config(path), encoding="utf-8")
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _plain_config(path: Path) -> str:
+    """A model's config.json without word of quantised weights: those that are saved beside it are plain."""
+    text = path.read_text(encoding="utf-8")
+    config = json.loads(text)
+    if "quantization_config" not in config:
+        return text
+    del config["quantization_config"]
+    return json.dumps(config, indent=2) + "\n"

@@ -46,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
 def facts(recipe: Recipe) -> list[tuple[str, str]]:
     """What follows from a recipe, in words: batch arithmetic, the learning rate in force, when it evaluates and saves."""
-    samples, updates = recipe.samples_per_step, recipe.updates_per_step
     warmup = recipe.optimizer.warmup_steps
     warm = f"after {warmup} warm-up steps" if warmup else "no warm-up"
-    origin = "set" if recipe.optimizer.lr is not None else "default for this adapter"
+    origin = (
+        "set" if recipe.optimizer.lr is not None else f"default of {recipe.loop} with adapter {recipe.adapter.kind}"
+    )
     modes = ", ".join(f"{mode.name} (T={mode.temperature:g} x {mode.samples})" for mode in recipe.eval.modes)
     saves = _steps(recipe.steps, recipe.save.every, at_start=False)
     evals = _steps(recipe.steps, recipe.eval.every, at_start=recipe.eval.at_start)
@@ -58,9 +59,31 @@ def facts(recipe: Recipe) -> list[tuple[str, str]]:
         if recipe.eval.enabled
         else "never (eval.enabled: false)"
     )
+    if recipe.sft is not None:
+        size, steps = recipe.sft.sequences_per_step, recipe.steps
+        run = (
+            f"{steps} x {size} = {steps * size} rows" if recipe.sft.epochs is None else f"{recipe.sft.epochs:g} epochs"
+        )
+        work = [
+            ("rows", f"{size} a step of at most {recipe.sft.max_tokens} tokens, loss on {recipe.sft.train_on}"),
+            ("optimizer steps", f"one a step; {run}"),
+        ]
+    else:
+        work = _rl_facts(recipe)
     return [
         ("model", f"{recipe.model.path}, adapter {recipe.adapter.kind}"),
+        ("loop", recipe.loop),
         ("task", recipe.task.kind),
+        *work,
+        ("learning rate", f"{recipe.lr:g} ({origin}), {recipe.optimizer.schedule}, {warm}"),
+        ("evaluation", evaluation),
+        ("checkpoints", f"at steps {saves}; the last {recipe.save.keep_last} are kept"),
+    ]
+
+
+def _rl_facts(recipe: Recipe) -> list[tuple[str, str]]:
+    samples, updates = recipe.samples_per_step, recipe.updates_per_step
+    return [
         ("samples", f"{samples} a step = {recipe.prompts_per_step} prompts x {recipe.samples_per_prompt} samples"),
         (
             "response tokens",
@@ -70,9 +93,6 @@ def facts(recipe: Recipe) -> list[tuple[str, str]]:
             "optimizer steps",
             f"{recipe.steps * updates} = {recipe.steps} steps x {updates} of {recipe.samples_per_update} samples each",
         ),
-        ("learning rate", f"{recipe.lr:g} ({origin}), {recipe.optimizer.schedule}, {warm}"),
-        ("evaluation", evaluation),
-        ("checkpoints", f"at steps {saves}; the last {recipe.save.keep_last} are kept"),
     ]
 
 

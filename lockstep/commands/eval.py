@@ -1,4 +1,4 @@
-"""`lockstep eval`: score a run, a checkpoint or a model on held-out problems, its base beside it.
+"""`lockstep eval`: score runs, checkpoints, adapters and models on held-out problems, their base beside them.
 
 It never trains. Weights are proven to be in the engine, and to be those that were saved, before anything is sampled.
 """
@@ -7,77 +7,71 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, EvaluationError
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import EvalMode, Recipe
-    from lockstep.evaluate.plan import EvalPlan
-    from lockstep.loops.target import Rig, Target
-    from lockstep.types import Conditions, Proof, Score
+    from lockstep.config.schema import EvalMode, EvalSet, Recipe
+    from lockstep.loops.scoring import How, Outcome
+    from lockstep.loops.target import Target
+    from lockstep.types import Score
 
 RANGE = re.compile(r"([0-9.]*):([0-9.]*)")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The scores of one target, and of its base where that is evaluated beside it."""
-
-    target: Target
-    proof: Proof
-    scores: tuple[Score, ...]
-    base: tuple[Score, ...] = ()
-    files: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Measuring:
-    """How one target is being measured, and what came of it so far."""
-
-    target: Target
-    rig: Rig
-    plan: EvalPlan
-    modes: Sequence[EvalMode]
-    out: Path | None
-    files: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `eval TARGET...`."""
-    parser = subparsers.add_parser("eval", help="score a run, a checkpoint or a model, its base beside it")
+    parser = subparsers.add_parser("eval", help="score runs, checkpoints, adapters or models, their base beside them")
     add_target_arguments(parser)
-    parser.add_argument(
-        "--mode", default="all", help="greedy, sampled, all, or a mode's name in the recipe (default all)"
-    )
-    parser.add_argument("--items", type=positive, metavar="N", help="held-out problems, instead of the recipe's number")
-    parser.add_argument("--no-base", action="store_true", help="do not evaluate the base model beside")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the scores, instead of the run's own")
+    add_measuring_arguments(parser)
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument(
+        "--with-base", action="store_true",
+        help="evaluate the base beside: the default of runs, checkpoints and adapters; for a model, the recipe's model",
+    )  # fmt: skip
+    base.add_argument("--no-base", action="store_true", help="do not evaluate the base beside")
+    parser.add_argument("--all-checkpoints", action="store_true", help="every intact checkpoint of a run, oldest first")
     parser.add_argument(
         "--expect", type=share_range, metavar="LO:HI", help="exit 7 if an accuracy is outside. Example: 0.5:0.7, 0.5:"
     )
     parser.add_argument(
         "--allow-mismatch", action="store_true", help="compare scores measured under different conditions, and say so"
     )
+    parser.add_argument(
+        "--fail-on-alarm", action="store_true", help="exit 7 if there is an alarm (weights not loaded?, …)"
+    )
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """What, how and where to."""
+    parser.add_argument(
+        "--mode", default="all", metavar="MODE[,MODE]",
+        help="greedy, sampled, all, a mode's name in the recipe, or a fixed one: greedy_pass@1, avg@8, pass@8, maj@8 (T=0.6), "
+        "nondet_proxy@8 (default all)",
+    )  # fmt: skip
+    parser.add_argument("--items", type=positive, metavar="N", help="problems, instead of the recipe's number")
+    parser.add_argument(
+        "--role", choices=("train", "id_probe", "ood_probe", "sanity"), help="this set alone, instead of the recipe's"
+    )
+    parser.add_argument("--numerics", metavar="X", help="compute in these numerics (numerics.eval); part of the score")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the scores, instead of the run's own")
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `eval` and `sample` have in common."""
+    """What `eval`, `sample` and `probe` have in common."""
     parser.add_argument(
         "target",
         nargs="+",
         metavar="TARGET|a.b=c",
-        help="run directory, checkpoint folder (runs/x/checkpoints/step_000010), or model; and overrides of the recipe",
+        help="run directory, checkpoint (runs/x/checkpoints/step_000010), adapter's folder, or model; name=TARGET names it; "
+        "and overrides of the recipe",
     )
     parser.add_argument(
         "--recipe",
@@ -85,7 +79,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="RECIPE|a.b=c",
-        help="which task, as for train; needed for a model, else the run's own",
+        help="which task, as for train; needed for a model or adapter, else the run's own",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of the recipe")
     parser.add_argument(
@@ -95,167 +89,143 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, store, print. Raises LockstepError: 7 if a score is outside of --expect or weights are not those saved."""
-    from lockstep.loops.target import find_target
+    from lockstep.loops.scoring import score_targets
 
-    names, overrides = split_arguments(args)
-    overrides += [f"eval.items={args.items}"] if args.items else []
-    targets = [find_target(name, args.recipe, overrides, args.step) for name in names]
+    targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)
-    outside: list[str] = []
-    for target in targets:
-        outcome = evaluate_target(target, args.mode, args.out, base=not args.no_base, mismatch=args.allow_mismatch)
-        print("\n".join(report(outcome, args.allow_mismatch)), flush=True)
+    outcomes, outside, alarms = [], [], []
+    for outcome in score_targets(targets, how_of(args)):
+        lines, found = report(outcome, args.allow_mismatch, args.with_base)
+        print("\n".join(lines), flush=True)
+        outcomes.append(outcome)
+        alarms += found
         outside += outside_of(outcome, args.expect) if args.expect else []
+    if len(outcomes) > 1:
+        lines, found = report_all(outcomes)
+        print("\n".join(lines), flush=True)
+        alarms += found
     if outside:
         low, high = args.expect
         raise EvaluationError("; ".join(outside), where=f"expected {low:.1%} to {high:.1%}")
+    if alarms and args.fail_on_alarm:
+        raise EvaluationError(f"{len(alarms)} alarms, the first: {alarms[0]}", where="--fail-on-alarm")
     return 0
 
 
-def evaluate_target(target: Target, mode: str, out: Path | None, *, base: bool, mismatch: bool) -> Outcome:
-    """All modes of one target, and with `base` of what it was trained from (a stored score is not measured again).
+def how_of(args: argparse.Namespace) -> How:
+    """What the options of `add_measuring_arguments` ask for."""
+    from lockstep.loops.scoring import How
 
-    A model has no base of its own; with `mismatch` the recipe's model is evaluated beside another one.
-    """
-    from lockstep.evaluate.plan import eval_plan
-    from lockstep.loops.target import Target, build_rig
-
-    rival: Outcome | None = None
-    if base and mismatch and target.rival is not None:
-        model = Target(target.rival.model.path, target.rival, 0)
-        rival = evaluate_target(model, mode, out, base=False, mismatch=False)
-    rig = build_rig(target.recipe)
-    plan = eval_plan(target.recipe, rig.policy.numerics, rig.policy.context)
-    measuring = Measuring(target, rig, plan, choose_modes(target.recipe, mode), out)
-    measuring.notes += [f"warning: {note}" for note in target.notes]
-    before = rival.scores if rival else ()
-    if target.checkpoint is None:
-        proof = rig.prove()
-    else:
-        saved = rig.read(target.checkpoint)  # first of all: what does not fit is refused before anything slow
-        if base:
-            before = _measure(measuring, rig.prove(), 0, reuse=True)
-        proof = rig.prove_saved(saved)
-    scores = _measure(measuring, proof, target.step, reuse=False)
-    files = (*(rival.files if rival else ()), *measuring.files)
-    return Outcome(target, proof, scores, before, files, tuple(measuring.notes))
-
-
-def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:
-    """One score a mode for the weights of `proof`; with `reuse`, stored ones under identical conditions stand."""
-    from lockstep.evaluate.records import stored_score
-    from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
-
-    rig, plan, scores = measuring.rig, measuring.plan, []
-    items = heldout_items(rig.task, plan)
-    for mode in measuring.modes:
-        conditions = score_conditions(items, rig.task, rig.policy.chat, mode, plan, proof)
-        home = _home(measuring, mode, conditions, step)
-        stored = stored_score(home, conditions)
-        if stored is None or not reuse:
-            score = evaluate(
-                rig.engine, rig.task, rig.policy.chat, mode, plan, proof, step=step, progress=Progress(mode.name, step)
-            )
-        else:
-            score = stored
-            measuring.notes.append(f"{mode.name} at step {step}: measured before under the same conditions ({home})")
-        if stored is not None and score is not stored:
-            measuring.notes.append(_agreement(mode.name, score, stored, home))
-        _store(measuring, score, stored, home, mode, step)
-        scores.append(score)
-    return tuple(scores)
-
-
-def _agreement(mode: str, score: Score, stored: Score, path: Path) -> str:
-    """Whether a second measurement of the same weights gave the same replies."""
-    pairs = list(zip(score.results, stored.results, strict=True))
-    differing = [a.id for a, b in pairs if a != b]
-    if not differing:
-        return f"{mode}: all {len(pairs)} replies are those of the stored score ({path})"
-    return (
-        f"warning: {mode}: {len(differing)} of {len(pairs)} replies differ from those of the stored score ({path}), "
-        f"first {differing[0]}; the weights are the same, so look at device, threads and versions"
+    return How(
+        modes=lambda recipe: choose_modes(recipe, args.mode),
+        sets=lambda recipe: choose_sets(recipe, args.role, args.items),
+        out=args.out,
+        base=not args.no_base,
+        rival=args.with_base or (args.allow_mismatch and not args.no_base),
+        watch=Progress,
     )
 
 
-def _home(measuring: Measuring, mode: EvalMode, conditions: Conditions, step: int) -> Path:
-    """Where a score belongs if --out does not say otherwise.
+def find_targets(args: argparse.Namespace) -> list[Target]:
+    """Every target that was named; with --all-checkpoints each checkpoint of a run is one."""
+    from lockstep.loops.target import find_target
 
-    In a run, scores under the run's own conditions stand beside those of its training; others in a folder of their own, so
-    that they never mix.
-    """
-    from lockstep.evaluate.plan import eval_plan
-    from lockstep.evaluate.records import score_path
-
-    target, recipe = measuring.target, measuring.target.recipe
-    if target.run is None or target.trained is None:
-        return Path(recipe.runs_dir) / "scores" / _file_name(target, mode.name, step)
-    trained, path = target.trained, score_path(target.run, step, mode.name)
-    plan = eval_plan(trained, measuring.rig.policy.numerics, measuring.rig.policy.context)
-    if (plan, trained.task, trained.chat) == (measuring.plan, recipe.task, recipe.chat) and mode in trained.eval.modes:
-        return path
-    shared = dataclasses.asdict(replace(conditions, weights=""))
-    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
-    return path.parent / digest / path.name
-
-
-def _store(measuring: Measuring, score: Score, stored: Score | None, home: Path, mode: EvalMode, step: int) -> None:
-    """Write the score, unless it is there already. A stored score under the same conditions stays as it was."""
-    from lockstep.evaluate.records import write_score
-
-    path = measuring.out / _file_name(measuring.target, mode.name, step) if measuring.out else home
-    if path != home or stored is None:
-        try:
-            write_score(path, score)
-        except OSError as error:
-            what = f"the score cannot be written: {error.strerror}"
-            raise EvaluationError(what, where=str(path), fix="name a folder with --out") from error
-    measuring.files.append(path)
+    words, overrides = split_arguments(args)
+    overrides += [f"numerics.eval={args.numerics}"] if args.numerics else []
+    found: list[Target] = []
+    for word in words:
+        name, path = named(word)
+        steps = checkpoint_steps(path, args.step) if args.all_checkpoints else [args.step]
+        for step in steps:
+            target = find_target(path, args.recipe, overrides, step)
+            label = f"{name} at step {target.step}" if name and target.checkpoint else name or target.label
+            found.append(dataclasses.replace(target, label=label, name=name))
+    names = [target.label for target in found]
+    if len(set(names)) < len(names):
+        raise ConfigError([f"two targets are called {max(names, key=names.count)}"], fix="name each: a=PATH b=PATH")
+    return found
 
 
-def _file_name(target: Target, mode: str, step: int) -> str:
-    """Example: "mine_step_000040_greedy.json"."""
-    named = target.run or (target.checkpoint.path if target.checkpoint else Path(target.recipe.model.path))
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", "_".join(named.parts[-2:]) if target.run is None else named.resolve().name)
-    return f"{name.strip('_')}_step_{step:06d}_{mode}.json"
+def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
+    """The steps of a run's complete checkpoints, oldest first. Raises ConfigError for what is no run."""
+    from lockstep.checkpoint.store import list_checkpoints
+
+    if step is not None:
+        raise ConfigError(["--step and --all-checkpoints cannot both be meant"])
+    if not (Path(path) / "manifest.json").is_file():
+        raise ConfigError([f"--all-checkpoints: {path} is no run directory"], fix="give a run, such as runs/mine")
+    return [info.step for info in list_checkpoints(Path(path)) if info.complete] or [None]
 
 
-def report(outcome: Outcome, mismatch: bool) -> list[str]:
-    """What is printed of one target: its proof, the table, the notes, the files."""
+# --- what is printed ------------------------------------------------------------------------------------------------
+def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str], list[str]]:
+    """What is printed of one target (its proof, the table, alarms, notes, files), and the alarms alone."""
+    from lockstep.evaluate.alarms import reply_alarms, untrained_alarm
     from lockstep.evaluate.table import comparison_table, table_lines
     from lockstep.sync.record import proof_line
 
     target = outcome.target
-    identity = "as saved" if target.checkpoint else "of the model's own files"
+    identity = "as saved" if target.checkpoint or target.adapter else "of the model's own files"
+    alarms = [f"{mode_of(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
     lines = [
         f"{target.label}: weights {outcome.proof.fingerprint}, {identity}, in {outcome.scores[0].conditions.numerics}",
         proof_line(outcome.proof),
+        *score_lines(outcome.scores),
+        *(f"alarm: {alarm}" for alarm in alarms),
     ]
     if outcome.base:
-        lines += table_lines(comparison_table(outcome.base, outcome.scores, mismatch))
-    else:
-        lines += score_lines(outcome.scores)
-    return [*lines, *outcome.notes, *(f"stored: {path}" for path in outcome.files)]
+        rows = comparison_table(outcome.base, outcome.scores, mismatch or with_base)
+        lines += table_lines(rows)  # its own alarms are among them
+        alarms += [row.comparison.warning for row in rows if row.comparison.warning]
+        alarms += [alarm for row in rows if (alarm := untrained_alarm(row.base, row.trained))]
+    return [*lines, *outcome.notes, *(f"stored: {path}" for path in outcome.files)], alarms
+
+
+def report_all(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
+    """Several targets side by side, then what is suspiciously alike between them, and those alarms alone."""
+    from lockstep.evaluate.alarms import identity_alarms
+    from lockstep.evaluate.table import estimate_line
+    from lockstep.track.text import plain_table
+
+    scored = [(outcome.target.label, score) for outcome in outcomes for score in outcome.scores]
+    modes = list(dict.fromkeys(mode_of(score) for _, score in scored))
+    rows = [
+        (mode_of(score), label, score.conditions.weights, score.conditions.numerics, estimate_line(score.estimates[0]))
+        for label, score in sorted(scored, key=lambda one: modes.index(mode_of(one[1])))
+    ]
+    table = plain_table("all targets", ("set and mode", "target", "weights", "numerics", "accuracy"), rows)
+    alarms = identity_alarms(scored)
+    return [table, *(f"alarm: {alarm}" for alarm in alarms)], alarms
+
+
+def mode_of(score: Score) -> str:
+    """Example: "id_probe greedy"."""
+    return f"{score.conditions.task.split('/')[1]} {score.conditions.mode}"
 
 
 def score_lines(scores: Sequence[Score]) -> list[str]:
-    """Scores that are compared with nothing, a row each; accuracies in per cent with their 95 % intervals."""
+    """A row for each score and number: value, standard error and 95 % interval in per cent, and what one item is worth."""
+    from lockstep.evaluate.intervals import item_points
+    from lockstep.evaluate.table import error_of
     from lockstep.track.text import plain_table
 
     rows = [
         (
             score.conditions.task,
             score.conditions.mode,
-            str(score.items),
-            f"{score.accuracy:.1%} [{score.low:.1%}, {score.high:.1%}]",
+            one.name,
+            str(one.items),
+            f"{one.value:.1%}{error_of(one.se)} [{one.low:.1%}, {one.high:.1%}]",
+            f"{item_points(one.items):.2g} points",
             str(score.unscored),
             f"{score.truncated:.1%}",
             f"{score.mean_tokens:.1f}",
         )
         for score in scores
+        for one in score.estimates
     ]
-    columns = ("task", "mode", "items", "accuracy", "unscored", "truncated", "tokens")
+    columns = ("task", "mode", "number", "items", "accuracy ± s.e.", "1 item", "unscored", "truncated", "tokens")
     return plain_table("", columns, rows).split("\n")
 
 
@@ -269,35 +239,68 @@ def outside_of(outcome: Outcome, expected: tuple[float, float]) -> list[str]:
     ]
 
 
-def choose_modes(recipe: Recipe, name: str) -> list[EvalMode]:
-    """The recipe's modes that `--mode` asks for; greedy and sampled exist even if the recipe has none of their kind.
+# --- arguments ------------------------------------------------------------------------------------------------------
+def choose_modes(recipe: Recipe, names: str) -> list[EvalMode]:
+    """The modes that `--mode` asks for; greedy, sampled and the fixed ones exist even if the recipe has none of their kind.
 
     Raises ConfigError for a name that is none.
     """
+    found = [mode for name in names.split(",") for mode in _modes_called(recipe, name.strip())]
+    return list({mode.name: mode for mode in found}.values())
+
+
+def _modes_called(recipe: Recipe, name: str) -> list[EvalMode]:
+    from lockstep.config.evaluate import preset_mode
     from lockstep.config.schema import EvalMode
 
     modes = recipe.eval.modes
     if name == "all":
         return list(modes)
-    if named := [mode for mode in modes if mode.name == name]:
-        return named
+    if known := [mode for mode in modes if mode.name == name]:
+        return known
+    if (preset := preset_mode(name)) is not None:
+        return [preset]
     match name:
         case "greedy":
-            return [mode for mode in modes if mode.temperature == 0] or [EvalMode()]
+            return [mode for mode in modes if mode.temperature == 0 and mode.samples == 1] or [EvalMode()]
         case "sampled":
             return [mode for mode in modes if mode.temperature > 0] or [EvalMode(name="sampled", temperature=1.0)]
         case _:
-            known = dict.fromkeys(["greedy", "sampled", "all", *(mode.name for mode in modes)])
-            raise ConfigError([f"--mode {name}: there is no such mode; there are {', '.join(known)}"])
+            names = dict.fromkeys(["greedy", "sampled", "all", *(mode.name for mode in modes)])
+            raise ConfigError([f"--mode {name}: there is no such mode; there are {', '.join(names)}"])
+
+
+def choose_sets(recipe: Recipe, role: str | None, items: int | None) -> list[EvalSet]:
+    """The recipe's sets, or the one that `--role` asks for; `items` is for all of them."""
+    from lockstep.config.schema import EvalSet
+
+    sets = [one for one in recipe.eval.sets if role in (None, one.role)]
+    sets = sets or [EvalSet.model_validate({"role": role, "items": recipe.eval.items})]
+    return [one.model_copy(update={"items": items}) for one in sets] if items else sets
 
 
 def split_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Targets and overrides, which are told apart by the = sign. Raises ConfigError without a target."""
-    overrides = [word for word in args.target if "=" in word and not Path(word).exists()]
+    """Targets and overrides. A word with = is an override, unless it is a file or names a target (name=path).
+
+    Raises ConfigError without a target.
+    """
+    overrides = [word for word in args.target if "=" in word and not Path(word).exists() and not named(word)[0]]
     names = [word for word in args.target if word not in overrides]
     if not names:
         raise ConfigError(["no target was given"], fix="name a run, a checkpoint or a model first")
     return names, [*overrides, *args.set]
+
+
+def named(word: str) -> tuple[str, str]:
+    """("", word), or the name and the path of name=path: a name is neither a setting nor has one's dots, or the path exists."""
+    from lockstep.config.schema import Recipe
+
+    match = NAMED.fullmatch(word)
+    if match is None or Path(word).exists():
+        return "", word
+    name, path = match[1], match[2]
+    setting = name.split(".")[0] in Recipe.model_fields
+    return (name, path) if not setting and ("." not in name or Path(path).exists()) else ("", word)
 
 
 def positive(text: str) -> int:

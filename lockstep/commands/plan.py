@@ -32,9 +32,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, section by section. Raises ConfigError for a recipe with mistakes; no model is loaded."""
-    recipe = load(args.recipe)
-    print("\n".join([*plan_text(recipe), "", "Memory", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))]))
+    recipe, notes = _with_steps(load(args.recipe))
+    print(
+        "\n".join([*notes, *plan_text(recipe), "", "Memory", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))])
+    )
     return 0
+
+
+def _with_steps(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the steps that sft.epochs mean, where its rows can be read; else a line that says why not."""
+    if recipe.sft is None or recipe.sft.epochs is None:
+        return recipe, []
+    from lockstep.errors import ConfigError, DataError, RunDirectoryError
+    from lockstep.loops.sft_rows import with_steps
+
+    try:
+        return with_steps(recipe), []
+    except (ConfigError, DataError, RunDirectoryError) as error:
+        line = f"the steps of {recipe.sft.epochs:g} epochs are not known here ({error}); {recipe.steps} stand in for them below"
+        return recipe, [line, ""]
 
 
 def plan_text(recipe: Recipe) -> list[str]:

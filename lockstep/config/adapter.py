@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+import re
+from typing import Annotated, Literal, Self, TypeAlias, assert_never
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lockstep.config.section import Section
+from lockstep.config.section import Json, Section
+
+Targets: TypeAlias = Literal["auto", "all-linear", "attention"] | list[str]
+REGEX = "re:"
+"""Begins a target that is a regular expression over full layer names."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "dense", "query_key_value", "c_attn")
+"""Last names of attention's linear layers. `dense` only inside of a module whose name has attn or attention in it."""
+RESIDUAL_INITS = ("pissa", "olora")
+"""Starts that move a part of each weight into its adapter and leave the residual in the base."""
 
 
 class NoAdapter(Section):
@@ -15,16 +24,107 @@ class NoAdapter(Section):
     kind: Literal["none"] = "none"
 
 
-class Lora(Section):
-    """Train low-rank adapters by PEFT; the base is frozen and shared by policy, reference and engine."""
+class _Adapted(Section):
+    """What every kind of adapter has."""
+
+    targets: Targets = "auto"
+    """Linear layers that get an adapter: all-linear (all but the head), attention, or a list of names and regular expressions
+    (re:…) over full names. auto is attention for a model with experts and all-linear for others."""
+    start: str | None = None
+    """A folder with an adapter of this kind and shape to start from, in PEFT's layout (a checkpoint of an adapter run is one).
+    It must have been made for this base."""
+
+    @model_validator(mode="after")
+    def _targets_can_be_read(self) -> Self:
+        for target in [] if isinstance(self.targets, str) else self.targets:
+            if target.startswith(REGEX):
+                try:
+                    re.compile(target.removeprefix(REGEX))
+                except re.error as error:
+                    raise ValueError(f"targets: {target!r} is no regular expression: {error}") from error
+        return self
+
+
+class Lora(_Adapted):
+    """Train low-rank adapters by PEFT (LoRA and its relatives); the base is frozen and shared by policy, reference and engine."""
 
     kind: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1, le=1024)
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the linear layers that get an adapter, or all of them but the head."""
+    """The update is scaled by alpha / rank, with rslora by alpha / √rank."""
+    rslora: bool = False
+    """Scale by alpha / √rank (rsLoRA, arXiv 2312.03732), so that high ranks learn as fast as low ones."""
+    dora: bool = False
+    """Train each row's length apart from its direction (DoRA, arXiv 2402.09353). Slower; no fused passes."""
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
+    """What an adapter starts as. default and gaussian draw A and begin with B = 0; pissa (arXiv 2404.02948) begins with the
+    largest singular values of each weight and olora (arXiv 2406.01775) with its QR decomposition, and the base keeps the rest;
+    orthogonal draws both factors so that their product is zero."""
+
+    base: Literal["full", "nf4"] = "full"
+    """Precision of the frozen layers under the adapters. nf4 keeps them in 4.25 bits a weight (QLoRA, arXiv 2305.14314): a
+    quarter of the memory, a slower and slightly other model, which is the one that is trained and sampled. Native engine only."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor on B·A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def label(self) -> str:
+        """Example: "rsLoRA with DoRA, PiSSA start"."""
+        name = "rsLoRA" if self.rslora else "LoRA"
+        starts = {"pissa": "PiSSA", "olora": "OLoRA", "gaussian": "gaussian", "orthogonal": "orthogonal", "default": ""}
+        start = f", {starts[self.init]} start" if starts[self.init] else ""
+        packed = "Q" if self.base == "nf4" else ""
+        return f"{packed}{name}{' with DoRA' if self.dora else ''}{start}"
+
+    @model_validator(mode="after")
+    def _orthogonal_is_even(self) -> Self:
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"init = orthogonal needs an even rank, got {self.rank}")
+        return self
+
+    @model_validator(mode="after")
+    def _packed_base_is_the_start(self) -> Self:
+        if self.base == "nf4" and (self.init in RESIDUAL_INITS or self.dora):
+            what = "dora" if self.dora else f"init = {self.init}"
+            raise ValueError(f"{what} is made from weights in full precision; with base = nf4 leave it out")
+        return self
 
 
-Adapter: TypeAlias = Annotated[NoAdapter | Lora, Field(discriminator="kind")]
+class OtherPeft(_Adapted):
+    """Train an adapter by another method of PEFT that can be merged into linear layers. Native engine only."""
+
+    kind: Literal["peft"] = "peft"
+    method: Literal["ia3", "vera", "oft", "boft", "hra", "loha", "lokr", "miss", "delora", "randlora"]
+    """PEFT's name of it. IA3: arXiv 2205.05638, VeRA: 2310.11454, OFT: 2306.07280, BOFT: 2311.06243, HRA: 2405.17484, LoHa:
+    2108.06098, LoKr: 2309.14859, MiSS: 2409.15371, DeLoRA: 2503.18225, RandLoRA: 2502.00987."""
+    options: dict[str, Json] = Field(default_factory=dict)
+    """Settings of PEFT's own config for this method. Example: {r: 8}"""
+
+
+Adapter: TypeAlias = Annotated[NoAdapter | Lora | OtherPeft, Field(discriminator="kind")]
+
+
+def vllm_refuses(adapter: Adapter) -> str:
+    """Why vLLM cannot serve an adapter, which it is sent merged; "" if it can."""
+    if isinstance(adapter, OtherPeft):
+        return f"rollout.engine = vllm takes LoRA and its relatives, not adapter.method = {adapter.method}; take native"
+    if isinstance(adapter, Lora) and adapter.base == "nf4":
+        return "rollout.engine = vllm is sent merged weights, which adapter.base = nf4 has none of; take native"
+    return ""
+
+
+def adapter_name(adapter: Adapter) -> str:
+    """For reports. Examples: "full fine-tuning", "LoRA rank 16", "ia3 by PEFT"."""
+    match adapter:
+        case NoAdapter():
+            return "full fine-tuning"
+        case Lora():
+            return f"{adapter.label} rank {adapter.rank}"
+        case OtherPeft():
+            return f"{adapter.method} by PEFT"
+        case _:
+            assert_never(adapter)

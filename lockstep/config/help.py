@@ -119,9 +119,15 @@ def without_tag(data: Any) -> Any:
     return {key: value for key, value in data.items() if key != TAG} if isinstance(data, dict) else data
 
 
+def item_annotation(annotation: Any) -> Any:
+    """What each item of a list is, None if it is no list."""
+    (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
+    return typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item
+
+
 def item_section(annotation: Any) -> type[Section] | None:
     """The section that each item of a list is, if it is one."""
-    (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
+    item = item_annotation(annotation)
     return item if inspect.isclass(item) and issubclass(item, Section) else None
 
 
@@ -238,7 +244,8 @@ def _meaning(field: FieldInfo) -> str:
     """What the variants of a setting are; of those that share their settings there is a list of its own."""
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
-    if common_section(children) is not None:
+    common = common_section(children)
+    if common is not None and all(child.model_fields.keys() - {TAG} <= common.model_fields.keys() for child in children.values()):
         kinds = "A name for one choice of the settings below; what each chooses is listed there"
     own = (field.description or "").replace("\n", " ")
     return f"{kinds}. {own}" if own else kinds

@@ -192,6 +192,8 @@ def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
 
 def _from_path(text: Value, options: Mapping[str, type[Section]]) -> dict[str, Any]:
     """`algorithm.loss: my.py:fn` as the section that it is short for, so that its settings can be put on top."""
+    if isinstance(text, str) and (short := getattr(options.get(""), "SHORT", None)):
+        return {short: text}
     return {TAG: "python", "path": text} if isinstance(text, str) and ".py:" in text and "python" in options else {}
 
 

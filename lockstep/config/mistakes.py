@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from lockstep.config.help import groups, item_section, variants
+from lockstep.config.help import groups, item_annotation, variants
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, quoted
 
@@ -24,6 +24,10 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "adapter.alpha": ("lora_alpha",),
     "adapter.rank": ("lora_rank",),
     "adapter.targets": ("target_modules",),
+    "adapter.rslora": ("use_rslora",),
+    "adapter.dora": ("use_dora",),
+    "adapter.init": ("init_lora_weights", "lora_init"),
+    "adapter.start": ("adapter_path", "lora_adapter_path", "adapter_name_or_path"),
     "rollout.max_tokens": ("max_completion_length", "max_new_tokens", "max_response_length", "generate_max_len"),
     "algorithm.kind": ("adv_estimator", "advantage_estimator"),
     "algorithm.advantage.divide_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards", "no_advantage_std_norm"),
@@ -172,15 +176,21 @@ def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
             field = section.model_fields.get(str(part))
             annotation, at = (field.annotation if field else None), (*at, part)
         elif _lookup(attempt.given, (*at, part))[0]:
-            annotation, section, at = item_section(annotation), None, (*at, part)
+            annotation, section, at = item_annotation(annotation), None, (*at, part)
         else:
             in_branch = isinstance(part, str) and part != "[key]"
     if detail["type"] == "extra_forbidden":
         return _Mistake(at, _no_such(attempt.model, at, section))
+    if detail["type"] == "union_tag_not_found" and (near := _close(TAG, _keys(_lookup(attempt.given, at)[1]))):
+        return _Mistake((*at, near[0]), f"no such setting; did you mean {dotted((*at, TAG))}?")
     if detail["type"].startswith("union_tag"):
         at = (*at, TAG)
     reason = _reason(detail, annotation, _lookup(attempt.given, at)[1])
     return _Mistake(at, reason, in_branch, shows_value=detail["type"] != "value_error")
+
+
+def _keys(value: object) -> list[str]:
+    return [str(key) for key in value] if isinstance(value, Mapping) else []
 
 
 def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:

@@ -1,32 +1,95 @@
-"""The optimizer and its learning rate."""
+"""The optimizer and its learning rate. Each kind's settings are declared here and nowhere else."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lockstep.config.section import Section
+from lockstep.config.section import Json, Section
+
+Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-class AdamW(Section):
-    """AdamW with fp32 master weights."""
+class _Common(Section):
+    """What every optimizer has: a rate with its schedule, and the clipping of gradients."""
 
     lr: float | None = Field(default=None, ge=0)
-    """Peak learning rate; none is 1e-6 for full training and 2e-5 for adapters. The value in force is printed."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of the first and the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Peak learning rate; none is 1e-6 for full training and 2e-5 for adapters in RL, 1e-5 and 1e-4 in SFT. The value in force
+    is printed with its reason."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The global gradient norm is clipped to this."""
-    states: Literal["fp32", "8bit"] = "fp32"
-    """Precision of the two moments. 8bit keeps them in blocks with a scale each: 6 bytes a parameter less, no longer exact."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, over optimizer steps."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the learning rate after the warm-up, over optimizer steps; wsd is constant, then linear at the end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of lr."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """Of wsd: the last part of the optimizer steps, in which the rate falls."""
+
+    @model_validator(mode="after")
+    def _floor_is_reached(self) -> Self:
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                "min_lr_ratio has no effect on a constant schedule; choose linear, cosine or wsd, or leave it out"
+            )
+        if self.schedule != "wsd" and self.decay_share != type(self).model_fields["decay_share"].default:
+            raise ValueError(f"decay_share is of schedule wsd; {self.schedule} has no such part")
+        return self
+
+
+class AdamW(_Common):
+    """AdamW with fp32 master weights."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    states: Literal["fp32", "8bit"] = "fp32"
+    """Precision of the two moments. 8bit keeps them in blocks with a scale each: 6 bytes a parameter less, no longer exact."""
+
+
+class Muon(_Common):
+    """Muon for matrices (Jordan et al. 2024), AdamW for embeddings, head, vectors and stacked experts; fp32 master weights."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Share = 0.95
+    """Decay of the sum of gradients that is orthogonalised."""
+    nesterov: bool = True
+    """Look ahead by one step of momentum."""
+    iterations: int = Field(default=5, ge=1, le=99)
+    """Steps of the Newton-Schulz iteration."""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """A matrix A × B moves by lr · 0.2·√max(A, B), as far as AdamW would (arXiv 2502.16982), or by lr · √max(1, A/B)."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Of AdamW for the rest."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Of AdamW for the rest."""
+    rest_lr_ratio: float = Field(default=1.0, gt=0)
+    """AdamW's learning rate as a multiple of lr."""
+
+
+class PythonOptimizer(_Common):
+    """A torch.optim.Optimizer of your own, on fp32 master weights: built as Class(groups, lr=…, **settings)."""
+
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=r".+\.py:\w+$")
+    """file.py:Class"""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the class as keyword arguments; names and types are checked against its signature."""
+    state_bytes: float = Field(default=8.0, ge=0)
+    """Bytes of state for each trained parameter, for the memory plan: 4 for each fp32 number."""
+
+
+Optimizer: TypeAlias = Annotated[AdamW | Muon | PythonOptimizer, Field(discriminator="kind")]
+
+
+def default_rate(loop: Literal["rl", "sft"], *, adapter: bool) -> float:
+    """The learning rate of a recipe that names none. Adapters take ten times more and up (Thinking Machines, LoRA 2025)."""
+    if loop == "sft":
+        return 1e-4 if adapter else 1e-5
+    return 2e-5 if adapter else 1e-6

@@ -13,29 +13,60 @@ from pydantic import Field, model_validator
 from lockstep.config.adapter import Adapter as Adapter
 from lockstep.config.adapter import Lora as Lora
 from lockstep.config.adapter import NoAdapter as NoAdapter
+from lockstep.config.adapter import OtherPeft as OtherPeft
+from lockstep.config.adapter import vllm_refuses
 from lockstep.config.algorithm import Algorithm as Algorithm
 from lockstep.config.algorithm import Grpo as Grpo
 from lockstep.config.data import Data as Data
+from lockstep.config.evaluate import Drops as Drops
 from lockstep.config.evaluate import Eval as Eval
 from lockstep.config.evaluate import EvalMode as EvalMode
+from lockstep.config.evaluate import EvalSet as EvalSet
+from lockstep.config.evaluate import NoStop as NoStop
+from lockstep.config.evaluate import Plateau as Plateau
+from lockstep.config.evaluate import decision_mistake
 from lockstep.config.numerics import Noise as Noise
 from lockstep.config.numerics import Numerics as Numerics
 from lockstep.config.optimizer import AdamW as AdamW
+from lockstep.config.optimizer import Muon as Muon
+from lockstep.config.optimizer import Optimizer as Optimizer
+from lockstep.config.optimizer import PythonOptimizer as PythonOptimizer
+from lockstep.config.optimizer import default_rate as default_rate
 from lockstep.config.section import TAG as TAG
 from lockstep.config.section import Json as Json
 from lockstep.config.section import Section as Section
+from lockstep.config.sft import Rollouts as Rollouts
 from lockstep.config.sft import Sft as Sft
 from lockstep.config.task import Chat as Chat
+from lockstep.config.task import Curriculum as Curriculum
+from lockstep.config.task import EnvTask as EnvTask
 from lockstep.config.task import Example as Example
 from lockstep.config.task import FileTask as FileTask
+from lockstep.config.task import GuessNumberTask as GuessNumberTask
+from lockstep.config.task import GymnasiumTask as GymnasiumTask
+from lockstep.config.task import MixedTask as MixedTask
+from lockstep.config.task import OpenSpielTask as OpenSpielTask
 from lockstep.config.task import PythonTask as PythonTask
 from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
+from lockstep.config.task import Share as Share
 from lockstep.config.task import Task as Task
+from lockstep.config.task import TextArenaTask as TextArenaTask
+from lockstep.config.task import Tool as Tool
+from lockstep.config.task import ToolTask as ToolTask
+from lockstep.config.task import Turns as Turns
+from lockstep.config.verifier import ChoiceVerifier as ChoiceVerifier
+from lockstep.config.verifier import CodeVerifier as CodeVerifier
+from lockstep.config.verifier import CompositeVerifier as CompositeVerifier
+from lockstep.config.verifier import JsonVerifier as JsonVerifier
+from lockstep.config.verifier import MathVerifier as MathVerifier
 from lockstep.config.verifier import NumericVerifier as NumericVerifier
+from lockstep.config.verifier import Part as Part
 from lockstep.config.verifier import PythonVerifier as PythonVerifier
+from lockstep.config.verifier import RegexVerifier as RegexVerifier
+from lockstep.config.verifier import SetVerifier as SetVerifier
 from lockstep.config.verifier import TextVerifier as TextVerifier
 from lockstep.config.verifier import Verifier as Verifier
-from lockstep.config.vllm import Vllm, mistake_of, transport_of
+from lockstep.config.vllm import Vllm, mistake_of, numerics_mistake, transport_of
 
 
 class Model(Section):
@@ -144,6 +175,8 @@ class Health(Section):
     """Stop when a larger share of a step's replies could not be scored."""
     warn_unscored: float = Field(default=0.01, ge=0, le=1)
     """Warn above this share."""
+    selftest_every: int = Field(default=50, ge=1)
+    """Steps between tests of the grader on the step's own prompts: a right reply must pay 1, wrong ones 0, or the run stops."""
 
 
 class Recipe(Section):
@@ -176,7 +209,7 @@ class Recipe(Section):
     chat: Chat = Chat()
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Grpo()
-    optimizer: AdamW = AdamW()
+    optimizer: Optimizer = AdamW()
     update: Update = Update()
     numerics: Numerics = Numerics()
     noise: Noise | None = None
@@ -199,11 +232,15 @@ class Recipe(Section):
 
     @property
     def updates_per_step(self) -> int:
+        if self.loop == "sft":
+            return 1
         return self.update.epochs * (self.samples_per_step // self.samples_per_update)
 
     @property
     def policy_updates(self) -> int:
         """Optimizer steps of the policy in the whole run: none in the steps that warm the critic up."""
+        if self.loop == "sft":
+            return self.steps
         critic = self.algorithm.critic
         return (self.steps - (critic.warmup_steps if critic else 0)) * self.updates_per_step
 
@@ -212,7 +249,7 @@ class Recipe(Section):
         """The learning rate in force."""
         if self.optimizer.lr is not None:
             return self.optimizer.lr
-        return 1e-6 if self.adapter.kind == "none" else 2e-5
+        return default_rate(self.loop, adapter=self.adapter.kind != "none")
 
     @property
     def weight_transport(self) -> Literal["shared", "view", "copy", "ipc"]:
@@ -232,7 +269,29 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _loop_has_its_settings(self) -> Self:
+        if self.loop == "sft":
+            if self.sft is None:
+                raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
+            if self.sft.epochs is not None and "steps" in self.model_fields_set:
+                raise ValueError(f"steps = {self.steps} and sft.epochs = {self.sft.epochs:g}: set one of the two")
+            idle = [name for name in ("samples_per_update", "epochs") if getattr(self.update, name) not in (None, 1)]
+            if idle:
+                raise ValueError(
+                    f"update.{idle[0]} is of rl; a step of sft is one update of sft.sequences_per_step rows"
+                )
+            if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
+                raise ValueError(
+                    "algorithm is of rl; loop = sft minimises the negative log-likelihood (sft.aggregation)"
+                )
+        elif self.sft is not None:
+            raise ValueError("section sft is set, but loop is rl: it would have no effect")
+        return self
+
+    @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
+        if self.loop == "sft":
+            return self
         algorithm, advantage = self.algorithm, self.algorithm.advantage
         compares = advantage.kind in ("group", "leave_one_out", "max_rl") or (
             advantage.kind == "whitened" and advantage.baseline == "group_mean"
@@ -241,6 +300,20 @@ class Recipe(Section):
             raise ValueError(
                 f"samples_per_prompt = 1: {algorithm.kind} compares the samples of a prompt and needs at least 2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _credit_has_an_effect(self) -> Self:
+        mix = self.task.tasks if isinstance(self.task, MixedTask) else {}
+        tasks = {"task": self.task} | {f"task.tasks.{name}.task": share.task for name, share in mix.items()}
+        reads = self.algorithm.advantage.kind in ("gae", "whitened")
+        for where, task in tasks.items():
+            turns = getattr(task, "turns", None)
+            if isinstance(turns, Turns) and turns.credit == "turn" and not reads:
+                raise ValueError(
+                    f"{where}.turns.credit = turn would have no effect: {self.algorithm.kind} compares whole episodes; "
+                    "take an algorithm whose advantage is of kind gae or whitened (ppo, reinforce_pp)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -264,6 +337,39 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_is_decided_by_what_may_decide(self) -> Self:
+        if self.save.keep_best and (mistake := decision_mistake(self.eval, self.save.keep_best)):
+            raise ValueError(f"save.keep_best = {self.save.keep_best}: {mistake}")
+        return self
+
+    @model_validator(mode="after")
+    def _numerics_are_of_the_run(self) -> Self:
+        named = self.numerics.plain_named
+        if named is not None and self.model.dtype not in ("auto", named):
+            raise ValueError(
+                f"numerics names {named}, but model.dtype = {self.model.dtype}: what is not quantised computes in the weights' precision"
+            )
+        if self.numerics.rollout is not None and self.loop != "rl":
+            raise ValueError(
+                f"numerics.rollout is set, but loop = {self.loop} has no rollouts: it would have no effect"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_has_its_stages(self) -> Self:
+        if self.noise is None:
+            return self
+        if self.loop != "rl":
+            raise ValueError(f"noise is of rollouts, and loop = {self.loop} has none")
+        critic = self.algorithm.critic
+        steps = self.steps - (critic.warmup_steps if critic else 0)
+        if self.noise.stages > steps:
+            raise ValueError(
+                f"noise.stages = {self.noise.stages}, but the policy is trained in {steps} steps: some stages would never come"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vllm_can_serve(self) -> Self:
         if self.rollout.engine == "native":
             if self.rollout.vllm != Vllm():
@@ -271,8 +377,12 @@ class Recipe(Section):
             return self
         if self.device == "cpu":
             raise ValueError("rollout.engine = vllm needs a GPU; take native on a CPU")
+        if mistake := vllm_refuses(self.adapter):
+            raise ValueError(mistake)
         longest = max(self.rollout.max_tokens, self.eval.max_tokens or 0)
         temperatures = (self.rollout.temperature, *(mode.temperature for mode in self.eval.modes))
-        if mistake := mistake_of(self.rollout.vllm, longest, temperatures, adapter=self.adapter.kind != "none"):
+        adapter = self.adapter.kind != "none"
+        mistake = mistake_of(self.rollout.vllm, longest, temperatures, adapter=adapter)
+        if mistake := mistake or numerics_mistake(self.numerics, adapter=adapter):
             raise ValueError(mistake)
         return self

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+import re
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from lockstep.config.data import Data
 from lockstep.config.section import Json, Section
 from lockstep.config.verifier import NumericVerifier, Verifier
 
@@ -24,25 +26,26 @@ class ReasoningGymTask(Section):
     """Training questions drawn before the first repeats; duplicates are dropped and counted."""
     repeat_heldout: bool = False
     """Ask held-out questions again when there are fewer different ones than eval.items; otherwise that is an error."""
+    scoring: Literal["auto", "verifier", "data_set"] = "auto"
+    """Who grades: the verifier below, or the data set's own score function. auto is the verifier if it gives the data set's
+    own answers full marks, else the data set."""
+    partial: bool = False
+    """Pay what the data set's own score function gives for answers that are right in part; off pays full marks alone."""
     verifier: Verifier = NumericVerifier()
 
 
 class FileTask(Section):
-    """Questions and answers from a jsonl or parquet file."""
+    """Questions and answers from a hub data set, from files, or from a generator."""
 
     kind: Literal["file"] = "file"
-    path: str = Field(min_length=1)
-    """Training rows, .jsonl or .parquet."""
-    heldout: dict[Literal["id_probe", "ood_probe", "sanity"], str] = Field(default_factory=dict)
-    """A file for each held-out role; without id_probe, `heldout_rows` are split off `path` by hash."""
+    data: Data
+    """Training rows. A text is short for their source."""
+    heldout: dict[Literal["id_probe", "ood_probe", "sanity"], Data] = Field(default_factory=dict)
+    """Rows for each held-out role; without id_probe, `heldout_rows` are split off `data` by hash."""
     heldout_rows: int = Field(default=200, ge=0)
-    """Rows split off when there is no id_probe file."""
-    prompt: str = "prompt"
-    """Column with the question, as text or as a list of messages."""
-    answer: str = "answer"
-    """Column with the reference answer."""
-    id: str | None = None
-    """Column with a unique id; none numbers the rows."""
+    """Questions split off when there is no id_probe."""
+    near_overlap: Literal["warn", "refuse", "allow"] = "warn"
+    """What to do when held-out questions have 13 words in a row in common with training; equal questions are always refused."""
     verifier: Verifier = NumericVerifier()
 
 
@@ -56,7 +59,265 @@ class PythonTask(Section):
     """Passed to the class as keyword arguments."""
 
 
-Task: TypeAlias = Annotated[ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
+Questions: TypeAlias = Annotated[ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
+"""Tasks of one reply."""
+
+
+class Turns(Section):
+    """Limits of an episode. All its tokens after the first prompt, sampled and observed, share rollout.max_tokens."""
+
+    limit: int = Field(default=8, ge=1, le=1000)
+    """Replies of an episode; after the last it ends with what it has earned."""
+    reply_tokens: int | None = Field(default=None, ge=1)
+    """Longest single reply, in tokens; none is whatever rollout.max_tokens leaves."""
+    step_seconds: float = Field(default=30.0, gt=0)
+    """Time for one step of an environment in a process of its own; a slower one is ended, and its sample is not scored."""
+    memory_gib: float = Field(default=8.0, gt=0)
+    """Address space of an environment's process."""
+    credit: Literal["end", "turn"] = "end"
+    """end: what the turns earned counts as one reward at the last token; turn: each reply's reward stands at its own last token
+    (advantages of kind gae and whitened; others compare totals)."""
+
+
+class Tool(Section):
+    """A function that replies may call."""
+
+    path: str = Field(pattern=r"(.+\.py:\w+|calculator)$")
+    """file.py:function, or calculator."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """What replies call it; none takes the function's name."""
+    description: str | None = None
+    """What it does, for the prompt; none takes the function's docstring."""
+    parameters: dict[str, Json] | None = None
+    """JSON schema of its arguments, an object; none is made from the function's signature."""
+
+
+class ToolTask(Section):
+    """Questions that may be answered with the help of tools: a reply with calls gets their results, one without is the answer."""
+
+    kind: Literal["tools"] = "tools"
+    questions: Questions = ReasoningGymTask()
+    tools: list[Tool] = Field(default_factory=lambda: [Tool(path="calculator")], min_length=1)
+    """What may be called. Example: [{path: calculator}, {path: tools.py:look_up}]"""
+    format: Literal["hermes", "plain"] = "hermes"
+    """hermes: <tool_call>{"name": …, "arguments": …}</tool_call>, the tools shown by the model's own chat template where it
+    can; plain: name(arguments) on a line of its own, explained in the question, for models that know no tool calls."""
+    explain: bool = True
+    """Whether plain puts its explanation before each question; off if chat.system or examples show the tools."""
+    turns: Turns = Turns(limit=4)
+
+
+class GuessNumberTask(Section):
+    """Guess a hidden number from the hints higher and lower. Half of all numbers are held out."""
+
+    kind: Literal["guess_number"] = "guess_number"
+    low: int = 1
+    """Smallest number."""
+    high: int = 100
+    """Largest number."""
+    progress: float = Field(default=0.0, ge=0, le=1)
+    """Paid to an episode that does not find the number, times the share of the range that its hints have ruled out."""
+    turns: Turns = Turns(limit=8)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.high - self.low < 3:
+            raise ValueError(
+                f"high = {self.high} leaves fewer than 4 numbers above low = {self.low}: none could be held out"
+            )
+        return self
+
+
+class EnvTask(Section):
+    """A class from your file with the methods of lockstep.types.Env, or of lockstep.types.EnvTask."""
+
+    kind: Literal["env"] = "env"
+    path: str = Field(pattern=r".+\.py:\w+$")
+    """file.py:Class"""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the class as keyword arguments."""
+    seeds: int = Field(default=200, ge=1)
+    """Different episodes to train on, for a class with start and step: each is one seed given to start."""
+    turns: Turns = Turns()
+
+
+class GymnasiumTask(Section):
+    """A gymnasium environment whose observations can be said in words and whose actions are text or a choice."""
+
+    kind: Literal["gymnasium"] = "gymnasium"
+    env: str = Field(min_length=1)
+    """A registered id (FrozenLake-v1), or file.py:Class."""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the environment as keyword arguments."""
+    instructions: str = ""
+    """Said before the first observation: the rules, and how to answer."""
+    actions: list[str] = Field(default_factory=list)
+    """Names of the actions of a discrete environment, in order; none takes their numbers."""
+    solved: float | None = None
+    """Total reward from which an episode counts as correct; none is 1."""
+    seeds: int = Field(default=200, ge=1)
+    """Different episodes to train on: each is one seed given to reset."""
+    turns: Turns = Turns(limit=20)
+
+
+class TextArenaTask(Section):
+    """A game of TextArena, alone or against one opponent. Needs pip install 'lockstep-rl[envs]'."""
+
+    kind: Literal["textarena"] = "textarena"
+    game: str = Field(min_length=1)
+    """Its id. Example: GuessTheNumber-v0"""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the game as keyword arguments."""
+    opponent: str = Field(default="random", pattern=r"^(random|.+\.py:\w+)$")
+    """Of a two-player game: random takes one of the moves that the game lists, file.py:function is called with what the
+    opponent is shown and a random.Random, and gives its action."""
+    seat: Literal[0, 1] = 0
+    """Which player is trained: 0 begins."""
+    seeds: int = Field(default=200, ge=1)
+    """Different games to train on: each is one seed given to reset."""
+    turns: Turns = Turns(limit=20)
+
+
+class OpenSpielTask(Section):
+    """States of OpenSpiel's games to move in, or whole games. Needs pip install 'lockstep-rl[envs]'."""
+
+    kind: Literal["open_spiel"] = "open_spiel"
+    games: list[str] = Field(default_factory=list)
+    """Names or load strings; a name stands for all cases of the suite that begin with it. None takes the 18 cases of the suite.
+    Example: [hex, go, "connect_four(rows=5,columns=5)"]"""
+    game_list: list[str] = Field(default_factory=list)
+    """Instead of games: OpenSpiel's names, with parameters in game_configs."""
+    game_configs: dict[str, list[dict[str, Json]]] = Field(default_factory=dict)
+    """Parameters of each game in game_list, one set for each case. Example: {hex: [{board_size: 5}, {board_size: 7}]}"""
+    num_tasks_per_case: int = Field(default=100, ge=1)
+    """Different states of each case to train on; a case that has fewer is refused. Half of all states are held out."""
+    max_random_steps: int = Field(default=20, ge=0)
+    """A state is reached by so many random moves at most; how many is drawn evenly, from none."""
+    seed: int = Field(default=1, ge=0)
+    """Of the states to train on and of the playouts; held-out states are the same for every seed."""
+    reward_mode: Literal["legal", "outcome", "game"] = "legal"
+    """legal: full reward for a legal move; outcome: what playouts from the move bring; game: the game is played to its end."""
+    reward_range: Literal["zero_one", "signed"] = "zero_one"
+    """From the game's worst to its best result: 0 to 1, or -1 to 1. An illegal move earns the lowest."""
+    playouts: int = Field(default=8, ge=1)
+    """Playouts of an outcome, averaged."""
+    playout: Literal["random", "mcts"] = "random"
+    """How both sides move in a playout."""
+    opponent: str = Field(default="random", pattern=r"^(random|mcts|.+\.py:\w+)$")
+    """Of whole games: random, mcts, or file.py:function, which is called with a pyspiel state and a random.Random and gives
+    an action or its name."""
+    simulations: int = Field(default=64, ge=2)
+    """Of each move by mcts."""
+    illegal_moves: int = Field(default=0, ge=0)
+    """Illegal replies that a whole game forgives, and asks again; the next one loses it."""
+    answer: Literal["tag", "line", "reply"] = "tag"
+    """Where the move must stand, alone: in <move>…</move> at the end, in the last line, or it is the whole reply."""
+    show_moves: bool = True
+    """List the legal moves in the prompt, all of them."""
+    turns: Turns = Turns(limit=200)
+    """Of whole games."""
+
+    @model_validator(mode="after")
+    def _cases(self) -> Self:
+        if self.games and self.game_list:
+            raise ValueError("games and game_list both name games: set one of them")
+        if strange := sorted(set(self.game_configs) - set(self.game_list)):
+            raise ValueError(f"game_configs has {strange[0]!r}, which is not in game_list")
+        if empty := [name for name in (*self.games, *self.game_list) if not name.strip()]:
+            raise ValueError(f"{empty[0]!r} is no name of a game")
+        for name, config in ((name, config) for name, configs in self.game_configs.items() for config in configs):
+            for key, value in config.items():
+                if not isinstance(value, str | int | float):
+                    raise ValueError(f"game_configs.{name}: {key} is no text, number or boolean")
+        return self
+
+    @model_validator(mode="after")
+    def _unused(self) -> Self:
+        modes = {
+            "playouts": "outcome",
+            "playout": "outcome",
+            "opponent": "game",
+            "illegal_moves": "game",
+            "turns": "game",
+        }
+        for name, mode in modes.items():
+            field = type(self).model_fields[name]
+            if self.reward_mode != mode and getattr(self, name) != field.get_default(call_default_factory=True):
+                raise ValueError(f"{name} is of reward_mode {mode}, not of {self.reward_mode}")
+        return self
+
+
+Single: TypeAlias = Annotated[
+    ReasoningGymTask
+    | FileTask
+    | PythonTask
+    | ToolTask
+    | GuessNumberTask
+    | EnvTask
+    | GymnasiumTask
+    | TextArenaTask
+    | OpenSpielTask,
+    Field(discriminator="kind"),
+]
+
+
+class Share(Section):
+    """One task of a mix."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the prompts, relative to the other weights."""
+    task: Single
+
+
+class Curriculum(Section):
+    """Asks more of those tasks that the model solves sometimes."""
+
+    low: float = Field(default=0.1, ge=0, lt=1)
+    """A task that is solved less often than this is too hard for now."""
+    high: float = Field(default=0.9, gt=0, le=1)
+    """A task that is solved more often is learnt."""
+    outside: float = Field(default=0.1, gt=0, le=1)
+    """Factor on the weight of a task outside the band. Above 0, so that its solve rate goes on being measured."""
+    memory: float = Field(default=0.8, ge=0, lt=1)
+    """How much of the solve rate a step with the task leaves as it was: 0.8 looks back about five such steps."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low = {self.low} is not below high = {self.high}: no task could be inside the band")
+        return self
+
+
+class MixedTask(Section):
+    """Several tasks in one run, each with its own metrics."""
+
+    kind: Literal["mixed"] = "mixed"
+    tasks: dict[str, Share] = Field(min_length=1)
+    """The tasks by name. Example: {sums: {task: {kind: reasoning_gym}}, games: {weight: 2, task: {kind: guess_number}}}"""
+    curriculum: Curriculum | None = None
+    """Moves the shares with the solve rates; none keeps the weights."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        for name in self.tasks:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+                raise ValueError(f"{name!r} is no name for a task: letters, digits, dots, dashes and underscores")
+        return self
+
+
+Task: TypeAlias = Annotated[
+    ReasoningGymTask
+    | FileTask
+    | PythonTask
+    | ToolTask
+    | GuessNumberTask
+    | EnvTask
+    | GymnasiumTask
+    | TextArenaTask
+    | OpenSpielTask
+    | MixedTask,
+    Field(discriminator="kind"),
+]
 
 
 class Example(Section):
@@ -79,3 +340,6 @@ class Chat(Section):
     """Text appended to the question, to the examples' too. It is part of a score's conditions."""
     template_kwargs: dict[str, Json] = Field(default_factory=dict)
     """Extra variables for the model's chat template."""
+    parser: Literal["auto", "none", "think", "harmony"] = "auto"
+    """How thoughts are told from the answer, which alone is graded: think tags, harmony's channels, or none (all is graded).
+    auto goes by the model's template."""

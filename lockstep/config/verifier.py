@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lockstep.config.section import Section
+from lockstep.config.section import Json, Section
+
+ANSWER = "ANSWER"
+"""Stands for the answer in `shown_as`."""
 
 
 class NumericVerifier(Section):
@@ -27,12 +30,208 @@ class TextVerifier(Section):
     """What to read when nothing is boxed."""
 
 
+class MathVerifier(Section):
+    """A mathematical expression: as a number or as the same text at once, else by math-verify in a process with limits."""
+
+    kind: Literal["math"] = "math"
+    fallback: Literal["none", "last_line"] = "none"
+    """What to read when nothing is boxed."""
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Between two written numbers, as in numeric."""
+    written_out: bool = False
+    """If the reference is a number, pay only for a written number: 17 * 23 is then no answer to 17 * 23."""
+    cpu_seconds: float = Field(default=0.5, gt=0, le=60)
+    """CPU time of one comparison by math-verify; an answer that takes longer is wrong and counted as too hard."""
+    memory_gib: float = Field(default=0.5, gt=0)
+    """Memory of one comparison; an answer that takes more is wrong and counted as too hard."""
+    workers: int = Field(default=2, ge=1, le=64)
+    """Processes for comparisons."""
+
+
+class ChoiceVerifier(Section):
+    """Multiple choice: the letter of an option, alone or before its text, as in B, (B) or B) Paris."""
+
+    kind: Literal["choice"] = "choice"
+    options: int = Field(default=4, ge=2, le=26)
+    """Number of options: 4 is A to D."""
+    several: bool = False
+    """Several letters may be right together: A, C. All of them must be named, in any order."""
+    fallback: Literal["none", "last_line"] = "none"
+    """What to read when nothing is boxed; last_line also reads 'Answer: B' and 'The answer is B.'"""
+
+
+class SetVerifier(Section):
+    """Several answers in any order, separated by commas or semicolons: numbers are compared as numbers, the rest as text."""
+
+    kind: Literal["set"] = "set"
+    fallback: Literal["none", "last_line"] = "none"
+    """What to read when nothing is boxed."""
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Between two written numbers, as in numeric."""
+    repeats: Literal["count", "ignore"] = "count"
+    """count: 1, 1, 2 is not 1, 2; ignore: it is."""
+
+
+class RegexVerifier(Section):
+    """An answer found by a pattern, or a reference that is a pattern. RE2 syntax: linear time, no backreferences."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str | None = None
+    """Finds the answer near the end of the reply: the last match, its first group if it has one. None: the reference is a
+    pattern that the whole boxed answer (or the last line) must match."""
+    compare: Literal["text", "number"] = "text"
+    """How the answer is compared with the reference, as in the verifiers text and numeric."""
+    shown_as: str = ANSWER
+    """A right reply with ANSWER in the place of the answer, for the test before the run. Example: '#### ANSWER'"""
+
+    @model_validator(mode="after")
+    def _pattern_reads_its_example(self) -> Self:
+        if self.pattern is None:
+            if self.compare != "text" or self.shown_as != ANSWER:
+                raise ValueError("compare and shown_as have no effect without a pattern")
+            return self
+        import re2
+
+        quiet = re2.Options()
+        quiet.log_errors = False
+        try:
+            found = re2.compile(self.pattern, quiet)
+        except re2.error as error:
+            text = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
+            raise ValueError(f"pattern is not RE2 (which has no backreferences or lookaround): {text}") from error
+        if found.groups > 1:
+            raise ValueError(f"pattern has {found.groups} groups: make all but the answer's non-capturing, (?:...)")
+        sample = "7"
+        matches = list(found.finditer(self.shown_as.replace(ANSWER, sample)))
+        if ANSWER not in self.shown_as or not matches or matches[-1].group(found.groups).strip() != sample:
+            raise ValueError(
+                f"pattern does not read 7 from shown_as = {self.shown_as!r} with ANSWER = 7: give a right reply's form"
+            )
+        return self
+
+
+class JsonVerifier(Section):
+    """A JSON value that fits a schema: the last ```json block, else the whole final part of the reply."""
+
+    kind: Literal["json"] = "json"
+    json_schema: dict[str, Json] = Field(default_factory=dict)
+    """JSON Schema (2020-12 unless $schema says otherwise) that the value must fit; empty fits everything."""
+    equal: bool = True
+    """The value must also equal the reference, which is then JSON; key order does not matter. Off pays
+    for any value that fits."""
+    cpu_seconds: float = Field(default=0.5, gt=0, le=60)
+    """CPU time of one validation; a value that takes longer is wrong and counted as too hard."""
+    workers: int = Field(default=2, ge=1, le=64)
+    """Processes for validations."""
+
+    @model_validator(mode="after")
+    def _checks_something(self) -> Self:
+        if not self.json_schema and not self.equal:
+            raise ValueError("json without json_schema and with equal = false would pay for any JSON")
+        return self
+
+
 class PythonVerifier(Section):
-    """A function from your file: def grade(prompt, reply) returning a number or a Grade."""
+    """A function from your file: def grade(prompt, reply) returning a number or a Grade. It runs in a process of its own."""
 
     kind: Literal["python"] = "python"
     path: str = Field(pattern=r".+\.py:\w+$")
     """file.py:function"""
+    seconds: float = Field(default=5.0, gt=0, le=3600)
+    """Longest time of one call; its process is then killed and the reply is unscored."""
+    memory_gib: float | None = Field(default=4.0, gt=0)
+    """Memory that a call may take beyond what the file took when it was loaded; none sets no limit (needed for CUDA)."""
+    workers: int = Field(default=2, ge=1, le=64)
+    """Processes that call it."""
 
 
-Verifier: TypeAlias = Annotated[NumericVerifier | TextVerifier | PythonVerifier, Field(discriminator="kind")]
+class CodeVerifier(Section):
+    """A Python program, run against the row's tests in a sandbox: no network, no files of the machine, no processes, limits."""
+
+    kind: Literal["code"] = "code"
+    tests: str = Field(default="tests", min_length=1)
+    """Column with the tests: assert statements, inputs and outputs, or calls and results (docs/verifiers.md)."""
+    isolation: Literal["strict", "best_effort"] = "strict"
+    """strict refuses to start where one of the sandbox's measures is not to be had; best_effort goes on and says what is missing."""
+    cpu_seconds: int = Field(default=4, ge=1, le=600)
+    """Processor time of one run of the program, in whole seconds."""
+    wall_seconds: float = Field(default=20.0, gt=0, le=3600)
+    """Time for all tests of a reply together."""
+    memory_mib: int = Field(default=256, ge=16)
+    """Memory of the program."""
+    file_mib: int = Field(default=16, ge=1)
+    """All files that the program writes; they are held in memory and go with it."""
+    output_kib: int = Field(default=1024, ge=1)
+    """Longest output of one run."""
+    threads: int = Field(default=16, ge=1, le=1024)
+    """Threads of the program. It can start no process."""
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Between a returned number and the expected one in calls and results, as in numeric."""
+    workers: int = Field(default=2, ge=1, le=64)
+    """Programs that run at once."""
+
+
+# To add a kind: a Section here, its name in both unions, a case in verifiers/build.py.
+PlainVerifier: TypeAlias = Annotated[
+    NumericVerifier
+    | TextVerifier
+    | MathVerifier
+    | ChoiceVerifier
+    | SetVerifier
+    | RegexVerifier
+    | JsonVerifier
+    | CodeVerifier
+    | PythonVerifier,
+    Field(discriminator="kind"),
+]
+
+
+class Part(Section):
+    """One verifier of several."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    """Its reward is logged as answer/part_<name>."""
+    verifier: PlainVerifier
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the reward, relative to the other parts'."""
+
+
+class CompositeVerifier(Section):
+    """Several verifiers together. The first part decides what is right; no wrong reply is paid more than a right one."""
+
+    kind: Literal["composite"] = "composite"
+    parts: list[Part] = Field(min_length=2)
+    """The verifiers. A reply that one of them cannot score is unscored."""
+    combine: Literal["all", "weighted"] = "all"
+    """all pays 1 if every part pays at least 1, else 0. weighted pays the mean by weight, in which the first part counts as
+    right or wrong; its weight must exceed the others' together."""
+
+    @model_validator(mode="after")
+    def _invariants(self) -> Self:
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ValueError("two parts have the same name")
+        first, rest = self.parts[0].weight, sum(part.weight for part in self.parts[1:])
+        if self.combine == "weighted" and not first > rest:
+            raise ValueError(
+                f"part {names[0]} has weight {first:g}, the others have {rest:g} together: a wrong reply could then be paid "
+                f"more than a right one; give {names[0]} more than {rest:g}"
+            )
+        if self.combine == "all" and any("weight" in part.model_fields_set for part in self.parts):
+            raise ValueError("weights have no effect with combine = all")
+        return self
+
+
+Verifier: TypeAlias = Annotated[
+    NumericVerifier
+    | TextVerifier
+    | MathVerifier
+    | ChoiceVerifier
+    | SetVerifier
+    | RegexVerifier
+    | JsonVerifier
+    | CodeVerifier
+    | PythonVerifier
+    | CompositeVerifier,
+    Field(discriminator="kind"),
+]

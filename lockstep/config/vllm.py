@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from lockstep.config.numerics import Numerics
 from lockstep.config.section import Section
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
@@ -45,6 +46,25 @@ def transport_of(vllm: Vllm, *, adapter: bool) -> Literal["view", "copy", "ipc"]
     if vllm.process == "own":
         return "ipc"
     return "copy" if adapter else "view"
+
+
+def quantised_numerics(numerics: Numerics) -> tuple[str, ...]:
+    """The numerics with quantised layers that some phase of a run computes in, sorted."""
+    return tuple(sorted({numerics.of("train"), numerics.of("rollout"), numerics.of("eval")} - {""}))
+
+
+def numerics_mistake(numerics: Numerics, *, adapter: bool) -> str:
+    """Why vLLM cannot compute in these numerics, "" if it can."""
+    quantised = quantised_numerics(numerics)
+    if quantised and adapter:
+        return (
+            f"numerics {quantised[0]} with an adapter needs rollout.engine = native: vLLM gets the adapter added into the "
+            "weights, and quantising the sum is another model than a quantised base with an adapter beside it"
+        )
+    formats = sorted({numeric.split("-")[0] for numeric in quantised if numeric.endswith("w4a4")})
+    if len(formats) > 1:
+        return f"numerics in {' and '.join(formats)}: vLLM's captured steps quantise inputs in one format; take one, or native"
+    return ""
 
 
 def mistake_of(vllm: Vllm, longest_reply: int, temperatures: Iterable[float], *, adapter: bool) -> str:

@@ -1,103 +1,80 @@
-"""Rows of jsonl and parquet files as prompts. Every bad row is found before a run starts, and named as file:row."""
+"""Files and generators as rows, one at a time. A row that cannot be read says why; the others are still read."""
 
 from __future__ import annotations
 
+import csv
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep.data.columns import kind_of
 from lockstep.errors import DataError
-from lockstep.types import Message, Prompt
+from lockstep.user_code import describe, load_object
 
-SHOWN_ROWS = 10
-_LINE = 300
-"""Longest line about a bad row."""
-ROLES = ("system", "user", "assistant")
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Which columns hold what. Example: Columns(prompt="input", answer="label")"""
-
-    prompt: str = "prompt"
-    """Text, or a list of messages with role and content."""
-    answer: str = "answer"
-    """Text or a number."""
-    id: str | None = None
-    """None numbers the rows."""
+FIELD_LIMIT = 16 << 20
+"""Longest field of a csv file, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file; `values` is None if it could not be read, and `problem` says why."""
+    """One row; `values` is None if it could not be read, and `problem` says why."""
 
     number: int
-    """From 1: the line of a jsonl file, the row of a parquet file."""
+    """From 1, and no two rows of a source have the same: of one file its place, over several files a running count."""
     values: Mapping[str, object] | None
     problem: str = ""
-
-
-class _BadRow(Exception):
-    """Why a row is no prompt."""
-
-
-def read_prompts(path: Path, columns: Columns, name: str, task: str = "") -> tuple[Prompt, ...]:
-    """All prompts of a file, in order. Ids are "name/row", or "name/id" with an id column; other columns are in `data`.
-
-    `task` is what the prompts say that asked them; none takes `name`.
-
-    Raises DataError if the file is missing, empty or unreadable, or any row is bad; it names the first ten bad rows.
-    """
-    prompts: list[Prompt] = []
-    problems: list[str] = []
-    first_row: dict[str, int] = {}
-    total = 0
-    for row in read_rows(path):
-        total += 1
-        try:
-            prompt = _prompt(row, columns, name, task or name)
-            if prompt.id in first_row:
-                raise _BadRow(f"its id {prompt.id!r} is already the id of row {first_row[prompt.id]}")
-            first_row[prompt.id] = row.number
-            prompts.append(prompt)
-        except _BadRow as bad:
-            problems.append(f"{path.name}:{row.number}: {bad}"[:_LINE])
-    if problems:
-        shown = "\n".join(f"  {line}" for line in problems[:SHOWN_ROWS])
-        more = f"; the first {SHOWN_ROWS}" if len(problems) > SHOWN_ROWS else ""
-        raise DataError(
-            f"{len(problems)} of {total} rows are bad{more}:\n{shown}",
-            where=str(path),
-            fix="correct or remove these rows, or correct the column names of the task",
-        )
-    if not prompts:
-        raise DataError("the file has no rows", where=str(path), fix="give a file with at least one row")
-    return tuple(prompts)
+    file: Path = Path()
+    place: int = 0
+    """From 1: the line of a jsonl or csv file, the row of a parquet file."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a .jsonl or .parquet file, one at a time. Blank lines of a jsonl file are no rows.
+    """The rows of a .jsonl, .json, .csv or .parquet file, one at a time. Blank lines are no rows.
 
-    Raises DataError if the file is missing or of another kind, or a parquet file is damaged.
+    Raises DataError if the file is of another kind, or a parquet file is damaged.
     """
-    if not path.is_file():
-        beside = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".jsonl", ".parquet"))
-        near = get_close_matches(path.name, beside, n=3, cutoff=0.3)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"give a path that exists from {Path.cwd()}"
-        raise DataError("there is no such file", where=str(path), fix=fix)
-    match path.suffix:
+    match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl(path)
+        case ".json":
+            yield from _json(path)
+        case ".csv":
+            yield from _csv(path)
         case ".parquet":
             yield from _parquet(path)
         case suffix:
             raise DataError(
-                f"cannot read {suffix or 'a file without suffix'}", where=str(path), fix="use .jsonl or .parquet"
+                f"cannot read {suffix or 'a file without suffix'}",
+                where=str(path),
+                fix="use .parquet, .jsonl, .json or .csv",
             )
+
+
+def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
+    """What the function file.py:name yields when it is called with the settings: mappings of column to value.
+
+    Raises DataError if it is missing or fails.
+    """
+    file = Path(spec.rpartition(":")[0]).expanduser()
+    function = load_object(spec, DataError)
+    if not callable(function):
+        raise DataError(f"it is a {type(function).__name__}, not a function", where=spec, fix="name a function")
+    number = 0
+    try:
+        for values in function(**settings):
+            number += 1
+            if isinstance(values, dict) and all(isinstance(key, str) for key in values):
+                yield Row(number, values, "", file, number)
+            else:
+                yield Row(number, None, f"a mapping of columns is expected, this is {kind_of(values)}", file, number)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"it fails after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
+        ) from error
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -109,18 +86,66 @@ def _jsonl(path: Path) -> Iterator[Row]:
                     continue
                 values = json.loads(text, parse_constant=_no_constant)
             except UnicodeDecodeError as error:
-                yield Row(number, None, f"not UTF-8 at byte {error.start}")
+                yield Row(number, None, f"not UTF-8 at byte {error.start}", path, number)
             except (ValueError, RecursionError) as error:
-                yield Row(number, None, f"malformed JSON: {error}")
+                yield Row(number, None, f"malformed JSON: {error}", path, number)
             else:
-                if isinstance(values, dict):
-                    yield Row(number, values)
-                else:
-                    yield Row(number, None, f"a JSON object is expected, this is {_kind(values)}")
+                yield _object(values, number, path)
+
+
+def _object(values: object, number: int, path: Path) -> Row:
+    if isinstance(values, dict):
+        return Row(number, values, "", path, number)
+    return Row(number, None, f"a JSON object is expected, this is {kind_of(values)}", path, number)
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """A list of objects; or objects line by line, as many hub data sets call .json what is jsonl."""
+    with path.open("rb") as file:
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        yield from _jsonl(path)
+        return
+    try:
+        items = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"malformed JSON: {error}", where=str(path), fix="write or copy it again") from error
+    for number, item in enumerate(items, start=1):
+        yield _object(item, number, path)
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """The first line names the columns. All values are text; empty ones are empty text."""
+    csv.field_size_limit(FIELD_LIMIT)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] | None = None
+        while True:
+            number = reader.line_num + 1
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                yield Row(number, None, f"malformed CSV: {error}", path, number)
+                continue
+            if fields is None:
+                return
+            if not fields:
+                continue
+            if header is None:
+                header = fields
+                if twice := next((name for name in header if header.count(name) > 1), None):
+                    raise DataError(f"two columns are called {twice!r}", where=f"{path}:1", fix="rename one")
+            elif len(fields) != len(header):
+                problem = f"it has {len(fields)} fields, the header {len(header)}"
+                yield Row(number, None, problem, path, number)
+            elif any("\udc80" <= char <= "\udcff" for field in fields if not field.isascii() for char in field):
+                yield Row(number, None, "not UTF-8", path, number)
+            else:
+                yield Row(number, dict(zip(header, fields, strict=True)), "", path, number)
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -133,7 +158,7 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(number, values)
+                    yield Row(number, values, "", path, number)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
@@ -141,80 +166,3 @@ def _parquet(path: Path) -> Iterator[Row]:
             where=str(path),
             fix="write or copy it again",
         ) from error
-
-
-def _prompt(row: Row, columns: Columns, name: str, task: str) -> Prompt:
-    if row.values is None:
-        raise _BadRow(row.problem)
-    key = str(row.number) if columns.id is None else _id(_value(row.values, columns.id), columns.id)
-    used = {columns.prompt, columns.answer, columns.id}
-    return Prompt(
-        id=f"{name}/{key}",
-        messages=_messages(_value(row.values, columns.prompt), columns.prompt),
-        answer=_answer(_value(row.values, columns.answer), columns.answer),
-        task=task,
-        data={column: value for column, value in row.values.items() if column not in used},
-    )
-
-
-def _value(values: Mapping[str, object], column: str) -> object:
-    if column not in values:
-        near = get_close_matches(column, values, n=1, cutoff=0.5)
-        has = ", ".join(map(repr, list(values)[:8])) or "none"
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {has}"
-        raise _BadRow(f"there is no column {column!r}; {hint}")
-    if values[column] is None:
-        raise _BadRow(f"{column!r} is null")
-    return values[column]
-
-
-def _id(value: object, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _BadRow(f"{column!r} must be text or a whole number, this is {_kind(value)}")
-    return _text(str(value), column)
-
-
-def _answer(value: object, column: str) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _BadRow(f"{column!r} is {value}, not a finite number")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _BadRow(f"{column!r} must be text or a number, this is {_kind(value)}")
-    return _text(value if isinstance(value, str) else repr(value), column)
-
-
-def _messages(value: object, column: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return (Message(role="user", content=_text(value, column)),)
-    if not isinstance(value, list):
-        raise _BadRow(f"{column!r} must be text or a list of messages, this is {_kind(value)}")
-    messages = tuple(_message(turn, f"{column}[{index}]") for index, turn in enumerate(value))
-    if not messages or messages[-1]["role"] != "user":
-        raise _BadRow(f"{column!r} must end with a user message")
-    return messages
-
-
-def _message(value: object, place: str) -> Message:
-    if not isinstance(value, dict) or set(value) != {"role", "content"}:
-        raise _BadRow(f"{place} must have role and content, and nothing else")
-    role, content = value["role"], value["content"]
-    if role not in ROLES:
-        raise _BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}")
-    if not isinstance(content, str):
-        raise _BadRow(f"{place}.content must be text, this is {_kind(content)}")
-    return Message(role=role, content=_text(content, f"{place}.content"))
-
-
-def _text(text: str, column: str) -> str:
-    if not text.strip():
-        raise _BadRow(f"{column!r} is empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRow(f"{column!r} has a lone surrogate at character {error.start}") from error
-    return text
-
-
-def _kind(value: object) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)

@@ -1,15 +1,15 @@
-"""Base against trained: did it change, by how much, and could that be chance?"""
+"""One score against another, item by item: did it change, by how much, could that be chance, and can it be believed?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from lockstep.errors import EvaluationError
-from lockstep.evaluate.intervals import paired_difference
+from lockstep.evaluate.brief import DIGEST, Brief, brief_of
+from lockstep.evaluate.intervals import item_points, paired_difference
 from lockstep.evaluate.records import comparable
-from lockstep.types import ItemResult, Score
+from lockstep.types import Conditions, Score
 
 ALPHA = 0.05
 """A difference is called an effect below this p."""
@@ -21,12 +21,16 @@ class Verdict(StrEnum):
     IMPROVED = "improved"
     WORSE = "worse"
     NO_EFFECT = "no effect shown"
+    CONDITIONS = "conditions differ"
+    """The two were not measured the same way: the difference is of the conditions and the weights together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """trained - base over the items that both scored. Shares, not per cent."""
 
+    estimate: str
+    """What is compared. Example: "pass@1"."""
     base: float
     trained: float
     difference: float
@@ -41,12 +45,18 @@ class Comparison:
     test: str
     n: int
     """Items compared."""
+    floor: float | None
+    """A smaller difference could not be told from noise; None if none could."""
     dropped: int
     """Items left out because a reply could not be scored in one of the two, or is missing there."""
+    texts: int
+    """Replies that both have."""
     changed_texts: int
     """Replies whose text differs."""
     identical: bool
     """All replies are the same, word for word."""
+    fell: tuple[str, ...]
+    rose: tuple[str, ...]
     mismatched: tuple[str, ...]
     """Conditions that differ, compared all the same because the user said so."""
     warning: str
@@ -54,6 +64,9 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
+        """Other models may be compared, since that is asked about; otherwise measured scores give no verdict on the weights."""
+        if set(self.mismatched) - {"model"}:
+            return Verdict.CONDITIONS
         return verdict_of(self.difference, self.p)
 
 
@@ -64,32 +77,37 @@ def verdict_of(difference: float, p: float) -> Verdict:
     return Verdict.IMPROVED if difference > 0 else Verdict.WORSE
 
 
-def compare(base: Score, trained: Score, allow_mismatch: bool = False) -> Comparison:
-    """Compare two scores item by item, by id.
+def compare(
+    base: Score | Brief, trained: Score | Brief, allow_mismatch: bool = False, estimate: str | None = None
+) -> Comparison:
+    """Compare two scores item by item, by id; by their first estimate, or another that both have.
 
     Raises EvaluationError, listing the fields, if the conditions differ beyond the weights and `allow_mismatch` is not
     given, and if the two have no scored item in common.
     """
-    mismatched = tuple(comparable(base.conditions, trained.conditions))
+    first, second = (one if isinstance(one, Brief) else brief_of(one) for one in (base, trained))
+    a, b = first.score.conditions, second.score.conditions
+    mismatched = tuple(comparable(a, b))
     if mismatched and not allow_mismatch:
-        a, b = base.conditions, trained.conditions
-        lines = "; ".join(f"{name}: {getattr(a, name)} against {getattr(b, name)}" for name in mismatched)
         raise EvaluationError(
-            f"the two scores were measured under different conditions ({lines})",
+            f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}",
             where="compare",
             fix="evaluate both the same way, or pass --allow-mismatch and say so wherever you report it",
         )
-    left, right = _shares(base.results), _shares(trained.results)
+    name = estimate or first.marks.names[0]
+    left, right = _values(first, name), _values(second, name)
     common = [id for id in left if id in right]
     if not common:
         raise EvaluationError("the two scores have no scored item in common", where="compare", fix="use the same items")
-    difference = paired_difference([left[id] for id in common], [right[id] for id in common])
-    every = {result.id for score in (base, trained) for result in score.results}
-    texts, changed = _changed_texts(base.results, trained.results)
-    identical = changed == 0 and texts > 0 and len(base.results) == len(trained.results) == texts
+    before, after = [left[id] for id in common], [right[id] for id in common]
+    difference = paired_difference(before, after)
+    texts, changed = _changed_texts(first, second)
+    same_length = len(first.marks.ids) == len(second.marks.ids)
+    identical = changed == 0 and texts > 0 and same_length and texts == sum(map(len, first.marks.digests)) // DIGEST
     return Comparison(
-        base=sum(left[id] for id in common) / len(common),
-        trained=sum(right[id] for id in common) / len(common),
+        estimate=name,
+        base=sum(before) / len(common),
+        trained=sum(after) / len(common),
         difference=difference.mean,
         low=difference.low,
         high=difference.high,
@@ -98,35 +116,71 @@ def compare(base: Score, trained: Score, allow_mismatch: bool = False) -> Compar
         p=difference.p,
         test=difference.test,
         n=len(common),
-        dropped=len(every) - len(common),
+        floor=difference.floor,
+        dropped=len({*first.marks.ids, *second.marks.ids}) - len(common),
+        texts=texts,
         changed_texts=changed,
         identical=identical,
+        fell=tuple(id for id, x, y in zip(common, before, after, strict=True) if y < x),
+        rose=tuple(id for id, x, y in zip(common, before, after, strict=True) if y > x),
         mismatched=mismatched,
-        warning=_warning(base, trained, identical),
+        warning=identical_warning(a, b, texts) if identical else "",
     )
 
 
-def _warning(base: Score, trained: Score, identical: bool) -> str:
-    a, b = base.conditions.weights, trained.conditions.weights
-    if not identical or a == b:
-        return ""
-    return (
-        f"weights not loaded? All {len(base.results)} replies are the same, word for word, "
-        f"although the weights differ ({a} and {b}). Check that the engine really had the trained weights"
+def differences(a: Conditions, b: Conditions) -> str:
+    """Each condition that differs, with both values. Example: "prompt_suffix: '' against ' Think.'; seed: 1 against 2" """
+    return "; ".join(
+        f"{name}: {_shown(getattr(a, name))} against {_shown(getattr(b, name))}" for name in comparable(a, b)
     )
 
 
-def _shares(results: Sequence[ItemResult]) -> dict[str, float]:
-    """For each item with a scored reply, the share of its scored replies that are correct."""
-    right: dict[str, list[bool]] = {}
-    for result in results:
-        if result.correct is not None:
-            right.setdefault(result.id, []).append(result.correct)
-    return {id: sum(marks) / len(marks) for id, marks in right.items()}
+def identical_warning(a: Conditions, b: Conditions, replies: int) -> str:
+    """Why two scores whose replies are all the same, word for word, should not be; "" if they may be."""
+    head = f"All {replies} replies are the same, word for word, although"
+    if a.weights != b.weights:
+        return (
+            f"weights not loaded? {head} the weights differ ({a.weights} and {b.weights}). "
+            "Check that the engine really had the trained weights"
+        )
+    if a.numerics != b.numerics:
+        return (
+            f"numerics not applied? {head} one was computed in {a.numerics} and one in {b.numerics}. "
+            "Check that the engine really computed so: the number of layers touched is printed"
+        )
+    return ""
 
 
-def _changed_texts(base: Sequence[ItemResult], trained: Sequence[ItemResult]) -> tuple[int, int]:
+def power_line(c: Comparison) -> str:
+    """What so many items can show. Example: "with 202 items, of which 47 changed, a difference under 7.4 points cannot be …" """
+    head = f"1 item = {item_points(c.n):.2g} points; with {c.n} items, of which {c.b + c.c} changed,"
+    if c.floor is None:
+        return f"{head} no difference can be told from noise"
+    return f"{head} a difference under {100 * c.floor:.1f} points cannot be told from noise"
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value in ("", None) or (isinstance(value, str) and value != value.strip()) else str(value)
+
+
+def _values(brief: Brief, name: str) -> dict[str, float]:
+    try:
+        return brief.values(name)
+    except KeyError:
+        raise EvaluationError(
+            f"a score of {brief.score.conditions.mode} has no {name}; it has {', '.join(brief.marks.names)}",
+            where="compare",
+            fix="compare what both have",
+        ) from None
+
+
+def _changed_texts(base: Brief, trained: Brief) -> tuple[int, int]:
     """Replies that both have, and how many of them differ."""
-    before: Mapping[tuple[str, int], str] = {(r.id, r.sample): r.text for r in base}
-    pairs = [(before[r.id, r.sample], r.text) for r in trained if (r.id, r.sample) in before]
-    return len(pairs), sum(old != new for old, new in pairs)
+    before, texts, changed = base.digests(), 0, 0
+    for id, after in trained.digests().items():
+        other = before.get(id, "")
+        size = min(len(other), len(after))
+        texts += size // DIGEST
+        if other[:size] != after[:size]:
+            changed += sum(other[i : i + DIGEST] != after[i : i + DIGEST] for i in range(0, size, DIGEST))
+    return texts, changed

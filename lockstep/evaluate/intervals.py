@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -48,6 +50,8 @@ class Difference:
     """Two-sided: the chance of a difference at least so large if there were none."""
     test: str
     """"mcnemar-exact" for one sample an item, "sign-flip" otherwise."""
+    floor: float | None
+    """With so many items changed, a smaller difference (as a share) cannot be told from noise; None if none can."""
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
@@ -68,7 +72,7 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
 
 
 def bootstrap_mean(
-    values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
+    values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
 ) -> Interval:
     """Percentile interval of the mean over items (Efron 1979), each value the mean of an item's samples.
 
@@ -107,16 +111,37 @@ def paired_difference(
     """
     if len(base) != len(trained):
         raise EvaluationError(f"{len(base)} items against {len(trained)}", where="paired difference", fix="pair them")
-    d = _array(trained) - _array(base)
+    left, right = _array(base), _array(trained)
+    d = right - left
     fell, rose = int((d < 0).sum()), int((d > 0).sum())
-    binary = all(v in (0.0, 1.0) for v in (*base, *trained))
-    p = mcnemar(fell, rose) if binary else sign_flip(d.tolist(), seed=seed)
-    interval = bootstrap_mean(d.tolist(), seed=seed, resamples=resamples)
+    both = np.concatenate([left, right])
+    binary = bool(((both == 0) | (both == 1)).all())
+    p = mcnemar(fell, rose) if binary else sign_flip(d, seed=seed)
+    interval = bootstrap_mean(d, seed=seed, resamples=resamples)
     test = "mcnemar-exact" if binary else "sign-flip"
-    return Difference(float(d.mean()), interval.low, interval.high, fell, rose, p, test)
+    floor = noise_floor(fell + rose, len(d)) if binary else 1.96 * math.sqrt(float((d * d).sum())) / len(d) or None
+    return Difference(float(d.mean()), interval.low, interval.high, fell, rose, p, test, floor)
 
 
-def sign_flip(differences: Sequence[float], *, seed: int = 0, flips: int = FLIPS) -> float:
+def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
+    """The smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
+
+    None with five or fewer changed items: even all of them changing the same way is not rare enough.
+    """
+    least = _least_margin(changed, alpha)
+    return None if least is None else least / n
+
+
+@cache
+def _least_margin(changed: int, alpha: float) -> int | None:
+    margins = range(changed % 2, changed + 1, 2)
+    place = bisect_left(
+        margins, True, key=lambda margin: mcnemar((changed - margin) // 2, (changed + margin) // 2) < alpha
+    )
+    return margins[place] if place < len(margins) else None
+
+
+def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: int = FLIPS) -> float:
     """Two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
 
     If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so
@@ -194,7 +219,7 @@ def _z(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-def _array(values: Sequence[float]) -> Floats:
+def _array(values: Sequence[float] | Floats) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
         raise EvaluationError("a mean needs finite values, at least one", where="evaluation", fix="drop unscored items")

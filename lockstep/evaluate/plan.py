@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
-from lockstep.config.schema import EvalMode, PythonTask, Recipe
+from lockstep.config.evaluate import GREEDY
+from lockstep.config.schema import (
+    Drops,
+    EnvTask,
+    EvalMode,
+    EvalSet,
+    FileTask,
+    GuessNumberTask,
+    GymnasiumTask,
+    MixedTask,
+    NoStop,
+    OpenSpielTask,
+    Plateau,
+    PythonTask,
+    ReasoningGymTask,
+    Recipe,
+    Task,
+    TextArenaTask,
+    ToolTask,
+)
+from lockstep.config.section import TAG, Section
+from lockstep.config.verifier import CompositeVerifier, Verifier
 from lockstep.evaluate.intervals import resolution
 from lockstep.types import Sampling
 
@@ -39,14 +61,15 @@ class EvalPlan:
     """Longest sequence that the model takes; None if it has no limit."""
 
 
-def eval_plan(recipe: Recipe, numerics: str, context: int | None = None) -> EvalPlan:
-    """The plan of a recipe; `numerics` is the precision that model.dtype resolved to."""
+def eval_plan(recipe: Recipe, numerics: str, context: int | None = None, chosen: EvalSet | None = None) -> EvalPlan:
+    """The plan of a recipe for a set of items (without one its main set); `numerics` is the label of what computes."""
+    chosen = chosen or recipe.eval.sets[0]
     return EvalPlan(
         model=recipe.model.path if recipe.model.revision is None else f"{recipe.model.path}@{recipe.model.revision}",
         numerics=numerics,
         engine=recipe.rollout.engine,
-        role=recipe.eval.role,
-        items=recipe.eval.items,
+        role=chosen.role,
+        items=chosen.items,
         max_tokens=recipe.eval.max_tokens or recipe.rollout.max_tokens,
         seed=recipe.seed,
         verifier=verifier_label(recipe),
@@ -57,12 +80,41 @@ def eval_plan(recipe: Recipe, numerics: str, context: int | None = None) -> Eval
 
 def verifier_label(recipe: Recipe) -> str:
     """The verifier's kind and the settings that differ from its defaults; a task of one's own grades itself: "own"."""
-    if isinstance(recipe.task, PythonTask):
-        return "own"
-    verifier = recipe.task.verifier
-    settings = verifier.model_dump(exclude={"kind"}, exclude_defaults=True)
+    return _label(recipe.task)
+
+
+def _label(task: Task) -> str:
+    match task:
+        case PythonTask():
+            return "own"
+        case ToolTask():
+            return f"{_label(task.questions)}+{_changed(task, 'questions')}"
+        case MixedTask():
+            return "mixed(" + ",".join(f"{name}={_label(share.task)}" for name, share in task.tasks.items()) + ")"
+        case GuessNumberTask() | EnvTask() | GymnasiumTask() | TextArenaTask() | OpenSpielTask():
+            return _changed(task)
+        case ReasoningGymTask() | FileTask():
+            return _changed(without_workers(task.verifier))
+        case _:
+            assert_never(task)
+
+
+def without_workers(verifier: Verifier) -> Verifier:
+    """The verifier with the default number of processes, which decides no verdict."""
+    if isinstance(verifier, CompositeVerifier):
+        parts = [part.model_copy(update={"verifier": without_workers(part.verifier)}) for part in verifier.parts]
+        return verifier.model_copy(update={"parts": parts})
+    if "workers" not in type(verifier).model_fields:
+        return verifier
+    return verifier.model_copy(update={"workers": type(verifier).model_fields["workers"].default})
+
+
+def _changed(section: Section, *without: str) -> str:
+    """A section's kind and the settings that are not its defaults."""
+    settings = section.model_dump(exclude={TAG, *without}, exclude_defaults=True)
     changed = ",".join(f"{name}={value}" for name, value in settings.items())
-    return f"{verifier.kind}({changed})" if changed else verifier.kind
+    kind = str(getattr(section, TAG))
+    return f"{kind}({changed})" if changed else kind
 
 
 def evaluation_steps(recipe: Recipe) -> tuple[int, ...]:
@@ -85,15 +137,37 @@ def plan_lines(recipe: Recipe) -> list[str]:
         steps = [*steps[:4], "…", *steps[-2:]]
         steps[-1] += f", {total} times in all"
     modes = ", ".join(_in_words(mode) for mode in recipe.eval.modes)
-    plan = eval_plan(recipe, numerics="")
-    lines = [
-        f"will evaluate at steps {', '.join(steps)}: {modes}, {plan.items} items of {plan.role}, "
-        f"replies of up to {plan.max_tokens} tokens",
-        resolution(plan.items),
+    reply = eval_plan(recipe, numerics="").max_tokens
+    sets = ", ".join(f"{one.items} items of {one.role}" for one in recipe.eval.sets)
+    lines = [f"will evaluate at steps {', '.join(steps)}: {modes}, {sets}, replies of up to {reply} tokens"]
+    if len(recipe.eval.sets) == 1:
+        lines.append(resolution(recipe.eval.items))
+    else:
+        lines += [f"{one.role}: {resolution(one.items)}" for one in recipe.eval.sets]
+    lines += [
+        f"{one.role} is looked at and decides nothing" for one in recipe.eval.sets if one.role in ("sanity", "train")
     ]
+    lines += stop_lines(recipe)
     if not recipe.eval.at_start:
         lines.append("the base model is not evaluated: eval.at_start is false, so there is nothing to compare with")
     return lines
+
+
+def stop_lines(recipe: Recipe) -> list[str]:
+    """The stopping rule in words; nothing without one."""
+    match recipe.eval.stop:
+        case NoStop():
+            return []
+        case Drops() as rule:
+            delta = f" by more than {100 * rule.min_delta:g} points" if rule.min_delta else ""
+            return [f"will stop when {rule.metric} falls{delta} {rule.in_a_row} evaluations in a row"]
+        case Plateau() as rule:
+            return [
+                f"will stop when the mean of {rule.smooth} evaluations of {rule.metric} has not risen by more than "
+                f"{100 * rule.min_delta:g} points for {rule.patience} evaluations"
+            ]
+        case other:
+            assert_never(other)
 
 
 def eval_sampling(mode: EvalMode, plan: EvalPlan) -> Sampling:
@@ -106,14 +180,16 @@ def mode_label(mode: EvalMode, stop: tuple[str, ...] = ()) -> str:
 
     All that shapes a reply is in it, so that two modes of one name with other settings are not taken for the same.
     """
-    parts = [] if mode.name == "greedy" and mode.temperature == 0 else [f"T={mode.temperature:.10g}"]
+    parts = [] if mode.name in ("greedy", GREEDY) and mode.temperature == 0 else [f"T={mode.temperature:.10g}"]
     if mode.samples > 1:
         parts.append(f"n={mode.samples}")
+        if mode.numbers[0] not in (mode.name, f"avg@{mode.samples}"):
+            parts.append(mode.numbers[0])
     if stop:
         parts.append(f"stop={list(stop)!r}")
     return f"{mode.name}({','.join(parts)})" if parts else mode.name
 
 
 def _in_words(mode: EvalMode) -> str:
-    samples = f", {mode.samples} samples" if mode.samples > 1 else ""
+    samples = f", {mode.samples} samples: {', '.join(mode.numbers)}" if mode.samples > 1 else ""
     return f"{mode.name} (T={mode.temperature:g}{samples})"

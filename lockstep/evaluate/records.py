@@ -1,4 +1,12 @@
-"""Scores on disk, and which of them may be compared."""
+"""Scores on disk, what is read of them to compare, and which of them may be compared.
+
+A record is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
+
+    {"format": "lockstep.score", "version": 2, "sha256": "…of the three lines below…",
+    "score": {conditions, numbers, proof},
+    "brief": {marks and digests, item by item},
+    "results": [every reply]}
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,31 @@ import dataclasses
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import EvaluationError
+from lockstep.evaluate.brief import Brief, Marks, brief_of, default_estimate, marks_of
 from lockstep.evaluate.codec import CodecError, from_json, to_json
+from lockstep.evaluate.estimates import estimate
 from lockstep.track.files import write_atomic
 from lockstep.types import Conditions, Score
 
 FORMAT = "lockstep.score"
-VERSION = 1
+VERSION = 2
+"""Version 1 had neither reasoning effort, suffix, estimates nor methods; it is read, and says so with None."""
+_HEAD = re.compile(rb'\{"format": "lockstep\.score", "version": 2, "sha256": "([0-9a-f]{64})",\n')
+_PARTS = (b'"score": ', b'"brief": ', b'"results": ')
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The lines of a record of version 2 whose checksum was found right."""
+
+    score: bytes
+    brief: bytes
+    results: bytes
 
 
 def score_path(run_dir: Path, step: int, mode: str) -> Path:
@@ -29,16 +53,18 @@ def write_score(path: Path, score: Score) -> None:
 
     Raises EvaluationError for numbers that JSON cannot hold (nan, infinity).
     """
-    payload = to_json(score)
+    fields = to_json(score)
+    results = fields.pop("results")
     try:
-        body = {"format": FORMAT, "version": VERSION, "sha256": _digest(payload), "score": payload}
-        text = json.dumps(body, indent=1, allow_nan=False)
+        parts = [json.dumps(part, allow_nan=False) for part in (fields, to_json(marks_of(score)), results)]
     except ValueError as error:
         raise EvaluationError(
             f"a score holds a number that is not finite: {error}", where=str(path), fix="report how it was measured"
         ) from error
+    body = '"score": {},\n"brief": {},\n"results": {}}}\n'.format(*parts)
+    digest = hashlib.sha256(body.encode()).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text + "\n")
+    write_atomic(path, f'{{"format": "{FORMAT}", "version": {VERSION}, "sha256": "{digest}",\n{body}')
 
 
 def read_score(path: Path) -> Score:
@@ -46,29 +72,27 @@ def read_score(path: Path) -> Score:
 
     Raises EvaluationError, naming the file, if it is missing, no score record, of another version, or changed since.
     """
+    raw = _bytes(path)
+    if (parts := _parts(raw, path)) is None:
+        return _older(raw, path)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except OSError as error:
-        raise EvaluationError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
+        return from_json(Score, json.loads(parts.score) | {"results": json.loads(parts.results)})
     except (ValueError, RecursionError) as error:
-        raise _foreign(path, f"not JSON ({error})") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise _foreign(path, f"no record of format {FORMAT}")
-    if body.get("version") != VERSION:
-        raise EvaluationError(
-            f"score record of version {body.get('version')!r}; this Lockstep reads version {VERSION}",
-            where=str(path),
-            fix="use the Lockstep that wrote it, or evaluate again",
-        )
-    if set(body) != {"format", "version", "sha256", "score"} or body["sha256"] != _digest(body["score"]):
-        raise EvaluationError(
-            "its checksum is not that of its content: the file was changed or damaged after it was written",
-            where=str(path),
-            fix="evaluate again; a score is not edited by hand",
-        )
+        raise _foreign(path, str(error)) from error
+
+
+def read_brief(path: Path) -> Brief:
+    """What a comparison needs of a score's file: the replies' texts are checked by checksum and not read.
+
+    Raises EvaluationError as `read_score` does.
+    """
+    raw = _bytes(path)
+    if (parts := _parts(raw, path)) is None:
+        return brief_of(_older(raw, path))
     try:
-        return from_json(Score, body["score"])
-    except CodecError as error:
+        score = from_json(Score, json.loads(parts.score) | {"results": []})
+        return Brief(score, from_json(Marks, json.loads(parts.brief)))
+    except (ValueError, RecursionError) as error:
         raise _foreign(path, str(error)) from error
 
 
@@ -80,13 +104,83 @@ def stored_score(path: Path, conditions: Conditions) -> Score | None:
     if not path.exists():
         return None
     score = read_score(path)
-    return score if score.conditions == conditions else None
+    same = score.conditions.weights == conditions.weights and not comparable(score.conditions, conditions)
+    return score if same else None
 
 
 def comparable(a: Conditions, b: Conditions) -> list[str]:
-    """Names of the conditions in which two scores differ, weights apart: those are what is being compared."""
+    """Names of the conditions in which two scores differ, weights apart: those are what is being compared.
+
+    What a record does not say (None) is not held against it: the template hash covers both such fields.
+    """
     names = [f.name for f in dataclasses.fields(Conditions) if f.name != "weights"]
-    return [name for name in names if getattr(a, name) != getattr(b, name)]
+    pairs = [(name, getattr(a, name), getattr(b, name)) for name in names]
+    return [name for name, one, other in pairs if one != other and one is not None and other is not None]
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EvaluationError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
+
+
+def _parts(raw: bytes, path: Path) -> _Parts | None:
+    """The lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is not theirs."""
+    head = _HEAD.match(raw)
+    if head is None:
+        return None
+    body = raw[head.end() :]
+    lines = body.split(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != head[1] or len(lines) != 4:
+        raise _damaged(path)
+    if not all(line.startswith(name) for line, name in zip(lines, _PARTS, strict=False)):
+        raise _foreign(path, "its lines are not score, brief and results")
+    score, brief, results = (line[len(name) : -1] for line, name in zip(lines, _PARTS, strict=False))
+    return _Parts(score, brief, results)
+
+
+def _older(raw: bytes, path: Path) -> Score:
+    """A record of version 1, or the reason why this is none."""
+    try:
+        body = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(path, f"not JSON ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise _foreign(path, f"no record of format {FORMAT}")
+    if body.get("version") == VERSION:  # its head is not as it was written
+        raise _damaged(path)
+    if body.get("version") != 1:
+        raise EvaluationError(
+            f"score record of version {body.get('version')!r}; this Lockstep reads versions 1 and {VERSION}",
+            where=str(path),
+            fix="use the Lockstep that wrote it, or evaluate again",
+        )
+    if set(body) != {"format", "version", "sha256", "score"} or body["sha256"] != _digest(body["score"]):
+        raise _damaged(path)
+    try:
+        return _upgraded(body["score"])
+    except CodecError as error:
+        raise _foreign(path, str(error)) from error
+
+
+def _upgraded(payload: Any) -> Score:
+    """A score of version 1 in today's fields: what it did not say is None or empty, its estimate is made of its marks."""
+    if not isinstance(payload, dict):
+        raise CodecError("expected fields", ".Score")
+    conditions, results = payload.get("conditions"), payload.get("results")
+    silent = {"reasoning_effort": None, "prompt_suffix": None}
+    added = {"method": "", "boxed": None, "error": None}
+    body = payload | {"estimates": [], "source": ""}
+    if isinstance(conditions, dict):
+        body["conditions"] = silent | conditions
+    if isinstance(results, list):
+        body["results"] = [added | result if isinstance(result, dict) else result for result in results]
+    score = from_json(Score, body)
+    made = estimate(score.results, default_estimate(score.samples), score.samples)
+    one = dataclasses.replace(made, value=score.accuracy, low=score.low, high=score.high)
+    return dataclasses.replace(score, estimates=(one,))
 
 
 def _digest(payload: object) -> str:
@@ -96,6 +190,14 @@ def _digest(payload: object) -> str:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _damaged(path: Path) -> EvaluationError:
+    return EvaluationError(
+        "its checksum is not that of its content: the file was changed or damaged after it was written",
+        where=str(path),
+        fix="evaluate again; a score is not edited by hand",
+    )
 
 
 def _foreign(path: Path, why: str) -> EvaluationError:

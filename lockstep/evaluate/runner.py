@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 
 from lockstep.chat.chat import ChatFormat, check_length
+from lockstep.config.numerics import numeric_in
 from lockstep.config.schema import EvalMode
 from lockstep.data.questions import data_hash
+from lockstep.envs.driver import Ask, Played, PlayedTask, play, plays
 from lockstep.errors import EvaluationError, StaleWeightsError
-from lockstep.evaluate.intervals import Interval, bootstrap_mean, wilson
+from lockstep.evaluate.brief import default_estimate
+from lockstep.evaluate.estimates import estimate
 from lockstep.evaluate.plan import EvalPlan, eval_sampling, mode_label
 from lockstep.seeds import seed_for
 from lockstep.types import (
     Completion,
     Conditions,
     FinishReason,
+    Forward,
     Grade,
     ItemResult,
     Prompt,
@@ -37,28 +42,35 @@ def evaluate(
     proof: Proof,
     *,
     step: int,
+    source: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Sample a reply (or mode.samples) to every held-out item, grade them, and say under which conditions.
 
-    `proof` is of the engine's present weights; `step` counts the trained steps that they have behind them; `progress`
-    is called with the replies done and asked for. Nothing is drawn from any global random state.
+    `proof` is of the engine's present weights; `step` counts the trained steps that they have behind them; `source` names
+    them; `progress` is called with the replies done and asked for. Nothing is drawn from any global random state.
 
-    Raises StaleWeightsError unless the proof passed and is of the engine's version, before and after; ChatError for a
+    Raises StaleWeightsError unless the proof passed and is of the engine's version, before and after, or if the engine computes
+    with noise; ChatError for a
     prompt that leaves no room for a reply; EvaluationError if the task gives other items than asked, the engine does
     not answer every request exactly once, or no reply could be scored.
     """
     require_proof(engine, proof)
+    require_numerics(engine, plan.numerics)
     started = time.perf_counter()
     prompts = heldout_items(task, plan)
     conditions = score_conditions(prompts, task, chat, mode, plan, proof)
-    engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
-    completions = collect(engine, prompts, mode.samples, proof, progress)
-    graded = [
-        _grade(task, chat, prompt, sample, completions[request_id(prompt, sample)])
-        for prompt in prompts
-        for sample in range(mode.samples)
-    ]
+    if plays(task):
+        graded = play_items(engine, task, chat, prompts, mode, plan, progress)
+        require_proof(engine, proof)
+    else:
+        engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
+        completions = collect(engine, prompts, mode.samples, proof, progress)
+        graded = [
+            _grade(task, chat, prompt, sample, completions[request_id(prompt, sample)])
+            for prompt in prompts
+            for sample in range(mode.samples)
+        ]
     results = tuple(result for result, _ in graded)
     if all(result.correct is None for result in results):
         raise EvaluationError(
@@ -66,11 +78,12 @@ def evaluate(
             where=f"task {conditions.task}, mode {conditions.mode}",
             fix="check the verifier",
         )
-    return score_of(results, conditions, mode.samples, step, proof, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
 
 
 def require_proof(engine: RolloutEngine, proof: Proof) -> None:
-    """Raise StaleWeightsError unless `proof` passed and is of the weights that the engine has now."""
+    """Raise StaleWeightsError unless `proof` passed and is of the weights that the engine has now, without noise on them."""
     if not proof.passed:
         names = ", ".join(proof.mismatched[:5]) or "the log-probability probe"
         raise StaleWeightsError(
@@ -84,11 +97,33 @@ def require_proof(engine: RolloutEngine, proof: Proof) -> None:
             where="evaluation",
             fix="push the learner's weights and use the proof that push returns",
         )
+    noise = engine.forward.noise
+    if noise is not None:
+        raise StaleWeightsError(
+            f"the engine computes with noise of sigma {noise.sigma:g} on {len(noise.targets)} norms",
+            where="evaluation",
+            fix="take the noise off (set_forward) before evaluating; a score is never of noisy weights",
+        )
+
+
+def require_numerics(engine: RolloutEngine, label: str) -> None:
+    """Raise EvaluationError unless the engine computes in what the score will be labelled with."""
+    computed = engine.forward.numerics
+    if computed != numeric_in(label):
+        raise EvaluationError(
+            f"the score would be labelled {label}, and the engine computes in {computed or 'the precision of the weights'}",
+            where="numerics.eval",
+            fix="set the engine's numerics first (set_forward)",
+        )
 
 
 def heldout_items(task: Task, plan: EvalPlan) -> Sequence[Prompt]:
-    """The items of a plan. Raises EvaluationError if they are fewer or more than planned, or an id comes twice."""
-    prompts = task.heldout(plan.role, plan.items)
+    """The items of a plan: held out, or for the role train those of a first step.
+
+    Raises EvaluationError if they are fewer or more than planned, or an id comes twice.
+    """
+    train = plan.role == "train"
+    prompts = task.batch(0, plan.items) if train else task.heldout(plan.role, plan.items)
     if len(prompts) != plan.items:
         raise EvaluationError(
             f"{plan.items} items of {plan.role} were asked for, the task has {len(prompts)}",
@@ -119,7 +154,41 @@ def score_conditions(
         max_tokens=plan.max_tokens,
         # A greedy score does not depend on the seed; naming one would make runs of other seeds incomparable.
         seed=0 if mode.temperature == 0 else plan.seed,
+        reasoning_effort=reasoning_effort(chat),
+        prompt_suffix=chat.chat.suffix,
     )
+
+
+def reasoning_effort(chat: ChatFormat) -> str:
+    """What the template is told about thinking. Examples: "", "reasoning_effort=high", "enable_thinking=False"."""
+    settings = chat.chat.template_kwargs
+    return ",".join(f"{name}={settings[name]}" for name in sorted(settings) if re.search("reason|think", name))
+
+
+def play_items(
+    engine: RolloutEngine,
+    task: PlayedTask,
+    chat: ChatFormat,
+    prompts: Sequence[Prompt],
+    mode: EvalMode,
+    plan: EvalPlan,
+    progress: Callable[[int, int], None] | None,
+) -> list[tuple[ItemResult, Grade]]:
+    """The items of a task of several turns, played to their ends; the seeds of first replies are those of `eval_requests`."""
+    asks = []
+    for prompt in prompts:
+        if plan.context is not None:
+            check_length(prompt.id, len(chat.render_prompt(prompt)), plan.max_tokens, plan.context)
+        for sample in range(mode.samples):
+            seed = ("eval", plan.seed, prompt.id, sample)
+            asks.append(Ask(request_id(prompt, sample), prompt, seed, eval_sampling(mode, plan), engine.version))
+    found: dict[str, Played] = {}
+    for played in play(engine, chat, task, asks):
+        found[played.ask.key] = played
+        if progress is not None:
+            progress(len(found), len(asks))
+    order = [(prompt, sample) for prompt in prompts for sample in range(mode.samples)]
+    return [_of_episode(chat, prompt, sample, found[request_id(prompt, sample)]) for prompt, sample in order]
 
 
 def eval_requests(
@@ -192,46 +261,56 @@ def is_correct(grade: Grade) -> bool | None:
 
 
 def score_of(
-    results: tuple[ItemResult, ...], conditions: Conditions, samples: int, step: int, proof: Proof, seconds: float
+    results: tuple[ItemResult, ...],
+    conditions: Conditions,
+    samples: int,
+    step: int,
+    proof: Proof | None,
+    seconds: float,
+    *,
+    numbers: Sequence[str] = (),
+    source: str = "",
 ) -> Score:
-    """Accuracy and its interval from graded replies, of which at least one is scored."""
-    shares: dict[str, list[bool]] = {}
-    for result in results:
-        if result.correct is not None:
-            shares.setdefault(result.id, []).append(result.correct)
-    means = [sum(marks) / len(marks) for marks in shares.values()]
-    interval = _interval(means, samples)
+    """All numbers of graded replies, of which at least one is scored; the first of `numbers` is the accuracy."""
+    names = numbers or (default_estimate(samples),)
+    estimates = tuple(estimate(results, name, samples) for name in names)
     return Score(
         conditions=conditions,
-        accuracy=sum(means) / len(means),
-        low=interval.low,
-        high=interval.high,
+        accuracy=estimates[0].value,
+        low=estimates[0].low,
+        high=estimates[0].high,
         items=len({result.id for result in results}),
         samples=samples,
         unscored=sum(result.correct is None for result in results),
         truncated=sum(result.truncated for result in results) / len(results),
         mean_tokens=sum(result.tokens for result in results) / len(results),
         step=step,
-        version=proof.version,
+        version=proof.version if proof else 0,
         proof=proof,
         results=results,
         seconds=seconds,
+        estimates=estimates,
+        source=source,
     )
 
 
-def _interval(means: Sequence[float], samples: int) -> Interval:
-    if samples == 1:
-        return wilson(round(sum(means)), len(means))
-    return bootstrap_mean(means)
+def _of_episode(chat: ChatFormat, prompt: Prompt, sample: int, played: Played) -> tuple[ItemResult, Grade]:
+    grade, tokens = played.grade, sum(played.trained)
+    return _result(prompt, sample, grade, chat.decode(played.ids), played.finish, tokens), grade
 
 
 def _grade(
     task: Task, chat: ChatFormat, prompt: Prompt, sample: int, completion: Completion
 ) -> tuple[ItemResult, Grade]:
     text = chat.decode(completion.ids)
-    grade = task.grade(prompt, text)
+    grade = task.grade(prompt, chat.answer(completion.ids))
+    return _result(prompt, sample, grade, text, completion.finish, len(completion.ids)), grade
+
+
+def _result(prompt: Prompt, sample: int, grade: Grade, text: str, finish: FinishReason, tokens: int) -> ItemResult:
     correct = is_correct(grade)
-    result = ItemResult(
+    boxed = grade.metrics.get("boxed")
+    return ItemResult(
         id=prompt.id,
         sample=sample,
         correct=correct,
@@ -239,7 +318,9 @@ def _grade(
         extracted=grade.extracted,
         answer=prompt.answer,
         text=text,
-        truncated=completion.finish is FinishReason.LENGTH,
-        tokens=len(completion.ids),
+        truncated=finish is FinishReason.LENGTH,
+        tokens=tokens,
+        method=grade.method,
+        boxed=None if boxed is None else boxed >= 1,
+        error=grade.error,
     )
-    return result, grade

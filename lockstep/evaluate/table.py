@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import EvaluationError
-from lockstep.evaluate.compare import Comparison, compare
-from lockstep.types import Score
+from lockstep.evaluate.alarms import untrained_alarm
+from lockstep.evaluate.compare import Comparison, compare, power_line
+from lockstep.evaluate.intervals import item_points
+from lockstep.types import Estimate, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,44 @@ def _cells(row: Row) -> list[str]:
 
 
 def _share(score: Score) -> str:
-    return f"{100 * score.accuracy:.1f} % [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+    return f"{100 * score.accuracy:.1f} %{error_of(score.se)} [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+
+
+def error_of(se: float | None) -> str:
+    """Example: " ± 3.4", the standard error in points; nothing for a single item, of which none can be told."""
+    return "" if se is None else f" ± {100 * se:.1f}"
+
+
+def estimate_line(one: Estimate) -> str:
+    """Example: "pass@8 49.5 % ± 3.5 [42.6, 56.4]"."""
+    return f"{one.name} {100 * one.value:.1f} %{error_of(one.se)} [{100 * one.low:.1f}, {100 * one.high:.1f}]"
+
+
+def score_line(score: Score) -> str:
+    """All numbers of a score, each with its standard error and interval, and what one item is worth."""
+    numbers = score.estimates or (Estimate("accuracy", score.accuracy, None, score.low, score.high, score.items),)
+    shown = ", ".join(estimate_line(one) for one in numbers)
+    return f"{shown}; {score.items} items, 1 item = {item_points(score.items):.2g} points"
 
 
 def _notes(row: Row) -> list[str]:
-    c, notes = row.comparison, []
+    c, notes = row.comparison, [power_line(row.comparison)]
     if c.warning:
-        notes.append(f"warning: {c.warning}")
+        notes.append(f"alarm: {c.warning}")
+    if (untrained := untrained_alarm(row.base, row.trained)) and not c.mismatched:
+        notes.append(f"alarm: {untrained}")
+    for base, trained in zip(row.base.estimates[1:], row.trained.estimates[1:], strict=False):
+        if base.name == trained.name:
+            notes.append(f"{base.name}: {_numbers(base)} before, {_numbers(trained)} after")
     if c.dropped:
         notes.append(f"{c.dropped} items left out of the comparison: unscored or missing in one of the two")
     if c.mismatched:
         notes.append(f"compared across different {', '.join(c.mismatched)} because you said so")
     return notes
+
+
+def _numbers(one: Estimate) -> str:
+    return f"{100 * one.value:.1f} %{error_of(one.se)}"
 
 
 def _by_mode(scores: Sequence[Score], side: str) -> dict[tuple[str, str], Score]:

@@ -60,7 +60,7 @@ def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
 
 class AdamW8bit:
-    """What MasterAdamW needs of torch.optim.AdamW: groups, state, step, zero_grad. Weights must be contiguous."""
+    """What MasterOptimizer needs of torch.optim.AdamW: groups, state, step, zero_grad. Weights must be contiguous."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         self.param_groups = [dict(group) for group in groups]

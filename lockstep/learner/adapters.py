@@ -2,35 +2,119 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
+from torch import Tensor
 
-from lockstep.config.schema import Adapter, Lora, NoAdapter
+from lockstep.config.adapter import Adapter, Lora, NoAdapter, OtherPeft, adapter_name
 from lockstep.errors import ModelError
+from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, read_adapter, trained_tensors
+from lockstep.learner.adapter_start import (
+    START_A,
+    START_B,
+    has_residual_base,
+    lora_layers,
+    set_start,
+    start_from_weights,
+    start_of,
+)
+from lockstep.learner.adapter_targets import Chosen, choose_targets
+from lockstep.models.nf4 import Nf4Linear
+from lockstep.models.weights import clean_name, load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+METHODS = {
+    "ia3": "IA3Config",
+    "vera": "VeraConfig",
+    "oft": "OFTConfig",
+    "boft": "BOFTConfig",
+    "hra": "HRAConfig",
+    "loha": "LoHaConfig",
+    "lokr": "LoKrConfig",
+    "miss": "MissConfig",
+    "delora": "DeloraConfig",
+    "randlora": "RandLoraConfig",
+}
+"""PEFT's config classes."""
+OURS = ("target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode")
+"""Options that are settings of ours, or would train weights of the base."""
+DOWN = ("down_proj", "fc2", "dense_4h_to_h", "c_proj", "wo", "w2")
+"""Last names of an MLP's second matrix, of which IA3 scales the input."""
+_FACTS = "lockstep_adapter"
 
-def attach(model: PreTrainedModel, adapter: Adapter, seed: int) -> torch.nn.Module:
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model's adapter since it was attached; kept on the model."""
+
+    base: Base
+    """The original base. An adapter's checkpoint names it."""
+    notes: tuple[str, ...] = ()
+    """For the log."""
+    reference: Mapping[str, Tensor] | None = None
+    """The adapter of the reference policy; None if that is the base with its adapters off."""
+
+
+def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | None = None) -> torch.nn.Module:
     """The model that is trained: the model itself, or a PEFT model around it whose base is frozen.
 
-    Adapter weights have the base's dtype (the optimizer keeps their fp32 masters). Raises ModelError for unknown targets.
+    Adapter weights have the base's dtype (the optimizer keeps their fp32 masters). `base` is of this very model, computed here
+    if it is not given. Raises ModelError for unknown targets or options, or an adapter.start that does not fit.
     """
-    match adapter:
-        case NoAdapter():
-            return model
-        case Lora():
-            return _attach_lora(model, adapter, seed)
-        case _:
-            assert_never(adapter)
+    if isinstance(adapter, NoAdapter):
+        return model
+    base = base or Base.of(model, str(getattr(model, "name_or_path", "")))
+    chosen = choose_targets(model, adapter.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():  # PEFT asks transformers for a name that it is about to rename
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            attached = _peft_model(model, adapter, chosen).eval()
+    notes = [*chosen.notes]
+    start = read_adapter(Path(adapter.start)) if adapter.start else None
+    if start is not None:
+        if warning := check_base(start, base):
+            notes.append(warning)
+        _take(attached, adapter, start)
+        notes.append(f"adapter starts from {start.path}")
+    elif isinstance(adapter, Lora) and (adapter.init == "pissa" or adapter.init == "olora"):
+        notes.append(start_from_weights(attached, adapter, adapter.init, base.fingerprint))
+    if isinstance(adapter, Lora) and adapter.base == "nf4":
+        notes.append(_pack_base(attached))
+    begun = start is not None or any(start_of(layer) for layer in lora_layers(attached).values())
+    reference = {name: tensor.clone() for name, tensor in trained_tensors(attached)} if begun else None
+    setattr(attached, _FACTS, Facts(base, tuple(notes), reference))
+    return attached
+
+
+@torch.no_grad()
+def _pack_base(model: torch.nn.Module) -> str:
+    """Keep the frozen layers under adapters in 4 bits. Returns a line for the log."""
+    layers = lora_layers(model).values()
+    before = sum(layer.base_layer.weight.nbytes for layer in layers)
+    for layer in layers:
+        layer.base_layer = Nf4Linear(layer.base_layer)
+    after = sum(layer.base_layer.codes.nbytes + layer.base_layer.scales.nbytes for layer in layers)
+    return f"{len(layers)} frozen layers in NF4: {before / 2**20:,.0f} MiB became {after / 2**20:,.0f} MiB"
+
+
+def facts_of(model: torch.nn.Module) -> Facts | None:
+    """None for a model without an adapter of ours."""
+    facts: Facts | None = getattr(model, _FACTS, None)
+    return facts
 
 
 def describe(adapter: Adapter, model: torch.nn.Module) -> str:
-    """One line for the log: what is trained and at which scaling."""
+    """For the log: what is trained and at which scaling, and what happened when it was attached."""
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"
@@ -38,45 +122,213 @@ def describe(adapter: Adapter, model: torch.nn.Module) -> str:
         case NoAdapter():
             return f"full training: {share}"
         case Lora():
-            return f"LoRA rank {adapter.rank}, scaling = alpha / rank = {adapter.alpha / adapter.rank:g}: {share}"
+            root = "√rank" if adapter.rslora else "rank"
+            line = f"{adapter_name(adapter)}, scaling = alpha / {root} = {adapter.scaling:g}: {share}"
+        case OtherPeft():
+            line = f"{adapter_name(adapter)}, {_options(adapter) or 'default options'}: {share}"
         case _:
             assert_never(adapter)
+    facts = facts_of(model)
+    return "\n".join([line, *(facts.notes if facts else ())])
 
 
-def _attach_lora(model: PreTrainedModel, adapter: Lora, seed: int) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
+@contextmanager
+def as_reference(model: Any) -> Iterator[torch.nn.Module]:
+    """The model as the reference policy within: its adapter off, or at what it began as (PiSSA, OLoRA, adapter.start)."""
+    facts = facts_of(model)
+    if facts is None or facts.reference is None:
+        with model.disable_adapter():
+            yield model
+        return
+    own = {name: p for name, p in _trained_parameters(model).items() if name in facts.reference}
+    kept = {name: parameter.data for name, parameter in own.items()}
+    try:
+        for name, parameter in own.items():
+            parameter.data = facts.reference[name].to(parameter.device)
+        yield model
+    finally:
+        for name, parameter in own.items():
+            parameter.data = kept[name]
+
+
+def adopt_starts(
+    model: torch.nn.Module, weights: Mapping[str, Tensor], originals: Callable[[], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Give the base the residual that saved weights were trained on; returns the weights without their starts.
+
+    `originals` yields the original base by name; it is called only if the model began at other factors than the saved run,
+    as when these were computed anew on another machine. Raises ModelError if only one side has a start.
+    """
+    layers = lora_layers(model)
+    starts = {name: tensor for name, tensor in weights.items() if name.endswith((START_A, START_B))}
+    if bool(starts) != has_residual_base(model):
+        raise ModelError(
+            "the saved adapter "
+            + ("has" if starts else "has no")
+            + " start of its own, the recipe's adapter "
+            + ("has none" if starts else "has one"),
+            where="adapter.init",
+            fix="use the adapter settings that the checkpoint was trained with",
+        )
+    own = {name: start_of(layer) for name, layer in layers.items()}
+    same = all(
+        start is None or (_same(starts.get(name + START_A), start[0]) and _same(starts.get(name + START_B), start[1]))
+        for name, start in own.items()
+    )
+    if not same:
+        base = originals()
+        for name, layer in layers.items():
+            weight = layer.get_base_layer().weight
+            with torch.no_grad():
+                weight.copy_(base[f"{name}.weight"])
+            set_start(layer, *(starts[name + part].to(weight.device) for part in (START_A, START_B)))
+        _restart_reference(model, starts)
+    return {name: tensor for name, tensor in weights.items() if name not in starts}
+
+
+def _same(saved: Tensor | None, own: Tensor) -> bool:
+    return saved is not None and saved.shape == own.shape and torch.equal(saved.to(own.device), own)
+
+
+def _restart_reference(model: torch.nn.Module, starts: Mapping[str, Tensor]) -> None:
+    """The reference policy begins at other factors; whatever else it has stays."""
+    facts = facts_of(model)
+    if facts is not None and facts.reference is not None:
+        own = {name.replace(".lora_start_", ".lora_"): tensor for name, tensor in starts.items()}
+        reference = {name: own.get(name, kept).to(kept.device) for name, kept in facts.reference.items()}
+        setattr(model, _FACTS, Facts(facts.base, facts.notes, reference))
+
+
+def _trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# --- PEFT -----------------------------------------------------------------------------------------------------------
+def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chosen) -> torch.nn.Module:
+    from peft import get_peft_model
+
+    attached: torch.nn.Module
+    match adapter:
+        case Lora():
+            config = _lora_config(adapter, chosen.spelled(model))
+            attached = get_peft_model(model, config, autocast_adapter_dtype=False)
+        case OtherPeft():
+            try:
+                config = _other_config(adapter, chosen, model)
+                attached = get_peft_model(model, config, autocast_adapter_dtype=False)
+            except (ValueError, TypeError, AssertionError) as error:
+                raise ModelError(
+                    f"PEFT refuses it: {error}", where="adapter.options", fix="change adapter.options"
+                ) from error
+        case _:
+            assert_never(adapter)
+    return attached
+
+
+def _lora_config(adapter: Lora, targets: list[str]) -> Any:
+    from peft import LoraConfig
 
     from lockstep.learner.lora_linear import LoraLinear
 
-    targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
-    if not isinstance(targets, str):
-        _require_linear(model, targets)
     # PEFT takes either; its types say int.
     alpha: Any = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
+    init: Any = adapter.init if adapter.init in ("gaussian", "orthogonal") else True
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=alpha,
         target_modules=targets,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+        init_lora_weights=init,
         task_type="CAUSAL_LM",
     )
     config._register_custom_module({torch.nn.Linear: LoraLinear})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        with warnings.catch_warnings():  # PEFT asks transformers for a name that it is about to rename
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-            attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-    return attached.eval()
+    return config
 
 
-def _require_linear(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise ModelError unless every target names linear layers: PEFT passes over a name that nothing has."""
-    modules = list(model.named_modules())
-    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-    for target in targets or [""]:
-        matched = [name for name, _ in modules if f".{name}".endswith(f".{target}")]
-        if not matched or set(matched) - set(linear):
+def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) -> Any:
+    import peft
+
+    kind: Any = getattr(peft, METHODS[adapter.method])
+    known = sorted({field.name for field in fields(kind) if field.init} - set(OURS))
+    for name in adapter.options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             raise ModelError(
-                f"{target!r} names no linear layer of {type(model).__name__}",
-                where="adapter.targets",
-                fix=f"linear layers here: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in linear}))}",
+                f"{adapter.method} has no option {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
+                where="adapter.options",
+                fix=f"options: {', '.join(known)}",
             )
+    targets = chosen.spelled(model)
+    own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
+    if adapter.method == "ia3" and "feedforward_modules" not in adapter.options:
+        own["feedforward_modules"] = [name for name in targets if name.rsplit(".", 1)[-1] in DOWN]
+    if adapter.method in ("vera", "randlora"):
+        own["save_projection"] = False  # random matrices that follow from a key in the config
+    return kind(**(own | adapter.options))
+
+
+def _options(adapter: OtherPeft) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in adapter.options.items())
+
+
+# --- start from a folder --------------------------------------------------------------------------------------------
+def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
+    """Copy a saved adapter into a fresh one. Raises ModelError unless method, layers, shapes and scaling are its own."""
+    own = dict(trained_tensors(model))
+    residual = adapter.init if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") else ""
+    if start.residual != residual:
+        kind = f"began as {start.residual}" if start.residual else "did not begin as pissa or olora"
+        raise ModelError(
+            f"the adapter {kind}", where=str(start.path), fix=f"set adapter.init={start.residual or 'default'}"
+        )
+    saved = {name: tensor for name, tensor in start.weights.items() if not name.endswith((START_A, START_B))}
+    wrong = sorted(
+        [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
+        or own.keys() ^ saved.keys()
+    )
+    if wrong:
+        name = wrong[0]
+        shapes = [str(tuple(side[name].shape)) if name in side else "nothing" for side in (saved, own)]
+        raise ModelError(
+            f"{len(wrong)} tensors do not fit, the first is {name}: {shapes[0]} in the folder, {shapes[1]} by the recipe",
+            where=str(start.path),
+            fix=f"set adapter to what it was made with: {_made_with(start)}",
+        )
+    _check_settings(model, adapter, start)
+    if residual:
+        for name, layer in lora_layers(model).items():
+            weight = layer.get_base_layer().weight
+            set_start(
+                layer, *(start.weights[name + part].to(weight.device, weight.dtype) for part in (START_A, START_B))
+            )
+    load_weights(model, ((name, saved[name].to(own[name].dtype)) for name in own))
+
+
+def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
+    """What shapes do not tell: the scaling of LoRA, the options of the others."""
+    if isinstance(adapter, Lora):
+        config = start.config
+        rank = int(config.get("r", adapter.rank))
+        scaling = float(config.get("lora_alpha", 0)) / (rank**0.5 if config.get("use_rslora") else rank)
+        same = abs(scaling - adapter.scaling) <= 1e-9 * adapter.scaling
+        told = f"scaling {scaling:g}, by the recipe {adapter.scaling:g}"
+    else:
+        ours = model.peft_config["default"].to_dict()
+        skip = {*OURS, "base_model_name_or_path", "peft_version", "revision", "auto_mapping", "feedforward_modules"}
+        differing = sorted(k for k in start.config.keys() & ours.keys() - skip if start.config[k] != ours[k])
+        same, told = not differing, f"other {', '.join(differing)} than the recipe"
+    if not same:
+        raise ModelError(
+            f"the adapter has {told}",
+            where=str(start.path),
+            fix=f"set adapter to what it was made with: {_made_with(start)}",
+        )
+
+
+def _made_with(start: AdapterFolder) -> str:
+    shown = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
+    told = {name: start.config[name] for name in shown if start.config.get(name) not in (None, False)}
+    if start.residual:
+        told |= {"r": int(told["r"]) // 2, "lora_alpha": float(told["lora_alpha"]) / 2, "init": start.residual}
+    return ", ".join(f"{name} {value}" for name, value in told.items())

@@ -134,6 +134,11 @@ class PackedLayout:
         if self._root:
             key, value = (torch.cat([x[None, :, : self._root], y], 2) for x, y in ((key_KTD, key), (value_KTD, value)))
         mask = causal_mask(branch.prompt, key.shape[2], kind.window, key.device) if self._root else None
+        if len(branch.responses) == 1 and tail.start == prompt.stop and not self._root:  # one stretch: causal, no mask
+            whole = slice(prompt.start, tail.stop)
+            query, key, value = (x[None, :, whole] for x in (query_HTD, key_KTD, value_KTD))
+            whole_THD = dense_attention(query, key, value, None, kind)[0].transpose(0, 1)
+            return whole_THD[: branch.prompt], whole_THD[branch.prompt :]
         prompt_THD = dense_attention(query, key, value, mask, kind)[0].transpose(0, 1)
         if not gather.longest:
             return prompt_THD, prompt_THD[:0]

@@ -16,17 +16,21 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
+from lockstep.learner.adapters import as_reference
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.host import on_device
 from lockstep.learner.oom import run_or_halve
-from lockstep.learner.optimizer import MasterAdamW, learning_rate
+from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.packing import Packed, as_sequence, number_tokens, pack, per_token, streams
 from lockstep.learner.recompute import recomputing, set_recompute
+from lockstep.learner.schedule import learning_rate
 from lockstep.learner.statistics import UpdateStatistics
 from lockstep.models.attention import require_attention_only
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.weights import clean_name, named_weights
+from lockstep.noise.apply import require_clean
+from lockstep.numerics.apply import settle
 from lockstep.types import Batch, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
 
 if TYPE_CHECKING:
@@ -89,25 +93,38 @@ class TorchLearner:
             )
             self.notes = (fuse_layers(base).line, update)
         set_recompute(base.get_decoder(), self.execution.recompute)
+        self.numerics = settle(model, recipe.numerics)
+        if reference is not None:
+            settle(reference, recipe.numerics)
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise LearnerError(
                 "no parameter is trained", fix="choose an adapter or train all weights (adapter.kind: none)"
             )
-        self.optimizer = MasterAdamW(self.trainable, recipe.optimizer)
+        self.optimizer = MasterOptimizer(self.trainable, recipe.optimizer)
+        if self.optimizer.note:
+            self.notes = (*self.notes, self.optimizer.note)
 
     # --- Learner --------------------------------------------------------------------------------------------------
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first of each sequence, at temperature 1."""
-        return plain_logprobs(self.model, sequences, self.execution.tokens_per_microbatch)
+    def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
+        """Log-probability of every token but the first of each sequence, at temperature 1, for proofs of sync.
+
+        In the precision of the weights unless a numeric is named: under quantised activations two right computations differ by
+        more than two versions of the weights do otherwise (docs/numerics.md).
+        """
+        require_clean(self.model, "logprobs")
+        self.numerics.serve(numeric)
+        with self.numerics.computing(numeric):
+            return plain_logprobs(self.model, sequences, self.execution.tokens_per_microbatch)
 
     def response_logprobs(
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
         """Log-probability of each response token (0 where not trained), under the policy or the reference model."""
+        require_clean(self.model, "response_logprobs")
         with torch.no_grad(), self._as_reference() if reference else nullcontext(self.model) as model:
             return number_tokens(
-                sequences, self._streams(sequences, prefix), lambda packed: _forward(model, packed, temperature)[0]
+                sequences, self._streams(sequences, prefix), lambda packed: _logprobs(model, packed, temperature)
             )
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
@@ -116,11 +133,13 @@ class TorchLearner:
         The gradient is that of Σ_i weight_i Σ_t loss_it, so that the split does not matter. Raises LearnerError after too
         many steps in a row with a non-finite gradient; such a step leaves every weight as it was.
         """
+        require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
         for packed in self._streams(batch.sequences, batch.prefix):
             splits += self._train(packed, batch, loss, statistics)
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         outcome = self.optimizer.step(lr)
+        self.numerics.changed()
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
         self.version += 1
@@ -138,6 +157,8 @@ class TorchLearner:
         )
 
     def weights(self) -> WeightStream:
+        """The live weights. Raises EngineError while an engine's noise is on them."""
+        require_clean(self.model, "the learner's weights")
         return named_weights(self.model)
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -177,10 +198,11 @@ class TorchLearner:
 
     def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
         sequences = [batch.sequences[i] for i in packed.order]
-        logprobs_R, entropy_R, hidden_RH = _forward(self.model, packed, batch.temperature)
+        entropy = not batch.supervised
+        logprobs_R, entropy_R, hidden_RH = _forward(self.model, packed, batch.temperature, entropy=entropy)
         if not logprobs_R.numel():
             return
-        inputs = _loss_input(sequences, packed, logprobs_R, entropy_R, batch.kl_coef)
+        inputs = _loss_input(sequences, packed, logprobs_R, entropy_R, batch)
         output = loss(inputs)
         weight_N = on_device(np.array([s.weight for s in sequences]), self._device).to(logprobs_R.dtype)
         policy = (weight_N[packed.sequence_R] * output.loss_T).sum()
@@ -203,24 +225,12 @@ class TorchLearner:
             )
 
     def _as_reference(self) -> Any:
-        """The reference model as a context: the frozen copy, or the base with its adapters off."""
+        """The reference model as a context: the frozen copy, or the base without what was trained on top."""
         if self._reference is not None:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
             raise LearnerError("there is no reference model", where="algorithm.kl", fix="build the learner with one")
-        return _adapters_off(self.model)
-
-
-class _adapters_off:
-    def __init__(self, model: Any) -> None:
-        self._model, self._context = model, model.disable_adapter()
-
-    def __enter__(self) -> nn.Module:
-        self._context.__enter__()
-        return self._model  # type: ignore[no-any-return]
-
-    def __exit__(self, *failure: Any) -> None:
-        self._context.__exit__(*failure)
+        return as_reference(self.model)
 
 
 def base_model(model: nn.Module) -> Any:
@@ -239,12 +249,21 @@ def hidden_states(decoder: Any, packed: Packed) -> Tensor:
     return hidden_RH
 
 
-def _forward(model: nn.Module, packed: Packed, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and entropy of the tokens with loss, fp32 [R] each, and the hidden states [R, H] they come from."""
+def _forward(
+    model: nn.Module, packed: Packed, temperature: float, *, entropy: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability and entropy of the tokens with loss, fp32 [R] each, and the hidden states [R, H] they come from.
+
+    Without `entropy` that one has no element.
+    """
     base = base_model(model)
     hidden_RH = hidden_states(base.get_decoder(), packed)
     head: Head = head_of(base)
-    return *token_logprobs(head, hidden_RH, packed.targets_R, temperature), hidden_RH
+    return *token_logprobs(head, hidden_RH, packed.targets_R, temperature, entropy=entropy), hidden_RH
+
+
+def _logprobs(model: nn.Module, packed: Packed, temperature: float) -> Tensor:
+    return _forward(model, packed, temperature, entropy=False)[0]
 
 
 def plain_logprobs(
@@ -255,14 +274,17 @@ def plain_logprobs(
     device = next(base_model(model).parameters()).device
     packed_streams = streams(plain, tokens_per_microbatch, share_prompts=False, device=device)
     with torch.no_grad():
-        return number_tokens(plain, packed_streams, lambda packed: _forward(model, packed, 1.0)[0])
+        return number_tokens(plain, packed_streams, lambda packed: _logprobs(model, packed, 1.0))
 
 
 def _loss_input(
-    sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor, kl_coef: float
+    sequences: Sequence[TrainSequence], packed: Packed, logprobs_R: Tensor, entropy_R: Tensor, batch: Batch
 ) -> LossInput:
+    old_R, count = logprobs_R.detach(), len(sequences)
+    if batch.supervised:
+        none = old_R[:0]
+        return LossInput(logprobs_R, old_R, none, none, entropy_R, packed.sequence_R, count)
     rollout_R = per_token(sequences, [s.rollout_logprobs for s in sequences], logprobs_R)
-    old_R = logprobs_R.detach()
     if sequences[0].old_logprobs is not None:
         old_R = per_token(sequences, [s.old_logprobs or () for s in sequences], logprobs_R)
     ref_R = None
@@ -276,9 +298,9 @@ def _loss_input(
         advantages_R,
         entropy_R,
         packed.sequence_R,
-        len(sequences),
+        count,
         ref_R,
-        kl_coef,
+        batch.kl_coef,
     )
 
 

@@ -2,7 +2,8 @@
 
 y = x Wᵀ + b + s · (x Aᵀ) Bᵀ. PEFT scales and adds in passes of their own over the whole output; here both ride on the matrix
 products (addmm), forward and backward, which on a CPU is a fifth of an update. Everything else is PEFT's: its files, its
-adapters on and off, merging.
+adapters on and off, merging. Under quantised numerics W and its x are the quantised ones; A and B see x as it came, in the
+weights' precision.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor
+
+from lockstep.numerics.apply import operands
 
 
 class LoraLinear(Linear):
@@ -25,8 +28,12 @@ class LoraLinear(Linear):
         base: Any = self.get_base_layer()
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         flat_TI = x.reshape(-1, x.shape[-1])
+        used = operands(base, x)
+        used_x, weight = (x, base.weight) if used is None else used
         function: Any = _FusedLora
-        result: Tensor = function.apply(flat_TI, base.weight, base.bias, a, b, self.scaling[name])
+        result: Tensor = function.apply(
+            flat_TI, used_x.reshape(flat_TI.shape), weight, base.bias, a, b, self.scaling[name]
+        )
         return result.view(*x.shape[:-1], -1)
 
     def _only_plain_adapter(self) -> str | None:
@@ -38,25 +45,36 @@ class LoraLinear(Linear):
         dropout = self.lora_dropout[name]
         plain = (
             isinstance(dropout, torch.nn.Identity)
+            and isinstance(self.get_base_layer(), torch.nn.Linear)  # not packed in 4 bits
             and self.lora_A[name].weight.dtype == self.get_base_layer().weight.dtype
         )
         return name if plain else None
 
 
 class _FusedLora(torch.autograd.Function):
-    """Legend: T tokens, I inputs, O outputs, R rank."""
+    """Of x and of what the base layer sees of it, whose gradients are x's too (straight-through).
+
+    Legend: T tokens, I inputs, O outputs, R rank.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scaling: float
+        ctx: Any,
+        x_TI: Tensor,
+        used_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scaling: float,
     ) -> Tensor:
         down_TR = x_TI @ a_RI.T
         ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, down_TR)
         ctx.scaling = scaling
         linear = torch.nn.functional.linear
         if x_TI.is_cuda:  # a large product adds to what is there while it computes; a small one would wait for memory
-            return linear(down_TR * scaling, b_OR, bias_O).addmm_(x_TI, weight_OI.T)
-        return linear(x_TI, weight_OI, bias_O).addmm_(down_TR, b_OR.T, alpha=scaling)
+            return linear(down_TR * scaling, b_OR, bias_O).addmm_(used_TI, weight_OI.T)
+        return linear(used_TI, weight_OI, bias_O).addmm_(down_TR, b_OR.T, alpha=scaling)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -68,4 +86,4 @@ class _FusedLora(torch.autograd.Function):
             grad_x_TI = (grad_down_TR @ a_RI).addmm_(grad_TO, weight_OI)
         elif ctx.needs_input_grad[0]:
             grad_x_TI = (grad_TO @ weight_OI).addmm_(grad_down_TR, a_RI)
-        return grad_x_TI, None, None, grad_down_TR.T @ x_TI, (grad_TO.T @ down_TR) * ctx.scaling, None
+        return grad_x_TI, None, None, None, grad_down_TR.T @ x_TI, (grad_TO.T @ down_TR) * ctx.scaling, None

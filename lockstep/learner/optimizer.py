@@ -1,41 +1,21 @@
-"""AdamW on fp32 master weights, the learning-rate schedule, and gradient clipping that refuses non-finite gradients."""
+"""Optimizer steps on fp32 master weights, with clipping that refuses gradients that are not finite."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import AdamW
+from lockstep.config.schema import Optimizer
 from lockstep.errors import CheckpointError
-from lockstep.learner.adamw8bit import AdamW8bit, scale_count
+from lockstep.learner.adamw8bit import scale_count
+from lockstep.learner.optimizers import Inner, build_inner, describe_inner
 
-
-def learning_rate(settings: AdamW, peak: float, step: int, total: int) -> float:
-    """The rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor."""
-    if step < settings.warmup_steps:
-        return peak * (step + 1) / settings.warmup_steps
-    floor = peak * settings.min_lr_ratio
-    done = (step - settings.warmup_steps) / max(1, total - settings.warmup_steps)
-    done = min(1.0, done)
-    match settings.schedule:
-        case "constant":
-            return peak
-        case "linear":
-            return peak + (floor - peak) * done
-        case "cosine":
-            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-_MOMENTS = {
-    "fp32": ("step", "exp_avg", "exp_avg_sq"),
-    "8bit": ("step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
-}
-"""What AdamW keeps of a weight, by its setting `states`."""
+NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+"""Plain numbers that an optimizer of the user's own keeps are saved as tensors, under KEY~TYPE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +29,18 @@ class StepResult:
     """The gradient was not finite: nothing was changed."""
 
 
-class MasterAdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) whose weights are fp32, whatever the parameters' dtype.
+class MasterOptimizer:
+    """An optimizer whose weights are fp32, whatever the parameters' dtype.
 
     A bf16 parameter has an fp32 master; gradients of all micro-batches are summed in fp32, and after a step the parameter is
-    the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters. The
-    moments are fp32 too, or 8 bits each (AdamW8bit).
+    the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters. What
+    makes the steps is the recipe's choice (learner.optimizers).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: AdamW) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
+        """Raises LearnerError for an optimizer of the user's own that cannot be used."""
         self._parameters = dict(parameters)
-        self._settings = settings
+        self._max_grad_norm = settings.max_grad_norm
         wide = (torch.float32, torch.float64)
         self._masters = {
             name: p if p.dtype in wide else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
@@ -70,17 +51,10 @@ class MasterAdamW:
             if self._masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_collector(self._masters[name]))
             parameter.register_post_accumulate_grad_hook(self._note)
-        decayed = [m for m in self._masters.values() if m.dim() >= 2]
-        others = [m for m in self._masters.values() if m.dim() < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._adamw: torch.optim.AdamW | AdamW8bit
-        if settings.states == "8bit":
-            self._adamw = AdamW8bit(groups, betas=settings.betas, eps=settings.eps)
-        else:
-            self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        self._inner = build_inner(settings, self._masters)
+        self._of = {name: inner for inner in self._inner for name in inner.names}
+        self.note = describe_inner(self._inner, self._masters)
+        """For the log, where it is not plain AdamW."""
 
     def _note(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -95,29 +69,33 @@ class MasterAdamW:
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
         norm = float(torch.linalg.vector_norm(norms))  # the one wait for the device
-        limit = self._settings.max_grad_norm
+        limit = self._max_grad_norm
         if math.isfinite(norm):
             if norm > limit:
                 torch._foreach_mul_(grads, limit / (norm + 1e-6))
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            for inner in self._inner:
+                inner.step(lr)
             narrow = [name for name, parameter in self._parameters.items() if self._masters[name] is not parameter]
             if narrow:
                 torch._foreach_copy_(
                     [self._parameters[name] for name in narrow], [self._masters[name] for name in narrow]
                 )
-        self._adamw.zero_grad(set_to_none=True)
+        for inner in self._inner:
+            inner.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state: `master.NAME` (where it is not the parameter itself), and what AdamW keeps of it likewise."""
+        """The whole state: `master.NAME` (where it is not the parameter itself), and what is kept of it likewise.
+
+        Raises CheckpointError if an optimizer of the user's own keeps something that is neither a tensor nor a number.
+        """
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 state[f"master.{name}"] = master.detach()
-            for key, value in self._adamw.state.get(master, {}).items():
-                state[f"{key}.{name}"] = value
+            for key, value in self._of[name].optimizer.state.get(master, {}).items():
+                label, tensor = _stored(key, value, self._of[name])
+                state[f"{label}.{name}"] = tensor
         return state
 
     @torch.no_grad()
@@ -127,24 +105,29 @@ class MasterAdamW:
         Raises CheckpointError, before anything is changed, if it is not of these very parameters.
         """
         self._check(state)
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self._masters}
+        for label, tensor in state.items():
+            key, name = label.split(".", 1)
+            if key != "master":
+                kept[name][key] = tensor
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 master.copy_(state[f"master.{name}"])
                 self._parameters[name].copy_(master)
-            if f"step.{name}" in state:
-                # AdamW8bit counts on the host, torch's fused AdamW on the device.
-                host = {"step"} if self._settings.states == "8bit" else set()
-                self._adamw.state[master] = {
-                    key: state[f"{key}.{name}"].to("cpu" if key in host else master.device, copy=True)
-                    for key in _MOMENTS[self._settings.states]
-                }
+            if kept[name]:
+                inner = self._of[name]
+                inner.optimizer.state[master] = dict(_live(k, t, inner, master) for k, t in kept[name].items())
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
         """The state of no step holds at most masters, any other holds everything, in the parameters' shapes."""
         masters = {f"master.{name}" for name, master in self._masters.items() if master is not self._parameters[name]}
-        moments = {f"{key}.{name}" for key in _MOMENTS[self._settings.states] for name in self._masters}
-        expected = masters | moments if state.keys() - masters else masters
-        wrong = {key for key in expected & state.keys() if state[key].shape != self._shape(key)}
+        kept = state.keys() - masters
+        if any(inner.keys is None for inner in self._inner):  # of the user's own: at least of these parameters
+            expected = masters | {label for label in kept if label.partition(".")[2] in self._masters}
+        else:
+            moments = {f"{key}.{name}" for name, inner in self._of.items() for key in inner.keys or ()}
+            expected = masters | moments if kept else masters
+        wrong = {label for label in expected & state.keys() if state[label].shape != self._shape(label, state)}
         if problems := sorted((expected ^ state.keys()) | wrong):
             raise CheckpointError(
                 f"{len(problems)} tensors of the optimizer state are missing, unknown or of another shape",
@@ -152,13 +135,41 @@ class MasterAdamW:
                 fix="resume with the recipe that the run was started with",
             )
 
-    def _shape(self, key: str) -> torch.Size:
-        """Of a tensor of the state."""
-        kind, name = key.split(".", 1)
-        if kind == "step":
-            return torch.Size()
+    def _shape(self, label: str, state: Mapping[str, Tensor]) -> torch.Size:
+        """That a tensor of the state must have."""
+        key, name = label.split(".", 1)
         master = self._masters[name]
-        return torch.Size([scale_count(master)]) if kind.endswith("_scale") else master.shape
+        if key == "master":
+            return master.shape
+        if self._of[name].keys is None:
+            return state[label].shape
+        if key == "step":
+            return torch.Size()
+        return torch.Size([scale_count(master)]) if key.endswith("_scale") else master.shape
+
+
+def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
+    """A piece of an optimizer's state under the name that it is saved by."""
+    if isinstance(key, str) and not set(key) & set(".~"):
+        if isinstance(value, Tensor):
+            return key, value
+        if type(value).__name__ in NUMBERS:
+            return f"{key}~{type(value).__name__}", torch.tensor(value, dtype=NUMBERS[type(value).__name__])
+    raise CheckpointError(
+        f"its state {key!r} is a {type(value).__name__}, which cannot be saved",
+        where=inner.path,
+        fix="keep tensors and numbers under plain names in self.state[parameter]",
+    )
+
+
+def _live(label: str, saved: Tensor, inner: Inner, master: nn.Parameter) -> tuple[str, object]:
+    """The reverse of `_stored`. Counts of steps stay on the host unless the optimizer is fused (as torch's own do)."""
+    key, _, number = label.partition("~")
+    if number:
+        return key, saved.item()
+    group = inner.optimizer.param_groups[0]
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return key, saved.to("cpu" if on_host else master.device, copy=True)
 
 
 def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -28,7 +28,8 @@ class UpdateStatistics:
     def add(self, inputs: LossInput, output: LossOutput, loss: Tensor | float, processed: int) -> None:
         """One micro-batch: its loss (already weighted) and the tokens that its forward pass processed."""
         inputs = replace(inputs, logprobs_T=inputs.logprobs_T.detach(), entropy_T=inputs.entropy_T.detach())
-        for name, value_T in {"entropy/mean": inputs.entropy_T, **output.means}.items():
+        entropy = {"entropy/mean": inputs.entropy_T} if inputs.entropy_T.numel() else {}  # a supervised batch has none
+        for name, value_T in {**entropy, **output.means}.items():
             self._sums[name].append(value_T.detach().double().sum())
         for name, value_T in output.maxima.items():
             self._maxima[name].append(value_T.detach().max().double())
@@ -46,15 +47,20 @@ class UpdateStatistics:
         }
         if not self._tokens:
             return counts
-        entropy_T = torch.cat([inputs.entropy_T for inputs in self._inputs]).float()
-        p10, p90 = torch.quantile(
-            entropy_T[:: max(1, entropy_T.numel() // 2**20)], torch.tensor([0.1, 0.9], device=entropy_T.device)
-        ).tolist()
         means = {name: sum(_read(values)) / self._tokens for name, values in self._sums.items()}
         maxima = {name: reduce(max, _read(values), -math.inf) for name, values in self._maxima.items()}
-        mismatch = sum((measure_mismatch(inputs) for inputs in self._inputs), Mismatch())
-        tails = {"entropy/p10": p10, "entropy/p90": p90, "loss/policy": sum(_read(self._losses))}
-        return counts | means | maxima | mismatch.metrics() | tails
+        found = counts | means | maxima | {"loss/policy": sum(_read(self._losses))}
+        sampled = [inputs for inputs in self._inputs if inputs.rollout_logprobs_T.numel()]
+        if not sampled:
+            return found
+        mismatch = sum((measure_mismatch(inputs) for inputs in sampled), Mismatch())
+        return found | mismatch.metrics() | _entropy_tails(torch.cat([inputs.entropy_T for inputs in sampled]).float())
+
+
+def _entropy_tails(entropy_T: Tensor) -> Metrics:
+    some_T = entropy_T[:: max(1, entropy_T.numel() // 2**20)]
+    p10, p90 = torch.quantile(some_T, torch.tensor([0.1, 0.9], device=entropy_T.device)).tolist()
+    return {"entropy/p10": p10, "entropy/p90": p90}
 
 
 def _read(values: list[Tensor]) -> list[float]:

@@ -12,7 +12,8 @@ from lockstep.algorithms.losses import value_loss
 from lockstep.config.algorithm import Critic
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
-from lockstep.learner.optimizer import MasterAdamW, learning_rate
+from lockstep.learner.optimizer import MasterOptimizer
+from lockstep.learner.schedule import learning_rate
 from lockstep.learner.packing import per_token
 from lockstep.types import Metrics, TrainSequence
 
@@ -61,7 +62,7 @@ class ValueTraining:
     ) -> None:
         """`trained` are all parameters that `step` changes, the head's among them."""
         self.head, self.trained = head, dict(trained)
-        self.optimizer = MasterAdamW(self.trained, recipe.optimizer)
+        self.optimizer = MasterOptimizer(self.trained, recipe.optimizer)
         self.optimizer_step, self.skipped, self._skipped_in_a_row = 0, 0, 0
         self._settings, self._schedule, self._coef = settings, recipe.optimizer, coef
         self._optimizer_steps = recipe.steps * recipe.updates_per_step

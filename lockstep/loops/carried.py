@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.algorithms.kl import adapted_coef
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import MixedTask, Recipe
+from lockstep.tasks.mixed import Progress
 
 
 @dataclass(slots=True)
@@ -18,10 +19,14 @@ class Carried:
     """Weight of the KL penalty in the coming step."""
     empty_steps: int = 0
     """Steps so far that found no group to train on, and so updated nothing."""
+    progress: Progress | None = None
+    """Of the curriculum of mixed tasks; None without one."""
 
     @staticmethod
     def at_start(recipe: Recipe) -> Carried:
-        return Carried(recipe.algorithm.kl.coef)
+        task = recipe.task
+        curriculum = isinstance(task, MixedTask) and task.curriculum is not None
+        return Carried(recipe.algorithm.kl.coef, progress=Progress.at_start() if curriculum else None)
 
     def adapt_kl(self, recipe: Recipe, kl: float, samples: int) -> None:
         """Move the coefficient after a step whose mean k1 per token was `kl`; without a target it stays."""
@@ -36,3 +41,5 @@ class Carried:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         self.kl_coef, self.empty_steps = saved["kl_coef"], saved["empty_steps"]
+        found = saved.get("progress")  # checkpoints from before mixed tasks have none
+        self.progress = None if found is None else Progress.restored(found)

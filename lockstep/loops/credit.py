@@ -41,8 +41,17 @@ def train_samples(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Sa
         for index, group in enumerate(groups)
         for rollout in group.rollouts
     )
-    prefix = min((rollout.prefix for group in groups for rollout in group.rollouts), default=0)
-    return Samples(sequences, prefix, kl_coef)
+    return Samples(sequences, common_prefix(groups), kl_coef)
+
+
+def common_prefix(groups: Sequence[Group]) -> int:
+    """How many leading prompt tokens all samples have in common, of those that their own prompts share with others.
+
+    Prompts of several tasks may begin with tools or system texts of their own.
+    """
+    size = min((rollout.prefix for group in groups for rollout in group.rollouts), default=0)
+    heads = {group.rollouts[0].prompt_ids[:size] for group in groups if group.rollouts}
+    return next((i for i, column in enumerate(zip(*heads, strict=True)) if len(set(column)) > 1), size)
 
 
 def learnable(rollout: Rollout, recipe: Recipe) -> bool:
@@ -77,6 +86,7 @@ def assign_credit(objective: Objective, recipe: Recipe, groups: Sequence[Group],
             sequence.trained,
             kl_estimates(sequence, kl.estimator, samples.kl_coef) if kl.placement == "reward" else (),
             sequence.values or ((0.0,) * len(sequence.ids) if objective.needs_values else ()),
+            rollout.turn_rewards,
         )
         for rollout, sequence in zip(rollouts, samples.sequences, strict=True)
     ]

@@ -1,54 +1,130 @@
-"""Evaluations inside a run: all modes at one step, stored as scores, and the final comparison with the base."""
+"""Evaluations inside a run: all sets and modes at one step, their alarms, and the final comparison with the base."""
 
 from __future__ import annotations
 
-from lockstep.config.schema import Recipe
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.config.numerics import numeric_in
+from lockstep.config.schema import EvalMode, EvalSet, Recipe
+from lockstep.errors import EvaluationError
+from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluate.brief import brief_of
 from lockstep.evaluate.plan import eval_plan
-from lockstep.evaluate.records import read_score, score_path, stored_score, write_score
+from lockstep.evaluate.records import read_brief, read_score, score_path, stored_score, write_score
 from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
-from lockstep.evaluate.table import comparison_table, table_lines
+from lockstep.evaluate.table import comparison_table, score_line, table_lines
+from lockstep.loops import forward
 from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts
-from lockstep.types import Metrics, Proof, Score
+from lockstep.loops.watch import last_evaluated
+from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
 
 
 def evaluate_modes(parts: Parts, recipe: Recipe, journal: Journal, step: int, proof: Proof) -> Metrics:
-    """Score the present weights in every mode; a score that exists under identical conditions is not measured again."""
-    plan = eval_plan(recipe, parts.policy.numerics, parts.policy.context)
+    """Score the present weights on every set in every mode; a score under identical conditions is not measured again."""
     metrics: Metrics = {}
-    for mode in recipe.eval.modes:
-        path = score_path(journal.run.path, step, mode.name)
-        items = heldout_items(parts.task, plan)
-        conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
-        score = stored_score(path, conditions)
-        if score is None:
-            score = evaluate(parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step)
-            write_score(path, score)
+    numerics = numerics_of(recipe, parts.policy.numerics)
+    with computing(parts.engine, numerics, parts.policy.numerics):
+        scores = [
+            (chosen, mode, _measure(parts, recipe, journal, step, proof, numerics, chosen, mode))
+            for chosen in recipe.eval.sets
+            for mode in recipe.eval.modes
+        ]
+    for chosen, mode, score in scores:
+        name = recipe.eval.score_name(chosen.role, mode.name)
         journal.say(
-            f"eval at step {step}, {score.conditions.mode}: {score.accuracy:.1%} [{score.low:.1%}, {score.high:.1%}] "
-            f"of {score.items} items, {score.conditions.numerics}, {score.seconds:.1f} s"
+            f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
+            f"{score.conditions.numerics}, {score.seconds:.1f} s"
         )
-        metrics |= _metrics(mode.name, score)
+        for alarm in reply_alarms(score):  # their shares are metrics with healthy ranges, which the report lists
+            journal.say(f"alarm: eval at step {step}, {name}: {alarm}")
+        for alarm in _since_the_base(journal, name, score):
+            journal.warn(f"eval at step {step}, {name}: {alarm}", step=step)
+        metrics |= score_metrics(name, score)
     return metrics
 
 
+def numerics_of(recipe: Recipe, weights: str) -> str:
+    """The label of what an evaluation computes in: numerics.eval, else as in training, else the precision of the weights."""
+    return recipe.numerics.label("eval", weights)
+
+
+@contextmanager
+def computing(engine: RolloutEngine, numerics: str, weights: str) -> Iterator[ForwardReport]:
+    """Within it the engine computes in `numerics`, without noise, and afterwards as before. `weights` is their own precision.
+
+    Raises EngineError if the engine cannot, or if no layer would be touched.
+    """
+    with forward.computing(engine, Forward(numeric_in(numerics))) as report:
+        yield report
+
+
+def _measure(
+    parts: Parts,
+    recipe: Recipe,
+    journal: Journal,
+    step: int,
+    proof: Proof,
+    numerics: str,
+    chosen: EvalSet,
+    mode: EvalMode,
+) -> Score:
+    plan = eval_plan(recipe, numerics, parts.policy.context, chosen)
+    path = score_path(journal.run.path, step, recipe.eval.score_name(chosen.role, mode.name))
+    items = heldout_items(parts.task, plan)
+    conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
+    score = stored_score(path, conditions)
+    if score is None:
+        source = f"{journal.run.name} at step {step}"
+        score = evaluate(parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source)
+        write_score(path, score)
+    return score
+
+
+def _since_the_base(journal: Journal, name: str, score: Score) -> list[str]:
+    """What is too much like the base's own score, if the run has one."""
+    path = score_path(journal.run.path, 0, name)
+    if score.step == 0 or not path.is_file():
+        return []
+    base = read_brief(path)
+    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))])
+    untrained = untrained_alarm(base.score, score)
+    return [*same, *([untrained] if untrained else [])]
+
+
 def final_table(recipe: Recipe, journal: Journal) -> list[str]:
-    """Base against trained, for every mode that has both scores."""
-    base, trained = [], []
-    for mode in recipe.eval.modes:
-        first, last = (score_path(journal.run.path, step, mode.name) for step in (0, recipe.steps))
-        if first.is_file() and last.is_file():
+    """Base against the weights that were evaluated last, for every set and mode that has both scores."""
+    base, trained, last = [], [], last_evaluated(recipe, journal)
+    names = [recipe.eval.score_name(one.role, mode.name) for one in recipe.eval.sets for mode in recipe.eval.modes]
+    for name in names:
+        first, end = (score_path(journal.run.path, step, name) for step in (0, last))
+        if first.is_file() and end.is_file():
             base.append(read_score(first))
-            trained.append(read_score(last))
-    return table_lines(comparison_table(base, trained)) if base else []
+            trained.append(read_score(end))
+    try:
+        return table_lines(comparison_table(base, trained)) if base else []
+    except EvaluationError as error:  # a score of an earlier attempt under other conditions: the run itself is sound
+        return [f"base and trained are not compared: {error}"]
 
 
-def _metrics(mode: str, score: Score) -> Metrics:
-    return {
-        f"eval/{mode}/accuracy": score.accuracy,
-        f"eval/{mode}/low": score.low,
-        f"eval/{mode}/high": score.high,
-        f"eval/{mode}/truncated": score.truncated,
-        f"eval/{mode}/unscored": score.unscored / (score.items * score.samples),
-        f"eval/{mode}/mean_tokens": score.mean_tokens,
+def score_metrics(name: str, score: Score) -> Metrics:
+    """A score's numbers as metrics eval/<name>/…"""
+    r = reading(score.results)
+    numbers: Metrics = {
+        "accuracy": score.accuracy,
+        "low": score.low,
+        "high": score.high,
+        "truncated": score.truncated,
+        "unscored": score.unscored / (score.items * score.samples),
+        "mean_tokens": score.mean_tokens,
     }
+    if score.se is not None:
+        numbers["se"] = score.se
+    if r.boxed_rate is not None:
+        numbers["boxed"] = r.boxed_rate
+    if r.unparsed_rate is not None:
+        numbers["unparsed"] = r.unparsed_rate
+    if score.samples > 1:
+        numbers |= {one.name: one.value for one in score.estimates}
+    return {f"eval/{name}/{key}": value for key, value in numbers.items()}

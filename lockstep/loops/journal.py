@@ -90,6 +90,16 @@ class Clock:
         name = f"time/{phase}"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that were spent within one phase as another's."""
+        for phase, moved in ((source, -seconds), (target, seconds)):
+            self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + moved
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Times by their metric's name, summed over the step."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
     def metrics(self, counts: Mapping[str, float]) -> Metrics:
         """Times, throughputs and memory of the step so far."""
         times = self.seconds | {"time/step": time.perf_counter() - self._start}

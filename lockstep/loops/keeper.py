@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
+from lockstep.loops.disk import check_first
 from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts
 from lockstep.loops.state import save_checkpoint
@@ -28,8 +29,11 @@ class Keeper:
 
     def save(self, step: int, proof: Proof) -> None:
         best = self._best[1] if self._best else None
+        first = not any(info.complete for info in list_checkpoints(self._journal.run.path))
         path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)
         self._journal.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+        if first and (warning := check_first(self._recipe, self._parts.policy.resolved.path, path)):
+            self._journal.warn(warning, step=step)
 
 
 def best_so_far(recipe: Recipe, journal: Journal) -> tuple[float, int] | None:

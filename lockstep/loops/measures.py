@@ -15,7 +15,7 @@ from lockstep.types import Group, Metrics, Proof, Rollout
 def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
     """What the replies of a step look like: of all that were drawn, whether they are trained on or not."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.ids) for rollout in rollouts]
+    lengths = [sum(rollout.trained) for rollout in rollouts]  # what was sampled: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
         "reward/zero_std_groups": fmean(_all_equal(group) for group in groups),
@@ -77,11 +77,14 @@ def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "reward/p90": float(np.quantile(rewards, 0.9)),
     }
     values: dict[str, list[float]] = {}
+    tasks = {rollout.prompt.task for rollout in rollouts}
     for rollout in rollouts:
         for name, value in rollout.grade.metrics.items():
             values.setdefault(f"answer/{name}", []).append(float(value))
         if rollout.prompt.task and rollout.grade.reward is not None:
             values.setdefault(f"task/{rollout.prompt.task}/reward", []).append(rollout.grade.reward)
+            if len(tasks) > 1 and "correct" in rollout.grade.metrics:
+                values.setdefault(f"task/{rollout.prompt.task}/correct", []).append(rollout.grade.metrics["correct"])
     return metrics | {name: fmean(column) for name, column in values.items()}
 
 

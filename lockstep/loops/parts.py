@@ -12,15 +12,19 @@ from torch import Tensor, nn
 from lockstep.algorithms.build import Objective, build_objective
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
-from lockstep.learner.adapters import attach
+from lockstep.learner.adapter_files import Base
+from lockstep.learner.adapters import adopt_starts, attach
 from lockstep.learner.critic import TorchCritic, build_critic
 from lockstep.learner.device import choose_device, prepare_process
 from lockstep.learner.learner import TorchLearner, base_model
 from lockstep.loops.carried import Carried
+from lockstep.loops.forward import require_precision
 from lockstep.loops.memory import execution, plan_run
+from lockstep.loops.warm import Parent, adapter_weights, find_parent, load_base, require_proven
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.weights import frozen_names, load_weights, named_weights
+from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
@@ -43,6 +47,8 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     numerics: Literal["fp32", "bf16"]
+    parent: Parent | None = None
+    """What it started from, if that is not the model itself."""
 
     @property
     def context(self) -> int | None:
@@ -71,8 +77,9 @@ def build_task_of(recipe: Recipe) -> BuiltTask:
     return build_task(recipe.task, recipe.seed)
 
 
-def build_policy(recipe: Recipe) -> Policy:
-    """Load the model with its adapter."""
+def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
+    """Load the model with its adapter, and what a warm start begins with. `replaced`: a checkpoint holds every weight anyway."""
+    parent = None if replaced else find_parent(recipe)
     if recipe.rollout.engine == "vllm":
         prepare_environment()
     device = choose_device(recipe.device)
@@ -80,11 +87,32 @@ def build_policy(recipe: Recipe) -> Policy:
     resolved = resolve(recipe.model)
     dtype = resolve_dtype(recipe.model.dtype, device)
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
+    load_base(base, parent)
     tokenizer = load_tokenizer(resolved)
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
-    model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"))
-    return Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32")
+    origin = Base.of(base, resolved.name) if recipe.adapter.kind != "none" else None
+    model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"), origin)
+    policy = Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32", parent)
+    require_precision(recipe, policy.numerics)
+    numerics_of(model, recipe.numerics.scale, recipe.numerics.exclude)
+    if parent is not None and (weights := adapter_weights(parent)) is not None:
+        load_weights(model, iter(adopt(policy, weights).items()))
+        require_proven(model, parent)
+    return policy
+
+
+def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's weights, ready to be loaded: an adapter that began as a part of the base's weights (PiSSA, OLoRA) needs the
+    very residual that it was trained on, which the base is given here."""
+
+    def originals() -> Mapping[str, Tensor]:
+        kept = next(policy.model.parameters())
+        base = load_model(policy.resolved, dtype=kept.dtype, device="cpu", attention=ATTENTION)
+        load_base(base, policy.parent)
+        return dict(named_weights(base))
+
+    return adopt_starts(policy.model, weights, originals)
 
 
 def build_engine(policy: Policy, recipe: Recipe, *, own_copy: bool = False) -> RolloutEngine:
@@ -130,13 +158,14 @@ def build_parts(
     if recipe.rollout.engine == "vllm":
         prepare_environment()  # the plan asks the GPU for its memory, which starts CUDA
     memory = plan_run(recipe, task, objective, say)
-    policy = build_policy(recipe)
+    full = recipe.adapter.kind == "none"
+    policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)
     critic = build_critic(policy.model, recipe, execution(memory)) if objective.needs_values else None
     reference = None
     if objective.needs_reference and recipe.adapter.kind == "none":
         reference = copy.deepcopy(policy.model).requires_grad_(False)
     if weights is not None:
-        load_weights(policy.model, iter(weights.items()))
+        load_weights(policy.model, iter(adopt(policy, weights).items()))
     engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy")
     learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
     sync = build_weight_sync(policy, recipe)

@@ -9,43 +9,61 @@ from lockstep.errors import Interrupted
 from lockstep.evaluate.plan import evaluation_steps
 from lockstep.loops.credit import Samples, advantage_rows, assign_credit, mean_kl, train_samples
 from lockstep.loops.evaluation import evaluate_modes
+from lockstep.loops.forward import computing, probe_lines
 from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Clock, Journal
 from lockstep.loops.keeper import Keeper
 from lockstep.loops.measures import credit_metrics, proof_metrics, rollout_metrics
 from lockstep.loops.memory import check_memory
+from lockstep.loops.noise import noise_targets, noisy_rollouts
 from lockstep.loops.parts import Parts
 from lockstep.loops.passes import before_credit, before_updates
-from lockstep.loops.sampling import draw_groups, sampling_metrics
+from lockstep.loops.sampling import draw_groups, round_prompts, sampling_metrics
+from lockstep.loops.selftest import check_grading
 from lockstep.loops.updates import run_updates, warms_up
+from lockstep.loops.watch import Watch
 from lockstep.sync.record import proof_line
 from lockstep.track.rollouts import write_rollouts
-from lockstep.types import Group, Metrics, Proof
+from lockstep.types import Forward, Group, Metrics, Proof
 
 
 def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
-    """Train from `start` done steps to the recipe's number. Step k of the records is the state after k trained steps.
+    """Train from `start` done steps to the recipe's number, or until eval.stop ends it. Step k of the records is the state after
+    k trained steps.
 
     Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop when the run must stop.
     """
     proof = prove_at_start(parts, journal, start)
-    keeper = Keeper(parts, recipe, journal)
+    for line in probe_lines(parts, recipe):
+        journal.say(line)
+    keeper, targets = Keeper(parts, recipe, journal), noise_targets(parts, recipe)
+    watch = Watch(recipe, journal, start)
     due = set(evaluation_steps(recipe))
     with StopRequest() as stop:
         if start in due:
             metrics = evaluate_modes(parts, recipe, journal, start, proof)
             journal.at_start(start, metrics, proof)
+            watch.note(start, metrics)
             if start:  # the base has no checkpoint that could be kept
                 keeper.note(start, metrics)
         journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
+            if watch.over:  # by eval.stop; the checkpoint of that step is saved
+                break
             done, clock = step + 1, Clock()
-            drawn = draw_groups(parts, recipe, step, clock)
+            if step == start or step % recipe.health.selftest_every == 0:
+                with clock("selftest"):
+                    check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), done)
+            with (
+                computing(parts.engine, Forward(recipe.numerics.of("rollout"))),
+                noisy_rollouts(parts, recipe, targets, step) as noise,
+            ):
+                drawn = draw_groups(parts, recipe, step, clock)
             for warning in drawn.warnings:
                 journal.warn(warning, step=done)
             with clock("update"):
                 rows, metrics = improve(parts, recipe, drawn.kept_groups, step)
-            metrics |= rollout_metrics(drawn.groups, recipe)
+            metrics |= rollout_metrics(drawn.groups, recipe) | noise
             metrics |= sampling_metrics(drawn, recipe, parts.carried.empty_steps)
             with clock("sync"):
                 proof = parts.sync.push(parts.learner, parts.engine)
@@ -57,8 +75,9 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                     metrics |= evaluate_modes(parts, recipe, journal, done, proof)
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
             journal.step(done, metrics, proof)
+            watch.note(done, metrics)
             best = keeper.note(done, metrics)
-            if best or done % recipe.save.every == 0 or done == recipe.steps or stop:
+            if best or done % recipe.save.every == 0 or done == recipe.steps or stop or watch.over:
                 with clock("save"):
                     keeper.save(done, proof)
                 journal.add(done, {"time/save": clock.seconds["time/save"]})

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError, HealthStop
+from lockstep.loops.grading import Grader
 from lockstep.seeds import seed_for
 from lockstep.types import (
     Completion,
     Group,
     Prompt,
     Request,
-    Rollout,
     RolloutEngine,
     Sampling,
     Task,
@@ -27,19 +28,33 @@ def sampling_of(recipe: Recipe) -> Sampling:
 
 
 def sample_groups(
-    engine: RolloutEngine, chat: ChatFormat, prompts: Sequence[Prompt], recipe: Recipe, step: int, version: int
+    engine: RolloutEngine,
+    chat: ChatFormat,
+    prompts: Sequence[Prompt],
+    recipe: Recipe,
+    step: int,
+    version: int,
+    take: Callable[[Prompt, Completion], None] | None = None,
 ) -> list[list[Completion]]:
-    """One list of completions per prompt, samples in order. A sample is a function of (run, step, prompt, sample)."""
+    """One list of completions per prompt, samples in order. A sample is a function of (run, step, prompt, sample).
+
+    `take` is given each completion as it comes, while the engine samples the others.
+    """
     sampling = sampling_of(recipe)
-    requests = []
+    requests, asked = [], {}
     for prompt in prompts:
         ids = chat.render_prompt(prompt)
         for sample in range(recipe.samples_per_prompt):
             seed = seed_for(recipe.seed, "rollout", step, prompt.id, sample)
             name = f"{step}/{prompt.id}/{sample}"
+            asked[name] = prompt
             requests.append(Request(name, ids, prompt.id, seed, sampling, version, chat.shared_prefix(ids)))
     engine.submit(requests)
-    done = {completion.request.id: completion for completion in engine.completed()}
+    done = {}
+    for completion in engine.completed():
+        done[completion.request.id] = completion
+        if take is not None:
+            take(asked[completion.request.id], completion)
     if missing := [request.id for request in requests if request.id not in done]:
         raise EngineError(f"{len(missing)} requests were never completed", where=missing[0])
     return [[done[f"{step}/{prompt.id}/{sample}"] for sample in range(recipe.samples_per_prompt)] for prompt in prompts]
@@ -57,29 +72,11 @@ def grade_groups(
     task: Task, chat: ChatFormat, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
 ) -> list[Group]:
     """Decode and grade; ids are kept as they were sampled."""
-
-    def rollout(prompt: Prompt, sample: int, done: Completion) -> Rollout:
-        text = chat.decode(done.ids)
-        trained, grade = (True,) * len(done.ids), task.grade(prompt, text)
-        ids, prompt_ids = done.ids, done.request.prompt_ids
-        return Rollout(
-            prompt,
-            prompt_ids,
-            ids,
-            done.logprobs,
-            trained,
-            text,
-            done.finish,
-            done.version,
-            grade,
-            sample,
-            done.request.prefix,
-        )
-
-    return [
-        Group(prompt, tuple(rollout(prompt, sample, done) for sample, done in enumerate(row)))
-        for prompt, row in zip(prompts, completions, strict=True)
-    ]
+    with Grader(task, chat) as grader:
+        for prompt, row in zip(prompts, completions, strict=True):
+            for completion in row:
+                grader.take(prompt, completion)
+        return grader.groups(prompts, completions)
 
 
 def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
@@ -90,6 +87,9 @@ def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
         return ""
     first = failed[0]
     text = f"{len(failed)} replies ({share:.1%}) could not be scored; the first, {first.prompt.id}: {first.grade.error}"
+    kinds = Counter(str(r.grade.error) for r in failed)
+    if len(kinds) > 1:
+        text += "; most often: " + "; ".join(f"{count} times {error}" for error, count in kinds.most_common(3))
     if share > recipe.health.max_unscored:
         raise HealthStop(text, where=f"step {step}", fix="mend the verifier; health.max_unscored sets the limit")
     return text

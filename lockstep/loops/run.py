@@ -8,18 +8,30 @@ import torch
 
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint
 from lockstep.config.load import dump, load
-from lockstep.config.schema import Recipe
+from lockstep.config.numerics import PHASES
+from lockstep.config.schema import Recipe, Sft
 from lockstep.data.questions import data_hash
+from lockstep.envs.driver import plays
 from lockstep.errors import LockstepError
-from lockstep.evaluate.plan import plan_lines
+from lockstep.evaluate.plan import eval_plan, plan_lines
+from lockstep.evaluate.runner import heldout_items
 from lockstep.learner.adapters import describe
+from lockstep.loops import sft
+from lockstep.loops.base import frozen_print, require_unchanged
+from lockstep.loops.disk import check_disk
 from lockstep.loops.evaluation import final_table
+from lockstep.loops.forward import numerics_lines
 from lockstep.loops.journal import Journal
+from lockstep.loops.noise import describe_noise
 from lockstep.loops.parts import Parts, build_parts, build_task_of
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_prompts
 from lockstep.loops.sampling import round_prompts
+from lockstep.loops.selftest import check_purity
+from lockstep.loops.sft_rows import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
 from lockstep.loops.state import read_weights, restore
+from lockstep.loops.warm import Parent, pinned
+from lockstep.loops.watch import last_evaluated
 from lockstep.plan.batch import batch_lines
 from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
@@ -31,6 +43,7 @@ from lockstep.types import Prompt
 def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
     check_installed(recipe.track)
+    recipe = with_steps(pinned(recipe))
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:
         _run(run, recipe, None)
@@ -56,9 +69,15 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None) -> None
         journal.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start)
         for note in info.notes if info else ():
             journal.warn(note)
+        material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
         parts = _build(recipe, journal, info)
-        train(parts, recipe, journal, start)
+        base = frozen_print(parts.policy.model)
+        if material is None or recipe.sft is None:
+            train(parts, recipe, journal, start)
+        else:
+            sft.train(parts, recipe, _sft_rows(parts, recipe, recipe.sft, material, journal), journal, start)
         _finish(run, parts, recipe, journal)
+        require_unchanged(parts.policy.model, base, journal)
     except LockstepError as error:
         journal.event("stopped", str(error), error=type(error).__name__)
         journal.say(f"stopped: {error}")
@@ -71,12 +90,18 @@ def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Par
     for line in plan_lines(recipe):
         journal.say(line)
     task = build_task_of(recipe)
+    if recipe.loop == "rl":
+        for line in check_purity(task, recipe):
+            journal.say(line)
+    check_disk(recipe, journal.run.path, journal.say)
     weights, state = read_weights(info) if info else (None, None)
     parts = build_parts(recipe, task, weights, journal.say)
     if state is not None:
         restore(parts, state, recipe)
         journal.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
-    prompts = round_prompts(task, recipe, 0, 0, (), 0)
+    elif parts.policy.parent is not None:
+        _say_parent(parts, parts.policy.parent, journal)
+    prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
     check_prompts(parts.policy.chat, prompts, recipe.rollout.max_tokens, parts.policy.context)
     reply = recipe.eval.max_tokens or recipe.rollout.max_tokens
     check_prompts(parts.policy.chat, _heldout(parts, recipe), reply, parts.policy.context)
@@ -85,7 +110,10 @@ def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Par
 
 
 def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
-    return list(parts.task.heldout(recipe.eval.role, recipe.eval.items)) if recipe.eval.enabled else []
+    if not recipe.eval.enabled:
+        return []
+    plans = [eval_plan(recipe, parts.policy.numerics, chosen=chosen) for chosen in recipe.eval.sets]
+    return [prompt for plan in plans for prompt in heldout_items(parts.task, plan)]
 
 
 def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prompt]) -> None:
@@ -95,13 +123,19 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
     lines = [
         *parts.task.notes,
         *policy.chat.notes,
+        *(policy.chat.continuation().notes if plays(parts.task) else ()),
         *parts.learner.notes,
         f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
-        describe(recipe.adapter, policy.model),
+        *describe(recipe.adapter, policy.model).splitlines(),
         *batch,
         *rate_lines(recipe),
+        *numerics_lines(parts, recipe),
+        *describe_noise(parts, recipe),
         *parts.objective.formula.splitlines(),
-        f"first prompt, as the model sees it:\n{policy.chat.preview(prompts[0].messages)}",
+        *(
+            f"first prompt, as the model sees it:\n{policy.chat.preview(one.messages, one.tools)}"
+            for one in prompts[:1]
+        ),
     ]
     for line in lines:
         journal.say(line)
@@ -113,16 +147,43 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
             "template_hash": policy.chat.template_hash,
             "heldout_hash": data_hash(_heldout(parts, recipe)),
             "numerics": policy.numerics,
+            "computes": {phase: recipe.numerics.label(phase, policy.numerics) for phase in PHASES},
             "task_notes": list(parts.task.notes),
         }
     )
 
 
+def _say_parent(parts: Parts, parent: Parent, journal: Journal) -> None:
+    """Where the weights are from, on the console and in the manifest."""
+    journal.say(
+        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule begin anew "
+        f"(to go on with that run itself: lockstep train --resume {parent.run or 'RUN'})"
+    )
+    if parts.objective.needs_reference and parent.trained != "none":
+        journal.warn("the reference policy is the base without adapters, not the weights of the warm start")
+    journal.event("warm_start", parent.line, step=0, fingerprint=parent.fingerprint)
+    journal.run.add_to_manifest({"parent": parent.lineage})
+
+
+def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, journal: Journal) -> SftRows:
+    """The rows as tokens, and what a reader must know of them, on the console and in the manifest."""
+    refuse_asked(material, _heldout(parts, recipe))
+    rows = tokenised(material, parts.policy.chat, settings, parts.policy.context)
+    lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]
+    for line in lines:
+        journal.say(line)
+    facts = {"origin": material.origin, "content_hash": material.content_hash, "train": len(rows.train)}
+    facts |= {"validation": len(rows.validation), "dropped": rows.dropped, "truncated": rows.truncated}
+    journal.run.add_to_manifest({"sft": {**facts, "notes": [*material.notes, *rows.notes]}})
+    return rows
+
+
 def _finish(run: RunDirectory, parts: Parts, recipe: Recipe, journal: Journal) -> None:
     proof = parts.sync.verify(parts.learner, parts.engine)
-    journal.event("verified", "all tensors and the probe, at the end", step=recipe.steps, fingerprint=proof.fingerprint)
+    last = last_evaluated(recipe, journal) if recipe.eval.enabled else recipe.steps
+    journal.event("verified", "all tensors and the probe, at the end", step=last, fingerprint=proof.fingerprint)
     for line in final_table(recipe, journal):
         journal.say(line)
     path = write_report(run.path)
-    journal.event("finished", str(path.name), step=recipe.steps)
+    journal.event("finished", str(path.name), step=last)
     journal.say(f"report: {path}")

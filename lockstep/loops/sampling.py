@@ -4,13 +4,17 @@ answers (DAPO, arXiv 2503.14476, §3.2), for which further prompts are drawn in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lockstep.config.schema import Recipe
+from lockstep.envs.driver import plays
+from lockstep.loops.grading import Grader
 from lockstep.loops.journal import Clock
 from lockstep.loops.parts import Parts
-from lockstep.loops.rollouts import check_scored, grade_groups, sample_groups
+from lockstep.loops.rollouts import check_scored, sample_groups
+from lockstep.loops.turns import play_groups
+from lockstep.tasks.mixed import Mixed
 from lockstep.types import Group, Metrics, Prompt, Task
 
 MARGIN = 1.5
@@ -29,6 +33,8 @@ class Drawn:
     """How many could have been; a surplus is cut."""
     rounds: int
     warnings: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environments did in the first round, and what a curriculum has made of it."""
 
     @property
     def kept_groups(self) -> tuple[Group, ...]:
@@ -49,19 +55,57 @@ def draw_groups(parts: Parts, recipe: Recipe, step: int, clock: Clock) -> Drawn:
     rounds = dynamic.max_rounds if dynamic.enabled else 1
     groups: list[Group] = []
     kept: list[int] = []
-    unscored = ""
+    unscored, played = "", Metrics()
     for number in range(rounds):
-        prompts = round_prompts(parts.task, recipe, step, number, groups, len(kept))
-        with clock("rollout"):
-            completions = sample_groups(parts.engine, parts.policy.chat, prompts, recipe, step, parts.learner.version)
-        with clock("grade"):
-            groups += grade_groups(parts.task, parts.policy.chat, prompts, completions)
+        prompts = step_prompts(parts, recipe, step, number, groups, len(kept))
+        more, found = _answered(parts, recipe, prompts, step, clock)
+        groups, played = groups + more, played or found
         unscored = check_scored(groups, recipe, step + 1)
         kept = [index for index, group in enumerate(groups) if not dynamic.enabled or mixed(group)]
         if len(kept) >= recipe.prompts_per_step:
             break
-    warnings = [text for text in (unscored, _shortfall(len(kept), len(groups), recipe)) if text]
-    return Drawn(tuple(groups), tuple(kept[: recipe.prompts_per_step]), len(kept), number + 1, tuple(warnings))
+    warnings = tuple(text for text in (unscored, _shortfall(len(kept), len(groups), recipe)) if text)
+    played |= take_in(parts, groups)
+    return Drawn(tuple(groups), tuple(kept[: recipe.prompts_per_step]), len(kept), number + 1, warnings, played)
+
+
+def _answered(
+    parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock
+) -> tuple[list[Group], Metrics]:
+    """The prompts with their graded samples, and what environments did if there are any."""
+    engine, chat, task, version = parts.engine, parts.policy.chat, parts.task, parts.learner.version
+    if plays(task):
+        with clock("rollout"):
+            return play_groups(engine, chat, task, prompts, recipe, step, version)
+    with Grader(task, chat) as grader:
+        with clock("rollout"):
+            completions = sample_groups(engine, chat, prompts, recipe, step, version, grader.take)
+        clock.move(grader.held, "rollout", "grade")
+        with clock("grade"):
+            groups = grader.groups(prompts, completions)
+        clock.add(grader.metrics)
+    return groups, {}
+
+
+def step_prompts(
+    parts: Parts, recipe: Recipe, step: int, number: int, asked: Sequence[Group], accepted: int
+) -> list[Prompt]:
+    """The prompts of round `number` of a step; with a curriculum they depend on what has been solved so far."""
+    task, progress = parts.task, parts.carried.progress
+    if not isinstance(task, Mixed) or progress is None:
+        return round_prompts(task, recipe, step, number, asked, accepted)
+    before = {group.prompt.id for group in asked}
+    return [prompt for prompt in task.deal(progress, recipe.prompts_per_step) if prompt.id not in before]
+
+
+def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:
+    """Let the curriculum of a mix learn from a step; the shares that its tasks have from now on."""
+    task, progress = parts.task, parts.carried.progress
+    if not isinstance(task, Mixed) or progress is None:
+        return {}
+    task.learn(progress, groups)
+    rates = {f"task/{name}/solve_rate": rate for name, rate in progress.rates.items()}
+    return rates | {f"task/{name}/share": share for name, share in task.shares(progress).items()}
 
 
 def round_prompts(
@@ -91,10 +135,11 @@ def mixed(group: Group) -> bool:
 
 
 def sampling_metrics(drawn: Drawn, recipe: Recipe, empty_steps: int) -> Metrics:
-    """How dynamic sampling went; nothing if it is off."""
+    """How environments, curriculum and dynamic sampling went; nothing of those that are off."""
     if not recipe.algorithm.dynamic_sampling.enabled:
-        return {}
+        return dict(drawn.metrics)
     return {
+        **drawn.metrics,
         "sampling/acceptance_rate": drawn.accepted / len(drawn.groups),
         "sampling/rounds": float(drawn.rounds),
         "sampling/prompts_drawn": float(len(drawn.groups)),

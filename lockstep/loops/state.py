@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint.state import CheckpointState, ModelFiles, read_state, save_state
 from lockstep.checkpoint.store import CheckpointInfo, prune
 from lockstep.config.load import dump
 from lockstep.config.schema import Recipe
 from lockstep.errors import CheckpointError
-from lockstep.loops.parts import Parts
+from lockstep.learner.adapter_files import live_tensors, read_base, saved_tensors, saved_texts
+from lockstep.learner.adapters import facts_of
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Proof
 
-ADAPTER_PREFIX = "base_model.model."
+if TYPE_CHECKING:
+    from lockstep.loops.parts import Parts
+
 CRITIC_PREFIX = "critic."
 """Of the critic's tensors, which stand among the optimizer's."""
 
@@ -38,6 +39,7 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
         "fingerprint": proof.fingerprint,
         "recipe": recipe_hash(recipe),
         "numerics": parts.policy.numerics,
+        "computes": recipe.numerics.model_dump(mode="json"),
         "model": recipe.model.path,
         "adapter": recipe.adapter.kind,
     }
@@ -46,7 +48,8 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
         meta["critic"] = parts.critic.counters()
         optimizer |= {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in parts.critic.tensors().items()}
     state = CheckpointState(step, _stored(parts, adapter=adapter), optimizer, meta)
-    texts = {"adapter_config.json": _adapter_config(parts.policy.model, recipe)} if adapter else {}
+    facts = facts_of(parts.policy.model)
+    texts = saved_texts(parts.policy.model, recipe.adapter, facts.base) if facts else {}
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     source = None if adapter else parts.policy.resolved.path
     path = save_state(run, state, ModelFiles(weights, texts, source), overwrite=True)  # type: ignore[arg-type]
@@ -57,7 +60,7 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], CheckpointState]:
     """A checkpoint's weights under the names of lockstep.models.weights, and the whole state."""
     state = read_state(info)
-    return {_live_name(name): tensor for name, tensor in state.weights.items()}, state
+    return live_tensors(state.weights, residual=bool(read_base(info.path)[1])), state
 
 
 def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
@@ -85,26 +88,4 @@ def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
 def _stored(parts: Parts, *, adapter: bool) -> dict[str, Tensor]:
     if not adapter:
         return {n: t for n, t in parts.learner.weights() if not n.endswith(".lora_scaling")}
-    return {_adapter_name(name): p.detach() for name, p in parts.learner.trainable.items()}
-
-
-def _adapter_name(name: str) -> str:
-    """PEFT's file name of an adapter tensor: model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
-    return f"{ADAPTER_PREFIX}{name}.weight"
-
-
-def _live_name(name: str) -> str:
-    if not name.startswith(ADAPTER_PREFIX):
-        return name
-    return name.removeprefix(ADAPTER_PREFIX).removesuffix(".weight")
-
-
-def _adapter_config(model: nn.Module, recipe: Recipe) -> str:
-    config: Any = model.peft_config["default"]  # type: ignore[index]
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        content = json.loads((Path(folder) / "adapter_config.json").read_text())
-    content["base_model_name_or_path"] = recipe.model.path
-    content["target_modules"] = sorted(content["target_modules"]) if content.get("target_modules") else None
-    content["inference_mode"] = True
-    return json.dumps(content, indent=2, sort_keys=True)
+    return saved_tensors(parts.policy.model)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
 from lockstep.config.load import load
+from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
 from lockstep.errors import (
     CheckpointError,
@@ -27,6 +28,7 @@ from lockstep.errors import (
     EvaluationError,
     LearnerError,
 )
+from lockstep.loops.folders import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
 from lockstep.track.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from lockstep.types import Batch, Loss, Metrics, Proof, RolloutEngine, TokenIds, WeightStream
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
+TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
+"""Folders that trainers name after the steps done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Target:
     """The run's own recipe, without overrides."""
     rival: Recipe | None = None
     """The recipe of the model that a recipe names, when the target is another model."""
+    adapter: AdapterTarget | None = None
+    """An adapter's folder that is no checkpoint of ours."""
+    name: str = ""
+    """What the user called it (name=path)."""
     notes: tuple[str, ...] = ()
     """What a user should read: damaged checkpoints that were passed over."""
 
@@ -64,11 +72,11 @@ class Target:
 def find_target(
     name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), step: int | None = None
 ) -> Target:
-    """Say what `name` means: a run directory, a checkpoint folder, or a model (built-in name, hub id, folder).
+    """Say what `name` means: a run directory, a checkpoint or adapter folder, or a model (built-in name, hub id, folder).
 
     A run's recipe is its own, with `overrides`; with `recipes` the task and all else come from there, but model and adapter
-    stay the run's. A model needs `recipes`. Without `step` a run stands for its newest intact checkpoint; step 0 is its
-    base. Raises RunDirectoryError, CheckpointError or ConfigError.
+    stay the run's. Adapters and models need `recipes`. Without `step` a run stands for its newest intact checkpoint; step 0
+    is its base. Raises RunDirectoryError, ConfigError, ModelError, or CheckpointError, for a sharded training folder too.
     """
     path = Path(name)
     place = STEP_NAME.fullmatch(path.resolve().name)
@@ -81,6 +89,10 @@ def find_target(
     if (path / COMMIT).is_file():
         _refuse_step(name, step)
         return _of_lone_checkpoint(path, recipes, overrides)
+    if path.is_dir():
+        if found := find_adapter(path):
+            return _of_adapter(name, found, recipes, overrides, step)
+        refuse_sharded(path)
     return _of_model(name, recipes, overrides, step)
 
 
@@ -90,6 +102,7 @@ def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: 
     if recipes:
         asked = load([*recipes, *overrides])
         recipe = asked.model_copy(update={"model": trained.model, "adapter": trained.adapter})
+        recipe = _in_numerics(recipe, trained.numerics)
     else:
         recipe = load([str(run.recipe_path), *overrides])
     if step == 0:
@@ -119,7 +132,29 @@ def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[
         raise ConfigError([f"{path}: a checkpoint outside of its run needs --recipe RECIPE"], fix=_NEEDS)
     info = verify_checkpoint(path)
     recipe = load([*recipes, *overrides])
+    recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))
     return Target(f"{path}, step {info.step}", _in_saved_precision(recipe, info), info.step, info)
+
+
+def _of_adapter(
+    name: str, found: AdapterTarget, recipes: Sequence[str], overrides: Sequence[str], step: int | None
+) -> Target:
+    if not recipes:
+        raise ConfigError([f"{name}: an adapter needs --recipe RECIPE, to say which task"], fix=_NEEDS)
+    _refuse_step(name, step)
+    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    model, notes = asked.model, []
+    if (
+        found.base and found.base != model.path and asked.model.path == named.path
+    ):  # an override of model.path has the last word
+        notes.append(f"{name} was made for {found.base}; the recipe's model, {model.path}, is not used")
+        model = Model(path=found.base, dtype=model.dtype)
+    if found.path != Path(name):
+        notes.append(f"the adapter is in {found.path}")
+    settings = adapter_settings(found, asked.adapter)
+    recipe = asked.model_copy(update={"model": model, "adapter": settings})
+    steps = [int(match[1]) for part in found.path.resolve().parts if (match := TRAINED.fullmatch(part))]
+    return Target(name, recipe, steps[-1] if steps else 0, adapter=found, notes=tuple(notes))
 
 
 def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
@@ -160,6 +195,11 @@ def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": info.meta["numerics"]})})
 
 
+def _in_numerics(recipe: Recipe, trained: Numerics) -> Recipe:
+    """Evaluated as it was trained to be, unless the recipe that is asked for says something of numerics itself."""
+    return recipe if recipe.numerics != Numerics() else recipe.model_copy(update={"numerics": trained})
+
+
 class Holder:
     """Weights that are read and never trained: the side of types.Learner that a proof of sync needs."""
 
@@ -179,7 +219,9 @@ class Holder:
 
     def weights(self) -> WeightStream:
         from lockstep.models.weights import named_weights
+        from lockstep.noise.apply import require_clean
 
+        require_clean(self.model, "the weights of an evaluation")
         return named_weights(self.model)
 
 
@@ -191,6 +233,8 @@ class Saved:
     version: int
     fingerprint: str
     """Of the whole model with these weights in place."""
+    note: str = ""
+    """What a user should read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,22 +255,12 @@ class Rig:
         return proof
 
     def read(self, info: CheckpointInfo) -> Saved:
-        """The weights of a checkpoint, not yet in place. Raises EvaluationError if they and this model are not what was saved."""
-        from lockstep.loops.state import read_weights
-        from lockstep.models.weights import named_weights
-        from lockstep.sync.fingerprint import fingerprint
+        """See read_checkpoint."""
+        return read_checkpoint(self.policy, info)
 
-        weights, state = read_weights(info)
-        meta: Any = state.meta
-        if meta["numerics"] != self.policy.numerics:
-            _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {self.policy.numerics}")
-        own = dict(named_weights(self.policy.model))
-        if strange := sorted(weights.keys() - own.keys()):
-            _misfit(info, f"has {len(strange)} tensors that the model lacks, such as {strange[0]}")
-        found = fingerprint(iter((own | weights).items())).combined
-        if found != meta["fingerprint"]:
-            _misfit(info, f"had weights {meta['fingerprint']} when it was saved; with this model they are {found}")
-        return Saved(weights, meta["counters"]["version"], found)
+    def read_adapter(self, found: AdapterTarget) -> Saved:
+        """See read_adapter_folder."""
+        return read_adapter_folder(self.policy, found)
 
     def prove_saved(self, saved: Saved) -> Proof:
         """Put a checkpoint's weights in place and prove that the engine has them. Raises SyncError, EvaluationError."""
@@ -242,6 +276,56 @@ class Rig:
                 fix="report this: the weights in memory are not those that were read",
             )
         return proof
+
+
+def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
+    """The weights of a checkpoint, not yet in place. Raises EvaluationError if they and this model are not what was saved."""
+    from lockstep.loops.parts import adopt
+    from lockstep.loops.state import read_weights
+    from lockstep.models.weights import named_weights
+    from lockstep.sync.fingerprint import fingerprint
+
+    weights, state = read_weights(info)
+    meta: Any = state.meta
+    if meta["numerics"] != policy.numerics:
+        _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {policy.numerics}")
+    weights = adopt(policy, weights)
+    own = dict(named_weights(policy.model))
+    if strange := sorted(weights.keys() - own.keys()):
+        _misfit(info, f"has {len(strange)} tensors that the model lacks, such as {strange[0]}")
+    found = fingerprint(iter((own | weights).items())).combined
+    if found != meta["fingerprint"]:
+        _misfit(info, f"had weights {meta['fingerprint']} when it was saved; with this model they are {found}")
+    return Saved(weights, meta["counters"]["version"], found)
+
+
+def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
+    """The weights of an adapter's folder, not yet in place.
+
+    Raises ModelError if it was made for another base, EvaluationError unless its tensors are just those of this adapter.
+    """
+    from safetensors.torch import load_file
+
+    from lockstep.learner.adapter_files import TENSORS, check_base, live_tensors, read_adapter
+    from lockstep.learner.adapters import facts_of
+    from lockstep.models.weights import named_weights
+    from lockstep.sync.fingerprint import fingerprint
+
+    facts = facts_of(policy.model)
+    note = check_base(read_adapter(found.path), facts.base) if facts is not None else ""
+    weights = live_tensors(load_file(found.path / TENSORS), residual=False)
+    own = dict(named_weights(policy.model))
+    wanted = {n for n, _ in named_weights(policy.model, trainable_only=True) if not n.endswith(".lora_scaling")}
+    if odd := sorted(weights.keys() ^ wanted) or sorted(n for n in wanted if weights[n].shape != own[n].shape):
+        side = "has" if odd[0] in weights else "lacks"
+        raise EvaluationError(
+            f"the adapter does not fit the model: it {side} {odd[0]}"
+            + (f" and {len(odd) - 1} more" if odd[1:] else ""),
+            where=str(found.path),
+            fix="give the base that it was made for as model.path; nothing was evaluated",
+        )
+    placed = {name: tensor.to(own[name].dtype) for name, tensor in weights.items()}
+    return Saved(placed, 1, fingerprint(iter((own | placed).items())).combined, note)
 
 
 def build_rig(recipe: Recipe) -> Rig:

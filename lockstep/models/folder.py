@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+MXFP4 = "mxfp4"
+"""The one quantisation that is read: see mxfp4.py."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -29,8 +31,10 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
         )
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        if method == MXFP4:
+            return
         raise ModelError(
-            f"the weights are quantised (quant_method: {method}); only bf16, fp16 and fp32 weights can be trained",
+            f"the weights are quantised (quant_method: {method}); only bf16, fp16, fp32 and {MXFP4} weights can be read",
             where=where,
             fix="name the unquantised version of this model, or dequantise it into a folder",
         )

@@ -64,16 +64,18 @@ def head_of(model: nn.Module) -> Head:
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
-def token_logprobs(head: Head, hidden_TH: Tensor, targets_T: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    head: Head, hidden_TH: Tensor, targets_T: Tensor, temperature: float = 1.0, *, entropy: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) of each distribution softmax(logits / temperature).
 
     hidden_TH predicts targets_T row by row. Returns fp32 logprobs_T, with gradient to the hidden states and to the head's
-    weight and bias, and fp32 entropy_T, with gradient likewise.
+    weight and bias, and fp32 entropy_T, with gradient likewise; without `entropy` that one is empty.
     """
-    logprobs_T, entropy_T = _function(hidden_TH).apply(
-        hidden_TH, head.weight_VH, head.bias_V, targets_T, temperature, head.softcap, head.scale
-    )
-    return logprobs_T, entropy_T
+    function = _function(hidden_TH)
+    settings = (temperature, head.softcap, head.scale, *((entropy,) if function is _TokenLogprobs else ()))
+    logprobs_T, entropy_T = function.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, *settings)
+    return logprobs_T, entropy_T if entropy else entropy_T[:0].detach()
 
 
 def _function(hidden_TH: Tensor) -> Any:
@@ -101,12 +103,14 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         scale: float,
+        entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
+        """Without `entropy`, that of every row is given as 0."""
         head = Head(weight_VH, bias_V, softcap, scale)
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
         lse_T, logprobs_T, entropy_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
         for rows in _spans(hidden_TH.shape[0], _tile(hidden_TH)[0]):
-            summary = _Summary(hidden_TH[rows], targets_T[rows], dtype)
+            summary = _Summary(hidden_TH[rows], targets_T[rows], dtype, entropy)
             for entries in _spans(weight_VH.shape[0], _tile(hidden_TH)[1]):
                 summary.add(_tempered(head.slice(entries), hidden_TH[rows], temperature), entries)
             lse_T[rows], logprobs_T[rows], entropy_T[rows] = summary.result()
@@ -149,15 +153,15 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden = None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype)
         weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return hidden, weight, bias, None, None, None, None
+        return hidden, weight, bias, None, None, None, None, None
 
 
 class _Summary:
     """Running logsumexp, target logit and entropy of a block of rows, tile by tile over the vocabulary."""
 
-    def __init__(self, hidden_BH: Tensor, targets_B: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_BH: Tensor, targets_B: Tensor, dtype: torch.dtype, entropy: bool) -> None:
         rows = hidden_BH.shape[0]
-        self._targets_B = targets_B
+        self._targets_B, self._entropy = targets_B, entropy
         self._top_B = hidden_BH.new_full((rows,), -torch.inf, dtype=dtype)
         self._mass_B = hidden_BH.new_zeros(rows, dtype=dtype)
         """Σ exp(logit - top)"""
@@ -172,12 +176,14 @@ class _Summary:
         top_B = torch.maximum(self._top_B, logits_BC.amax(-1))
         shift_B = torch.where(self._top_B.isinf(), 0.0, self._top_B - top_B)
         shrink_B = shift_B.exp()
-        self._moment_B = (self._moment_B + shift_B * self._mass_B) * shrink_B
-        self._mass_B = self._mass_B * shrink_B
         logits_BC.sub_(top_B[:, None]).clamp_(min=FAINTEST)
-        mass_BC = logits_BC.exp()
-        self._mass_B += mass_BC.sum(-1)
-        self._moment_B += torch.linalg.vecdot(mass_BC, logits_BC)
+        if self._entropy:
+            mass_BC = logits_BC.exp()
+            self._moment_B = (self._moment_B + shift_B * self._mass_B) * shrink_B
+            self._moment_B += torch.linalg.vecdot(mass_BC, logits_BC)
+        else:
+            mass_BC = logits_BC.exp_()
+        self._mass_B = self._mass_B * shrink_B + mass_BC.sum(-1)
         self._top_B = top_B
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,7 +192,8 @@ class _Summary:
         logprob_B = (
             self._target_B - self._top_B
         ) - log_mass_B  # in this order: the logsumexp of large logits is coarse
-        return self._top_B + log_mass_B, logprob_B, log_mass_B - self._moment_B / self._mass_B
+        entropy_B = log_mass_B - self._moment_B / self._mass_B if self._entropy else torch.zeros_like(logprob_B)
+        return self._top_B + log_mass_B, logprob_B, entropy_B
 
 
 def _targets_within(targets_B: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
+from lockstep.models.mxfp4 import is_mxfp4, read_weights
 from lockstep.models.resolve import ResolvedModel
 
 if TYPE_CHECKING:
@@ -72,8 +73,11 @@ def load_model(
     auto: Any = transformers.AutoModelForCausalLM  # its annotations do not know output_loading_info
     try:
         with _quiet():
+            source: dict[str, Any] = {"pretrained_model_name_or_path": resolved.path}
+            if is_mxfp4(resolved.path):
+                auto, source = _dequantised(resolved, dtype)
             model, report = auto.from_pretrained(
-                resolved.path,
+                **source,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
@@ -89,8 +93,33 @@ def load_model(
         log.warning("%s: %s in the files belong to no parameter of the model", resolved.name, _some(unused))
     for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
+    if is_mxfp4(resolved.path) and (generation := _generation(resolved)) is not None:
+        model.generation_config = generation
     placed: PreTrainedModel = model.to(device).eval()
     return placed
+
+
+def _dequantised(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model's class, and the arguments with which it loads an MXFP4 checkpoint as one of plain weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = resolved.trust_remote_code
+    config = AutoConfig.from_pretrained(resolved.path, local_files_only=True, trust_remote_code=trust)
+    del config.quantization_config
+    with torch.device("meta"):  # a state dict is taken by the class itself, not by AutoModel
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust))
+    weights = dict(read_weights(resolved.path, dtype))
+    return kind, {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+
+
+def _generation(resolved: ResolvedModel) -> Any:
+    """What the folder says about generation (end tokens), for a model that was not loaded from it; None if it says nothing."""
+    from transformers import GenerationConfig
+
+    if not (resolved.path / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(resolved.path, local_files_only=True)
 
 
 def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
 `<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because a right A and B under a wrong
-scaling is a wrong model.
+scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. Of several adapters the stream has the
+active one alone.
 """
 
 from __future__ import annotations
@@ -17,20 +18,34 @@ from lockstep.errors import SyncError
 from lockstep.types import WeightStream
 
 _PEFT_PREFIX = "base_model.model."
+_WHOLE_MODULES = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""Parameters that PEFT keeps in modules of their own, whose `.weight` is left out here."""
+
+
+def active_adapter(model: nn.Module) -> str | None:
+    """PEFT's name of the adapter that is on; None for a model without adapters, or with all of them off."""
+    if not hasattr(model, "peft_config"):
+        return None
+    tuner: Any = getattr(model, "base_model", model)
+    layer: Any = next((m for m in tuner.modules() if hasattr(m, "base_layer") and hasattr(m, "disable_adapters")), None)
+    if layer is None or layer.disable_adapters:
+        return None
+    names = layer.active_adapters
+    return str(names[0]) if names else None
 
 
 def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightStream:
     """Every parameter once (tied weights under their first name), then the adapters' scalings. Tensors are the live ones."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model):
         if parameter.requires_grad or not trainable_only:
-            yield clean_name(name), parameter.detach()
-    for name, layer in _lora_layers(model):
-        yield f"{name}.lora_scaling", torch.tensor([float(layer.scaling["default"])], dtype=torch.float64)
+            yield name, parameter.detach()
+    for name, scaling in _scalings(model):
+        yield f"{name}.lora_scaling", torch.tensor([float(scaling[0][scaling[1]])], dtype=torch.float64)
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """Names of weights that training never changes."""
-    return frozenset(clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return frozenset(name for name, parameter in _parameters(model) if not parameter.requires_grad)
 
 
 def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
@@ -38,13 +53,14 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
 
     Raises SyncError for a name that the model lacks, or another shape or dtype.
     """
-    own = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    layers = dict(_lora_layers(model))
+    own = dict(_parameters(model))
+    layers = dict(_scalings(model))
     taken = []
     for name, tensor in weights:
         layer = layers.get(name.removesuffix(".lora_scaling")) if name.endswith(".lora_scaling") else None
         if layer is not None:
-            layer.scaling["default"] = float(tensor.item())
+            scaling, adapter = layer
+            scaling[adapter] = float(tensor.item())
         elif name not in own:
             raise SyncError(
                 "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
@@ -55,10 +71,25 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
     return taken
 
 
-def clean_name(name: str) -> str:
+def clean_name(name: str, adapter: str = "default") -> str:
     """The checkpoint's name of a parameter, without what PEFT wraps around it."""
     name = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", ".")
-    return name.replace(".lora_A.default.weight", ".lora_A").replace(".lora_B.default.weight", ".lora_B")
+    for module in _WHOLE_MODULES:
+        if name.endswith(f".{module}.{adapter}.weight"):
+            return name.removesuffix(f".{adapter}.weight")
+    if name.endswith(f".{adapter}"):
+        return name.removesuffix(f".{adapter}")
+    return name.replace(f".{adapter}.", ".")
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters but those of adapters that are not active, under the checkpoint's names."""
+    adapters: set[str] = set(getattr(model, "peft_config", ()))
+    active = active_adapter(model) if adapters else None
+    for name, parameter in model.named_parameters():
+        owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
+        if owner is None or owner == active:
+            yield clean_name(name, owner or "default") if adapters else name, parameter
 
 
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
@@ -70,7 +101,12 @@ def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
         own.copy_(tensor)
 
 
-def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _scalings(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, float], str]]]:
+    """The LoRA layers of the active adapter: their scalings, and the adapter's name in them."""
+    adapter = active_adapter(model)
+    if adapter is None:
+        return
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "scaling"):
-            yield clean_name(name), module
+        if hasattr(module, "lora_A") and hasattr(module, "scaling") and adapter in module.scaling:
+            scaling: Any = module.scaling
+            yield clean_name(name), (scaling, adapter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Recipe, Sft
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def batch_plan(recipe: Recipe, ranks: int = 1) -> BatchPlan:
 
 def batch_lines(recipe: Recipe) -> list[str]:
     """The batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
+    if recipe.sft is not None:
+        return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
     plan = batch_plan(recipe)
     lines = [
         f"a step: {_count(plan.prompts, 'prompt')} x {_count(plan.samples_per_prompt, 'sample')} each = "
@@ -91,6 +93,8 @@ def batch_lines(recipe: Recipe) -> list[str]:
 
 def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
     """What this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
+    if recipe.sft is not None:
+        return _sft_equivalents(recipe, recipe.sft)
     plan = batch_plan(recipe)
     return (_verl(plan), _openrlhf(plan), _trl(plan, recipe), _prime_rl(plan))
 
@@ -98,6 +102,45 @@ def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
 def equivalent_line(same: Equivalent) -> str:
     """Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …"."""
     return f"{same.system}: {', '.join(same.settings) if same.settings else f'no equivalent: {same.missing}'}"
+
+
+def _sft_lines(recipe: Recipe, sft: Sft) -> list[str]:
+    size, tokens = sft.sequences_per_step, recipe.update.tokens_per_microbatch
+    budget = "as many tokens as the memory has room for" if tokens is None else f"up to {tokens} tokens"
+    mean = (
+        "each of its trained tokens counts alike"
+        if sft.aggregation == "token_mean"
+        else "each of its rows counts alike"
+    )
+    longer = {"stop": "stops the run", "drop": "is dropped and counted", "truncate": "is truncated and counted"}
+    return [
+        f"a step: {_count(size, 'row')} of at most {sft.max_tokens} tokens, one optimizer step; a longer row "
+        f"{longer[sft.too_long]}",
+        f"rows are packed end to end without padding, none sees another, in micro-batches of {budget}; their size changes memory "
+        f"and speed, not the result: {mean}",
+        "rows are dealt by a permutation that depends on the seed and the epoch alone; the rest of an epoch that fills no step "
+        "is another in each",
+        f"the run: {_count(recipe.steps, 'step')} x 1 update = {_count(recipe.steps, 'optimizer step')}, "
+        f"{recipe.steps * size} rows; epochs are {recipe.steps * size} / the number of rows",
+    ]
+
+
+def _sft_equivalents(recipe: Recipe, sft: Sft) -> tuple[Equivalent, ...]:
+    """Sources: verl's fsdp_sft_trainer.py, OpenRLHF's train_sft.py, TRL 1.16's sft_config.py."""
+    size = sft.sequences_per_step
+    return (
+        Equivalent("verl", (f"data.train_batch_size={size} (rows)", f"data.max_length={sft.max_tokens}")),
+        Equivalent("OpenRLHF", (f"train_batch_size={size} (rows)", f"max_len={sft.max_tokens}")),
+        Equivalent(
+            "TRL",
+            (
+                f"per_device_train_batch_size x processes x gradient_accumulation_steps = {size} (rows; with packing=True of "
+                f"max_length tokens each, filled with several rows)",
+                f"max_length={sft.max_tokens}",
+                f"max_steps={recipe.steps}",
+            ),
+        ),
+    )
 
 
 def _updates(plan: BatchPlan) -> str:

@@ -197,7 +197,7 @@ _CHANGES = (
     ),
     _Change(
         "optimizer.states=8bit",
-        lambda recipe, job: recipe.optimizer.states == "fp32",
+        lambda recipe, job: recipe.optimizer.kind == "adamw" and recipe.optimizer.states == "fp32",
         lambda recipe: {"optimizer": _part(recipe.optimizer, states="8bit")},
     ),
     _Change(

@@ -9,10 +9,12 @@ from the first micro-batch to the optimizer step; moments from the first step on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import AdamW, Muon, PythonOptimizer, Recipe
 from lockstep.plan.activations import FP32, Layers, PerToken, Recompute, per_token
+from lockstep.plan.adapter import adapter_size, packed_parameters
+from lockstep.plan.copies import quantised_copies
 from lockstep.plan.shapes import ModelShape
 
 GIB = 2**30
@@ -39,6 +41,8 @@ WORKSPACE = 96 * 2**20
 """Work space of the matrix libraries, which torch's allocator holds."""
 VLLM_BYTES = 2.5 * GIB
 """What vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs."""
+NF4_BYTES = 0.5 + 2 / 64
+"""Of a weight in 4 bits with its share of a scale (models.nf4.BYTES)."""
 OUTSIDE = {"cuda": 1.25 * GIB, "cpu": 0.5 * GIB}
 """Context, libraries and kernels of the process, outside torch's allocator."""
 
@@ -74,6 +78,12 @@ class Job:
     """Bytes of vLLM's keys and values."""
     cache_stays: bool = False
     """vLLM keeps its cache during the update."""
+    row: int = 0
+    """SFT: tokens of the longest row that is trained; prompt and response are then those of evaluations alone."""
+    packed: int = 0
+    """Frozen parameters that are kept in 4 bits."""
+    step_work: float = 0.0
+    """Bytes that an optimizer step works with, beside gradients and state."""
 
     @property
     def element(self) -> int:
@@ -87,12 +97,16 @@ class Job:
     @property
     def update_tokens(self) -> int:
         """Tokens of one update's streams, if all responses are as long as they may be."""
+        if self.row:
+            return self.samples_per_update * self.row
         group = self.samples_per_prompt if self.share_prompts else 1
         return self.samples_per_update * self.response + -(-self.samples_per_update // group) * self.prompt
 
     @property
     def trained_share(self) -> float:
-        """Share of a stream's tokens that carry loss."""
+        """Share of a stream's tokens that carry loss; in SFT at most all."""
+        if self.row:
+            return 1.0
         return self.samples_per_update * self.response / self.update_tokens
 
 
@@ -110,15 +124,15 @@ def job_of(
     `passes`: the objective needs log-probabilities or values before the update.
     """
     adapter = recipe.adapter
-    rank, added = 0, 0
-    if adapter.kind == "lora":
-        rank, added = adapter.rank, shape.adapter_parameters(adapter.rank, adapter.targets)
+    rank, added = adapter_size(adapter, shape)
+    packed = packed_parameters(adapter, shape)
     element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
     copies = []
     if recipe.algorithm.kl.coef > 0 and not rank:
         copies.append("reference model")
     if recipe.weight_transport in ("copy", "ipc"):
         copies.append("engine's weights")
+    copies += quantised_copies(recipe, reference="reference model" in copies)
     critic = recipe.algorithm.critic
     return Job(
         shape=shape,
@@ -126,20 +140,56 @@ def job_of(
         layers=Layers(element, fused=device == "cuda", rank=rank),
         trained=added if rank else shape.parameters,
         added=added,
-        state_bytes=STATE_BYTES[recipe.optimizer.states],
+        packed=packed,
+        state_bytes=state_bytes(recipe, shape),
         copies=tuple(copies),
         critic=critic.backbone if critic else "none",
         extra_passes=passes,
         prompt=prompt_tokens,
         response=recipe.rollout.max_tokens,
-        samples_per_step=recipe.samples_per_step,
-        samples_per_update=recipe.samples_per_update,
-        samples_per_prompt=recipe.samples_per_prompt,
+        samples_per_step=_generated(recipe),
+        samples_per_update=recipe.sft.sequences_per_step if recipe.sft else recipe.samples_per_update,
+        samples_per_prompt=1 if recipe.sft else recipe.samples_per_prompt,
         share_prompts=recipe.update.share_prompts,
         engine=recipe.rollout.engine,
         vllm_cache=_vllm_cache(recipe, shape, element, available),
         cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep,
+        row=recipe.sft.max_tokens if recipe.sft else 0,
+        step_work=_step_work(recipe, shape, added if rank else shape.parameters),
     )
+
+
+def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Bytes that the recipe's optimizer keeps of a trained parameter, on average."""
+    optimizer = recipe.optimizer
+    match optimizer:
+        case AdamW():
+            return STATE_BYTES[optimizer.states]
+        case Muon():  # one fp32 number for matrices between hidden states, AdamW's two for the rest
+            hidden = shape.layers * sum(linear.parameters for linear in shape.linears)
+            matrices = 1.0 if recipe.adapter.kind != "none" else hidden / shape.parameters
+            return FP32 * matrices + STATE_BYTES["fp32"] * (1 - matrices)
+        case PythonOptimizer():
+            return optimizer.state_bytes
+        case _:
+            assert_never(optimizer)
+
+
+def _generated(recipe: Recipe) -> int:
+    """Samples that are drawn together: a step's, or in SFT an evaluation's."""
+    if recipe.sft is None:
+        return recipe.samples_per_step
+    return recipe.eval.items * max(mode.samples for mode in recipe.eval.modes) if recipe.eval.enabled else 1
+
+
+def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
+    """8-bit moments made wide a chunk at a time; of Muon the largest matrix: its update in fp32, three times in bf16."""
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, AdamW) and optimizer.states == "8bit":
+        return float(STATE_WORK * min(STATE_CHUNK, trained))
+    if isinstance(optimizer, Muon):
+        return float((FP32 + 3 * 2) * max((linear.parameters for linear in shape.linears), default=0))
+    return 0.0
 
 
 def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: float) -> float:
@@ -213,14 +263,14 @@ def peak(found: tuple[Phase, ...]) -> Phase:
 
 def stream_tokens(job: Job, budget: int) -> int:
     """Tokens of the largest micro-batch: the budget, unless the update has fewer, or one sequence more."""
-    return max(min(budget, job.update_tokens), job.prompt + job.response)
+    return max(min(budget, job.update_tokens), job.row or job.prompt + job.response)
 
 
 # --- parts of a phase -----------------------------------------------------------------------------------------------
 def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """What loading makes, and what the first step adds for the rest of the run."""
     shape, element = job.shape, job.element
-    weights = element * shape.parameters
+    weights = element * (shape.parameters - job.packed) + NF4_BYTES * job.packed
     critic = critic_trained(job)
     terms = [Term("weights", weights + element * job.added), Term("fp32 masters", job.masters)]
     terms += [Term(name, weights + element * job.added) for name in job.copies]
@@ -294,11 +344,9 @@ def train_terms(job: Job, rate: PerToken, tokens: int, trained: int, *, head: bo
 
 
 def optimizer_terms(job: Job) -> tuple[Term, ...]:
-    """The sums, and a part of 8-bit moments made wide."""
+    """The sums, and what the step works with."""
     sums = Term("gradient sums", FP32 * job.trained)
-    if job.state_bytes == STATE_BYTES["fp32"]:
-        return (sums,)
-    return sums, Term("moments at work", STATE_WORK * min(STATE_CHUNK, job.trained))
+    return (sums, Term("moments at work", job.step_work)) if job.step_work else (sums,)
 
 
 def sync_terms(job: Job) -> tuple[Term, ...]:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.algorithms.build import build_objective
-from lockstep.config.schema import Model, Recipe
+from lockstep.config.schema import Model, Recipe, Sft
 from lockstep.errors import DoesNotFitError
 from lockstep.models.builtin import BUILTINS, LAYOUT
 from lockstep.models.cache import cache_root
+from lockstep.plan.adapter import adapter_size
 from lockstep.plan.choice import memory_lines, plan_memory
-from lockstep.plan.floors import H200, Floor, Machine, Update, Work, step_floor
+from lockstep.plan.floors import ADAMW_BYTES, H200, Floor, Machine, Update, Work, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
 from lockstep.plan.memory import GIB
 from lockstep.plan.shapes import ModelShape, read_shape
@@ -32,7 +33,8 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
     shape = read_shape(folder)
     device, available, name = _device(recipe, gpu_gib)
     objective = build_objective(recipe)
-    lines = [f"on {name}, with prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"]
+    trained = f"rows of {recipe.sft.max_tokens} tokens, evaluated with " if recipe.sft is not None else ""
+    lines = [f"on {name}, with {trained}prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"]
     try:
         plan = plan_memory(
             recipe,
@@ -46,7 +48,9 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
         return [*lines, *error.mistakes, f"to fix: {error.fix}"]
     lines += memory_lines(plan)
     machine = next((known for known in KNOWN_GPUS if known.name in name), None)
-    if device == "cuda" and machine is not None:
+    if device == "cuda" and machine is not None and recipe.sft is not None:
+        lines.append(_sft_floor(recipe, recipe.sft, shape, machine))
+    elif device == "cuda" and machine is not None:
         full = recipe.adapter.kind == "none"
         floor = recipe_floor(recipe, shape, machine, old=objective.recomputes_old, reference=objective.needs_reference)
         lines.append(f"a step on {machine.name} takes at least, with {'full training' if full else 'adapters'}:")
@@ -54,10 +58,24 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
     return lines
 
 
+def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) -> str:
+    """The least time of a step whose rows are as long as they may be, and all of which carry loss."""
+    adapter = recipe.adapter.kind != "none"
+    trained = shape.parameters if recipe.adapter.kind == "none" else adapter_size(recipe.adapter, shape)[1]
+    work = Work.equal(sft.sequences_per_step, 1, 0, sft.max_tokens)
+    seconds = train_seconds(shape, work, Update(trained, adapter=adapter), machine)
+    optimizer = ADAMW_BYTES * trained / machine.bandwidth
+    tokens = sft.sequences_per_step * sft.max_tokens
+    return (
+        f"a step of {tokens} tokens on {machine.name} takes at least {seconds + optimizer:.2f} s "
+        f"(train {seconds:.2f}, optimizer {optimizer:.3f})"
+    )
+
+
 def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bool, reference: bool) -> Floor:
     """The least time of a step in which every prompt has ASSUMED_PROMPT tokens and every reply is as long as it may be."""
     adapter = recipe.adapter
-    trained = shape.parameters if adapter.kind == "none" else shape.adapter_parameters(adapter.rank, adapter.targets)
+    trained = shape.parameters if adapter.kind == "none" else adapter_size(adapter, shape)[1]
     work = Work.equal(recipe.prompts_per_step, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
     update = Update(
         trained,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Recipe, default_rate
 from lockstep.evaluate.plan import plan_lines
-from lockstep.learner.optimizer import learning_rate
-from lockstep.plan.batch import batch_plan
+from lockstep.learner.schedule import learning_rate
 
 _SHOWN = 8
 """Steps written out in a line; of longer lists the middle is left out."""
@@ -13,12 +12,13 @@ _SHOWN = 8
 
 def rate_lines(recipe: Recipe) -> list[str]:
     """The peak rate with its reason, the schedule, and its values on the way. Rates are of optimizer steps, counted from 1."""
-    total = batch_plan(recipe).optimizer_steps
+    total = recipe.policy_updates
     settings = recipe.optimizer
     warm = f"{settings.warmup_steps} warm-up steps" if settings.warmup_steps else "no warm-up"
-    lines = [
-        f"learning rate {recipe.lr:g}: {_reason(recipe)}; {settings.schedule} over {total} optimizer steps, {warm}"
-    ]
+    shape: str = settings.schedule
+    if shape == "wsd":
+        shape = f"wsd, falling in the last {settings.decay_share:.0%},"
+    lines = [f"learning rate {recipe.lr:g}: {_reason(recipe)}; {shape} over {total} optimizer steps, {warm}"]
     if settings.warmup_steps or settings.schedule != "constant":
         marks = _marks(settings.warmup_steps, total)
         rates = (f"{learning_rate(settings, recipe.lr, mark - 1, total):.3g} at {mark}" for mark in marks)
@@ -48,9 +48,11 @@ def checkpoint_lines(recipe: Recipe) -> list[str]:
 def _reason(recipe: Recipe) -> str:
     if recipe.optimizer.lr is not None:
         return "set by optimizer.lr"
-    if recipe.adapter.kind == "none":
-        return "the default of full training (adapters have 2e-05)"
-    return "the default of adapters (full training has 1e-06)"
+    adapter = recipe.adapter.kind != "none"
+    other = default_rate(recipe.loop, adapter=not adapter)
+    kind, rest = ("adapters", "full training") if adapter else ("full training", "adapters")
+    loop = "SFT" if recipe.loop == "sft" else "RL"
+    return f"the default of {kind} in {loop} ({rest}: {other:.0e})"
 
 
 def _marks(warmup: int, total: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.models.folder import INDEX, read_json
+from lockstep.models.mxfp4 import BLOCKS, SCALES
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +257,19 @@ def _elements(path: Path) -> int:
         header = file.read(min(length, path.stat().st_size))
     try:
         tensors = json.loads(header)
-        return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name != "__metadata__")
+        return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"its header cannot be read: {error}", where=str(path), fix="fetch the model again: the file is cut off"
         ) from error
+
+
+def _numbers(name: str, entry: Mapping[str, Any]) -> int:
+    """Parameters in one stored tensor: MXFP4 packs two into a byte, and its scales are none."""
+    count: int = math.prod(entry["shape"])
+    if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
+        return 2 * count if name.endswith(BLOCKS) else 0
+    return count
 
 
 # --- from a config --------------------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ CURVES = (
         "Rollout against learner", "nats", (("mismatch/mean_abs_dlogp", "mean |Δ log p|"), ("sync/probe_mean", "probe"))
     ),
     Curve("KL to the reference", "nats a token", (("kl/ref", "KL"),)),
+    Curve("Loss of given replies", "nats a token", (("sft/loss", "training"), ("validation/loss", "validation"))),
     Curve("Policy loss", "", (("loss/policy", "policy loss"),)),
     Curve("Memory", "GiB", (("memory/rss_gib", "resident"), ("memory/gpu_gib", "GPU"))),
 )
-PHASES = ("rollout", "grade", "update", "sync", "evaluate", "save")
+PHASES = ("rollout", "grade", "update", "sync", "validate", "evaluate", "save")
 
 
 def charts(facts: RunFacts) -> str:

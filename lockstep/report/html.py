@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from lockstep.config.adapter import adapter_name
+from lockstep.config.schema import FileTask, PythonTask, ReasoningGymTask, Recipe, Sft
 from lockstep.evaluate.table import Row
 from lockstep.report.charts import charts
 from lockstep.report.elements import details, facts, long_text, note, page, section, table, text
@@ -66,22 +68,58 @@ def _recipe_facts(run: RunFacts) -> str:
     recipe = run.recipe
     if recipe is None:
         return ""
-    adapter = "full fine-tuning" if recipe.adapter.kind == "none" else f"LoRA rank {recipe.adapter.rank}"
-    task = recipe.task.dataset if recipe.task.kind == "reasoning_gym" else recipe.task.path
-    samples = f"{recipe.prompts_per_step} × {recipe.samples_per_prompt} = {recipe.samples_per_step} a step"
+    adapter = adapter_name(recipe.adapter)
+    match recipe.task:
+        case ReasoningGymTask(dataset=name):
+            task = name
+        case FileTask(data=data):
+            task = data.source
+        case PythonTask(path=path):
+            task = path
+        case other:
+            task = other.kind
     rows: list[tuple[str, object]] = [
         ("model", recipe.model.path),
+        *_parent(run),
         ("trained", f"{adapter}, {recipe.model.dtype}"),
         ("task", task),
-        ("algorithm", f"{recipe.algorithm.kind}, {recipe.algorithm.aggregation}"),
-        ("prompts × samples", samples),
-        ("optimizer steps a step", recipe.updates_per_step),
+        *(_sft(recipe.sft) if recipe.sft is not None else _rl(recipe)),
+        ("optimizer", recipe.optimizer.kind),
         ("learning rate", f"{short(recipe.lr)}, {recipe.optimizer.schedule}, warm-up {recipe.optimizer.warmup_steps}"),
         ("response budget", f"{recipe.rollout.max_tokens} tokens at temperature {recipe.rollout.temperature:g}"),
         ("engine, sync", f"{recipe.rollout.engine}, {recipe.sync.transport}"),
         ("seed", recipe.seed),
     ]
     return facts(rows)
+
+
+def _rl(recipe: Recipe) -> list[tuple[str, object]]:
+    return [
+        ("algorithm", f"{recipe.algorithm.kind}, {recipe.algorithm.aggregation}"),
+        (
+            "prompts × samples",
+            f"{recipe.prompts_per_step} × {recipe.samples_per_prompt} = {recipe.samples_per_step} a step",
+        ),
+        ("optimizer steps a step", recipe.updates_per_step),
+    ]
+
+
+def _sft(sft: Sft) -> list[tuple[str, object]]:
+    source = sft.data.source if sft.data is not None else f"replies of {sft.rollouts.run if sft.rollouts else ''}"
+    return [
+        ("algorithm", f"supervised, {sft.aggregation}, loss on {sft.train_on}"),
+        ("rows", source),
+        ("rows a step", f"{sft.sequences_per_step} of at most {sft.max_tokens} tokens"),
+    ]
+
+
+def _parent(run: RunFacts) -> list[tuple[str, object]]:
+    """What the run started from, and that from what, back to a model."""
+    steps, parent = [], run.manifest.get("parent")
+    while parent:
+        steps.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+        parent = parent.get("parent")
+    return [("warm start from", ", which started from ".join(steps))] if steps else []
 
 
 def _formula(run: RunFacts) -> str:

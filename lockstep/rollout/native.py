@@ -20,10 +20,20 @@ from lockstep.models.attention import Layout
 from lockstep.models.decoder import Decoder
 from lockstep.models.heads import token_logprobs
 from lockstep.models.weights import load_weights, named_weights
+from lockstep.rollout.forward import Computation
 from lockstep.rollout.requests import check_groups, check_request
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
-from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
+from lockstep.types import (
+    Completion,
+    FinishReason,
+    Forward,
+    ForwardReport,
+    Request,
+    Sampling,
+    TokenIds,
+    WeightStream,
+)
 
 PREFILL_TOKENS = 8192
 """Prompt tokens processed in one pass."""
@@ -67,6 +77,7 @@ class NativeEngine:
         self._model, self._stop_ids, self._decode = model, stop_ids, decode
         decoder = Decoder.of(model)
         self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
+        self._computation = Computation(model)
         weight = self._head.weight_VH
         self._device = weight.device
         self._slots = Slots(decoder.layers, slots, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
@@ -79,6 +90,17 @@ class NativeEngine:
         self._done: deque[Completion] = deque()
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
+    @property
+    def forward(self) -> Forward:
+        return self._computation.forward
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Compute so from now on; what was processed before is forgotten. Raises EngineError as the protocol says."""
+        report = self._computation.set(forward, len(self._queue) + len(self._active))
+        self._prompts.clear()
+        self._roots.clear()
+        return report
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
         for request in requests:
@@ -86,15 +108,17 @@ class NativeEngine:
         check_groups(requests, {request.group: request.prompt_ids for request in self._queue})
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
-        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in self._queue), default=0)
+        longest = max((max(r.room, len(r.prompt_ids) + r.sampling.max_tokens) for r in self._queue), default=0)
         self._slots.reserve(longest, idle=not self._active)
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
         while self._queue or self._active or self._done:
             self._admit()
             if self._active:
                 self._step()
+            if between is not None:
+                between()
             while self._done:
                 yield self._done.popleft()
 
@@ -107,12 +131,14 @@ class NativeEngine:
         """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
         if self._queue or self._active:
             raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
+        self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
         self._prompts.clear()
         self._roots.clear()
         self.version = version
 
     def weights(self) -> WeightStream:
+        self._computation.require_clean("the weights were asked for")
         return named_weights(self._model)
 
     def close(self) -> None:
@@ -200,7 +226,8 @@ class NativeEngine:
         padding = [0] * (-len(ids) % STREAM_MULTIPLE)
         ids_1T = torch.tensor([ids + padding], device=self._device)
         positions_1T = torch.tensor([positions + padding], device=self._device)
-        output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)
+        with self._computation.running():
+            output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
 

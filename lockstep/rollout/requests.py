@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.models.weights import active_adapter
 from lockstep.types import Request, TokenIds
 
 SHORTEN = "shorten the prompt or lower rollout.max_tokens"
@@ -41,3 +44,19 @@ def check_groups(requests: Sequence[Request], prompts: dict[str, TokenIds]) -> N
     for request in requests:
         if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
             raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+
+
+def check_adapter(model: nn.Module, adapter: str | None) -> None:
+    """Raise EngineError if another adapter is on than when the engine laid out its decode steps."""
+    if (now := active_adapter(model)) != adapter:
+        raise EngineError(
+            f"the engine was built with adapter {adapter or 'none'}, now {now or 'none'} is on",
+            where="AdapterSet",
+            fix="build an engine after activate(): its decode steps are captured for one adapter",
+        )
+
+
+def check_idle(open_requests: int, version: int) -> None:
+    """Raise EngineError if weights of `version` arrive while requests are open."""
+    if open_requests:
+        raise EngineError(f"weights {version} arrived while {open_requests} requests run")

@@ -1,8 +1,9 @@
 """A learner's weights as an engine without adapters computes with them: base + scaling · B·A in one matrix.
 
-The sum is made anew from the frozen base each time, in fp32, and rounded once: nothing is ever added to what an engine holds, so
-that a hundred syncs give the same bits as one. Rounding to bf16 drops what is below half a unit in the last place of the base's
-weight; the difference is that of a rounded weight, and the probe measures it.
+With DoRA (arXiv 2402.09353) each row of that sum then has the length that is trained. The sum is made anew from the frozen base
+each time, in fp32, and rounded once: nothing is ever added to what an engine holds, so that a hundred syncs give the same bits as
+one. Rounding to bf16 drops what is below half a unit in the last place of the base's weight; the difference is that of a rounded
+weight, and the probe measures it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from lockstep.errors import SyncError
 from lockstep.types import Batch, Learner, Loss, Metrics, TokenIds, WeightStream
 
-DOWN, UP, SCALING = ".lora_A", ".lora_B", ".lora_scaling"
+DOWN, UP, SCALING, LENGTH = ".lora_A", ".lora_B", ".lora_scaling", ".lora_magnitude_vector"
 """How lockstep.models.weights names what an adapter adds to a layer."""
 
 
@@ -26,27 +27,37 @@ def merged(weights: WeightStream) -> WeightStream:
     Raises SyncError for an adapter that lacks a part, or whose layer has no matrix of its shape.
     """
     tensors = dict(weights)
-    layers = {name.removesuffix(part) for name in tensors for part in (DOWN, UP, SCALING) if name.endswith(part)}
+    parts = (DOWN, UP, SCALING, LENGTH)
+    layers = {name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)}
     for layer in sorted(layers):
         if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
             raise SyncError(f"an adapter without {', '.join(missing)}", where=layer, fix="check what weights() yields")
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         if name != layer and layer in layers:
-            yield name, merge(name, tensor, tensors[layer + DOWN], tensors[layer + UP], tensors[layer + SCALING])
-        elif not name.endswith((DOWN, UP, SCALING)):
+            factors = tensors[layer + DOWN], tensors[layer + UP], tensors[layer + SCALING]
+            yield name, merge(name, tensor, *factors, tensors.get(layer + LENGTH))
+        elif not name.endswith(parts):
             yield name, tensor
 
 
 @torch.no_grad()
-def merge(name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: Tensor) -> Tensor:
-    """base + scaling · up·down in fp32, rounded to the base's dtype; the inputs stay as they are. O outputs, X inputs, R rank."""
+def merge(
+    name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: Tensor, length_O: Tensor | None = None
+) -> Tensor:
+    """base + scaling · up·down in fp32, rounded to the base's dtype; the inputs stay as they are. O outputs, X inputs, R rank.
+
+    With `length_O` (DoRA) each row of the sum is given that length.
+    """
     if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
         raise SyncError(
             f"an adapter of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} for {tuple(base_OX.shape)}", where=name
         )
     delta_OX = up_OR.float() @ down_RX.float()
-    return torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item())).to(base_OX.dtype)
+    sum_OX = torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item()))
+    if length_O is not None:
+        sum_OX *= (length_O.float() / torch.linalg.vector_norm(sum_OX, dim=1))[:, None]
+    return sum_OX.to(base_OX.dtype)
 
 
 def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str]:

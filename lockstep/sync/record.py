@@ -51,9 +51,9 @@ def from_json(data: object) -> Proof:
             }
             data = {**rest, "probe": named}
     try:
-        proof = codec.from_json(Proof, data, "proof")
+        proof = codec.from_json(Proof, data)
     except codec.CodecError as error:
-        raise SyncError(str(error), fix="take a proof that this version of Lockstep wrote") from error
+        raise SyncError(f"proof.{error}", fix="take a proof that this version of Lockstep wrote") from error
     if len(proof.fingerprint) != 16 or not set(proof.fingerprint) <= set("0123456789abcdef"):
         raise SyncError(f"proof.fingerprint: {proof.fingerprint!r} is not 16 hex digits")
     return proof

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from lockstep.data.order import batch_indices
 from lockstep.errors import TaskError
 from lockstep.types import Prompt, Task
-from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.base import Verifier, workers_of
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.selftest import self_test
 
 SELF_TESTED = 20
 """Prompts on which a grader of the user's is tried; built-in ones are tried on all."""
+MUTATED, MUTATED_SLOW = 200, 8
+"""Prompts from which wrong answers are made, for verifiers that grade here and for those that work in processes."""
 _SHOWN = 5
 
 
@@ -23,6 +25,14 @@ class BuiltTask(Task, Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should read before a run: counts of questions drawn, dropped and held out."""
+
+
+@runtime_checkable
+class SelfTested(Protocol):
+    """A task whose grading can be tested while a run goes on."""
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """What is wrong with the grading of one of its prompts: of a right reply, nothing, garbage, and wrong answers."""
 
 
 def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:
@@ -37,13 +47,20 @@ def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: s
 
 
 def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) -> None:
-    """Raise TaskError unless the verifier pays 1 for the boxed references and 0 for nothing and for garbage.
+    """Raise TaskError unless the verifier pays 1 for a right reply to each prompt; and 0 for nothing, for garbage, and, on a
+    sample of the prompts, for twenty wrong answers made from the reference.
 
     A function of the user's may pay as it likes, so for it the probes only have to be scored, on 20 prompts.
     """
-    own = isinstance(verifier, UserFunction)
-    tried = prompts[:: max(1, len(prompts) // SELF_TESTED)][:SELF_TESTED] if own else prompts
-    found = [problems for prompt in tried if (problems := self_test(verifier, prompt, pays=not own))]
+    own, slow = isinstance(verifier, UserFunction), workers_of(verifier) > 0
+    mutated = set(_sample(range(len(prompts)), MUTATED_SLOW if slow else MUTATED))
+    tried = _sample(range(len(prompts)), SELF_TESTED) if own else range(len(prompts))
+    found = []
+    for index in tried:
+        often = not slow or index in mutated  # processes are asked for the rest of the references alone
+        problems = self_test(verifier, prompts[index], pays=not own, garbage=own or often, mutations=index in mutated)
+        if problems:
+            found.append(problems)
     if found:
         lines = "\n".join(f"  {problems[0]}" for problems in found[:_SHOWN])
         raise TaskError(
@@ -51,6 +68,15 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
             where=where,
             fix="correct the grader" if own else "use another task.verifier, or correct the answers",
         )
+
+
+def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
+    """The self-test of one prompt in full."""
+    return self_test(verifier, prompt, pays=not isinstance(verifier, UserFunction), mutations=True)
+
+
+def _sample(indices: range, count: int) -> Sequence[int]:
+    return indices[:: max(1, len(indices) // count)][:count]
 
 
 def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import assert_never
 
 from lockstep.config import schema
+from lockstep.envs.spiel.task import build_spiel
+from lockstep.envs.tasks import Guessing, SeededEpisodes, ToolQuestions, build_own
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.file import build_file_task
+from lockstep.tasks.mixed import Mixed
 from lockstep.tasks.python import build_python_task
 from lockstep.tasks.reasoning_gym import ReasoningGym
 
@@ -23,5 +26,19 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
             return build_file_task(settings, seed)
         case schema.PythonTask():
             return build_python_task(settings, seed)
+        case schema.ToolTask():
+            return ToolQuestions(settings, build_task(settings.questions, seed))
+        case schema.GuessNumberTask():
+            return Guessing(settings, seed)
+        case schema.EnvTask():
+            return build_own(settings, seed)
+        case schema.GymnasiumTask():
+            return SeededEpisodes(settings, settings.env.rpartition(":")[2], seed)
+        case schema.TextArenaTask():
+            return SeededEpisodes(settings, settings.game, seed)
+        case schema.OpenSpielTask():
+            return build_spiel(settings, seed)
+        case schema.MixedTask():
+            return Mixed(settings, {name: build_task(share.task, seed) for name, share in settings.tasks.items()})
         case _:
             assert_never(settings)

@@ -1,19 +1,20 @@
-"""Questions and answers from the user's files as a task."""
+"""Questions and answers from a data set as a task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.config import schema
-from lockstep.data.sources import Columns, read_prompts
+from lockstep.data.load import Rows, open_rows
+from lockstep.data.overlap import NGRAM, measure
 from lockstep.data.split import refuse_overlap, split
-from lockstep.errors import TaskError
-from lockstep.tasks.base import check_references, draw_batch, no_such_role
+from lockstep.errors import DataError, TaskError
+from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.base import Verifier, notes_of, workers_of
 from lockstep.verifiers.build import build_verifier
+from lockstep.verifiers.selftest import oddities
 
 
 @dataclass(slots=True)
@@ -44,39 +45,71 @@ class FileRows:
             )
         return rows[:size]
 
+    def problems(self, prompt: Prompt) -> list[str]:
+        return grading_problems(self.verifier, prompt)
+
+    @property
+    def workers(self) -> int:
+        return workers_of(self.verifier)
+
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self.verifier.grade(prompt, reply)
 
 
 def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
-    """Read all files of the task.
+    """Read all rows of the task.
 
-    Raises DataError for a bad file or row or a question both trained and held out, and TaskError for an answer that
-    the verifier cannot grade.
+    Raises DataError for a bad source or row, a question both trained and held out, or (near_overlap = refuse) one that
+    shares 13 words in a row; and TaskError for an answer that the verifier cannot grade.
     """
-    path, columns = Path(settings.path).expanduser(), Columns(settings.prompt, settings.answer, settings.id)
-    name = path.stem
-    train = read_prompts(path, columns, name)
-    heldout: dict[str, tuple[Prompt, ...]] = {
-        role: read_prompts(Path(file).expanduser(), columns, f"{name}@{role}", task=name)
-        for role, file in settings.heldout.items()
-    }
-    notes = [f"{name}: {len(train)} rows in {path}"]
+    rows = open_rows(settings.data, where="task.data")
+    name, origin = rows.name, rows.origin
+    train = rows.prompts(name)
+    notes = [f"{name}: {len(train)} rows in {origin}", *_reading_notes(name, rows)]
+    heldout: dict[str, tuple[Prompt, ...]] = {}
+    origins: dict[str, str] = {}
+    for role, data in settings.heldout.items():
+        held = open_rows(data, where=f"task.heldout.{role}")
+        heldout[role], origins[role] = held.prompts(f"{name}@{role}", task=name), held.origin
+        notes += _reading_notes(f"{name}@{role}", held)
     if "id_probe" not in heldout and settings.heldout_rows:
-        parts = split(train, settings.heldout_rows, where=str(path))
-        train, heldout["id_probe"] = parts.train, parts.heldout
+        parts = split(train, settings.heldout_rows, where=origin)
+        train, heldout["id_probe"], origins["id_probe"] = parts.train, parts.heldout, origin
         notes.append(
             f"{name}: {len(parts.heldout)} questions held out by hash as id_probe, {len(train)} rows left to train on, "
             f"{parts.dropped} more rows dropped because they repeat a held-out question"
         )
     verifier = build_verifier(settings.verifier)
-    check_references(verifier, train, str(path))
-    files = {role: str(path) for role in heldout} | dict(settings.heldout)
-    for role, prompts in heldout.items():
-        refuse_overlap(train, prompts, f"{path} and {files[role]}")
-        check_references(verifier, prompts, files[role])
-    notes += [
-        f"{name}: {len(prompts)} held-out rows for {role}, none of them in training"
-        for role, prompts in heldout.items()
-    ]
+    notes += [f"{name}: {note}" for note in notes_of(verifier)]
+    check_references(verifier, train, origin)
+    notes += [f"{name}: warning: {line}" for line in oddities(verifier, train[0])[:1]]
+    for held_as, prompts in heldout.items():
+        refuse_overlap(train, prompts, f"{origin} and {origins[held_as]}")
+        check_references(verifier, prompts, origins[held_as])
+        notes.append(f"{name}: {len(prompts)} held-out rows for {held_as}, none of them in training")
+        notes += _near_notes(settings, name, train, held_as, prompts)
     return FileRows(name, train, heldout, verifier, seed, tuple(notes))
+
+
+def _reading_notes(name: str, rows: Rows) -> list[str]:
+    """What filters and bad rows left out."""
+    reading = rows.reading
+    found = [f"{name}: {reading.bad} of {reading.read} rows are bad and were dropped"] if reading.bad else []
+    return found + [f"{name}: filter {stage.name} kept {stage.after} of {stage.before}" for stage in reading.stages]
+
+
+def _near_notes(
+    settings: schema.FileTask, name: str, train: Sequence[Prompt], role: str, heldout: Sequence[Prompt]
+) -> list[str]:
+    """A warning for questions that share a run of words with training. Raises DataError if they are to be refused."""
+    if settings.near_overlap == "allow":
+        return []
+    found = measure(name, train, role, heldout)
+    if not found.ngram:
+        return []
+    pairs = "; ".join(f"{held} and {trained}" for trained, held in found.pairs)
+    what = f"{found.ngram} of {found.items} held-out questions for {role} have {NGRAM} words in a row in common with training"
+    if settings.near_overlap == "refuse":
+        fix = "drop them by a filter (kind: not_in, match: ngram), or set task.near_overlap: warn"
+        raise DataError(f"{what}: {pairs}", where=f"task {name}", fix=fix)
+    return [f"{name}: warning: {what}: {pairs}"]

@@ -22,6 +22,7 @@ from lockstep.errors import TaskError
 from lockstep.seeds import seed_for
 from lockstep.tasks.watchdog import Alive, HungError, run_watched
 from lockstep.types import Message, Prompt
+from lockstep.verifiers.gym_scores import ANSWER, METADATA, QUESTION
 
 ITEM_SECONDS = 20.0
 """A generator that makes no question in this time is taken for hung."""
@@ -30,6 +31,8 @@ CHUNK = 500
 PATIENCE = 2000
 """Draws without a new question, or 20 for each one found if that is more, after which there are taken to be no more."""
 
+EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
+"""Where the metadata of data sets with several right answers hold one of them."""
 UNSEEDED = ("codeio", "composite", "knight_swap", "list_functions")
 """Not functions of their seed in reasoning-gym 0.1.25 (codeio also runs code that writes files), or not one data set."""
 HASH_SEEDED = (
@@ -68,6 +71,8 @@ class Drawn:
     """Draws of a question drawn before; they are dropped."""
     other_side: int
     """Draws of questions of the other side."""
+    no_answer: int = 0
+    """Draws of questions whose answer is an empty text; they are dropped."""
 
 
 def check_source(settings: schema.ReasoningGymTask) -> Source:
@@ -121,24 +126,27 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
 def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> Drawn:
     prompts: list[Prompt] = []
     seen: set[bytes] = set()
-    draws = repeats = other_side = idle = 0
+    draws = repeats = other_side = no_answer = idle = 0
     for item in _items(source, stream):
         alive()
         draws += 1
         messages = (Message(role="user", content=str(item["question"]).strip()),)
         digest = question_digest(messages)
         idle += 1
-        if side_of(digest) is not side:
+        answer = _answer(source.dataset, item)
+        if not answer.strip():
+            no_answer += 1
+        elif side_of(digest) is not side:
             other_side += 1
         elif digest in seen:
             repeats += 1
         else:
             idle = 0
             seen.add(digest)
-            prompts.append(_prompt(source.dataset, messages, item))
+            prompts.append(_prompt(source.dataset, messages, item, answer))
         if len(prompts) == want or idle >= max(PATIENCE, 20 * len(prompts)):
             break
-    return Drawn(tuple(prompts), draws, repeats, other_side)
+    return Drawn(tuple(prompts), draws, repeats, other_side, no_answer)
 
 
 def side_of(digest: bytes) -> Side:
@@ -160,16 +168,26 @@ def _items(source: Source, stream: str) -> Iterator[dict[str, Any]]:
         chunk += 1
 
 
-def _prompt(dataset: str, messages: tuple[Message, ...], item: dict[str, Any]) -> Prompt:
-    answer = item["answer"]
-    if not isinstance(answer, str) or not answer.strip():
+def _prompt(dataset: str, messages: tuple[Message, ...], item: dict[str, Any], answer: str) -> Prompt:
+    digest = hashlib.sha256(json.dumps([messages[0]["content"], answer]).encode()).hexdigest()[:12]
+    data = {QUESTION: item["question"], ANSWER: item["answer"], METADATA: item.get("metadata", {})}
+    return Prompt(f"{dataset}/{digest}", messages, answer, dataset, data)
+
+
+def _answer(dataset: str, item: dict[str, Any]) -> str:
+    """The right answer, or of a question with several an example; "" for an item whose answer is no text at all."""
+    metadata = item.get("metadata", {})
+    examples = (metadata[key] for key in EXAMPLES if metadata.get(key))
+    answer = item["answer"] if item["answer"] is not None else next(examples, None)
+    if isinstance(answer, dict):
+        answer = json.dumps(answer)
+    if not isinstance(answer, str):
         raise TaskError(
-            f"its questions have no single right answer (the reference is {answer!r})",
+            f"its questions have no right answer to test the grader with (the reference is {answer!r})",
             where=f"task.dataset = {dataset}",
             fix="use another data set, or a task of your own (kind: python)",
         )
-    digest = hashlib.sha256(json.dumps([messages[0]["content"], answer]).encode()).hexdigest()[:12]
-    return Prompt(f"{dataset}/{digest}", messages, answer, dataset, {"metadata": item.get("metadata", {})})
+    return answer
 
 
 def _nearest(name: str, known: list[str]) -> str:

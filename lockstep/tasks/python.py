@@ -68,7 +68,7 @@ class UserTask:
         self, prompts: tuple[Prompt, ...], mine: dict[bytes, str], others: dict[bytes, str], verb: str
     ) -> None:
         for prompt in prompts:
-            digest = question_digest(prompt.messages)
+            digest = self._digest(prompt)
             if digest in others:
                 raise TaskError(
                     f"its question {prompt.id} was {verb} as {others[digest]}",
@@ -76,6 +76,9 @@ class UserTask:
                     fix="let batch and heldout never give the same question",
                 )
             mine[digest] = prompt.id
+
+    def _digest(self, prompt: Prompt) -> bytes:
+        return question_digest(prompt.messages)
 
 
 def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:

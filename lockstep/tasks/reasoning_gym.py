@@ -8,11 +8,13 @@ from functools import cached_property
 
 from lockstep.config import schema
 from lockstep.errors import TaskError
-from lockstep.tasks.base import check_references, draw_batch, no_such_role
+from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.tasks.generator import Drawn, Side, check_source, draw
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.base import Verifier, workers_of
 from lockstep.verifiers.build import build_verifier
+from lockstep.verifiers.gym_scores import GymScores
+from lockstep.verifiers.selftest import self_test
 
 _FIRST = 20
 """Questions made when the task is built, to find mistakes in its settings at once."""
@@ -31,9 +33,9 @@ class ReasoningGym:
         self._seed = seed
         self._where = f"task.dataset = {settings.dataset}"
         self._source = check_source(settings)
-        self._verifier: Verifier = build_verifier(settings.verifier)
-        first = draw(self._source, "heldout", Side.HELDOUT, _FIRST)
-        check_references(self._verifier, first.prompts, self._where)
+        self._first = draw(self._source, "heldout", Side.HELDOUT, _FIRST).prompts
+        self._verifier, self._graded_by = self._grader(self._first)
+        check_references(self._verifier, self._first, self._where)
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
         return draw_batch(self._drawn.prompts, step, size, self._seed, self._where)
@@ -56,6 +58,13 @@ class ReasoningGym:
             )
         return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
 
+    def problems(self, prompt: Prompt) -> list[str]:
+        return grading_problems(self._verifier, prompt)
+
+    @property
+    def workers(self) -> int:
+        return workers_of(self._verifier)
+
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self._verifier.grade(prompt, reply)
 
@@ -63,9 +72,21 @@ class ReasoningGym:
     def notes(self) -> tuple[str, ...]:
         drawn = self._drawn
         return (
+            f"{self.name}: graded by {self._graded_by}",
             f"{self.name}: {len(drawn.prompts)} different training questions of {self._settings.size} asked for, from "
-            f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side",
+            f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side"
+            + (f", {drawn.no_answer} without an answer" if drawn.no_answer else ""),
         )
+
+    def _grader(self, first: Sequence[Prompt]) -> tuple[Verifier, str]:
+        """Who grades, and its name. `first` are some questions: a verifier that fails them cannot grade this data set."""
+        s, own = self._settings, GymScores(self.name, self._source.settings, partial=self._settings.partial)
+        if s.scoring == "data_set":
+            return own, "its own score function"
+        verifier = build_verifier(s.verifier)
+        if s.scoring == "auto" and any(self_test(verifier, prompt) for prompt in first):
+            return own, f"its own score function: {s.verifier.kind} does not fit its answers"
+        return verifier, f"verifier {s.verifier.kind}"
 
     @cached_property
     def _drawn(self) -> Drawn:

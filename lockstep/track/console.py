@@ -39,6 +39,7 @@ SHOWN = (
     Shown("len", "length/mean", ".1f"),
     Shown("trunc", "length/truncated", ".2f"),
     Shown("loss", "loss/policy", ".3f"),
+    Shown("val", "validation/loss", ".3f"),
     Shown("grad", "grad/norm", ".2f"),
     Shown("lr", "lr", ".1e"),
     Shown("Δlogp", "mismatch/mean_abs_dlogp", ".4f"),
@@ -47,6 +48,7 @@ TIMES = (
     Shown("rollout", "time/rollout", ".1f"),
     Shown("update", "time/update", ".1f"),
     Shown("sync", "time/sync", ".1f"),
+    Shown("val", "time/validate", ".1f"),
     Shown("eval", "time/evaluate", ".1f"),
     Shown("save", "time/save", ".1f"),
 )

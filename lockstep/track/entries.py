@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.track.metric import Drift, Healthy, MetricInfo
+from lockstep.track.entries_more import ENV, EVAL, NOISE, SFT
+from lockstep.track.metric import NOTES, Drift, Healthy, MetricInfo
 
-NOTES = "notes of earlier GRPO runs"
 TRL = "TRL #5312: 0.010 to 0.018 in bf16, 0.201 when the weights were stale"
 
 _GRADER = "Read rollouts (`lockstep rollouts RUN --step N --wrong`): is the grader right? Then change the difficulty."
@@ -316,10 +316,23 @@ _SLOW_ADVICE = "Something else uses the machine, or replies grew: compare with l
 TIME = (
     MetricInfo("time/step", "s", "Wall time of the step, without saving; the other times are its parts."),
     MetricInfo("time/rollout", "s", "Sampling.", drift=_SLOW, advice=_SLOW_ADVICE),
-    MetricInfo("time/grade", "s", "Grading."),
+    MetricInfo(
+        "time/grade", "s", "What grading added: reading replies, grading in this process, and waiting for the rest."
+    ),
+    MetricInfo(
+        "time/grade_work", "s", "All grading, most of it beside sampling when the verifier has processes of its own."
+    ),
+    MetricInfo(
+        "time/grade_slowest",
+        "s",
+        "The slowest reply to grade, summed over the rounds of a step.",
+        advice="Near the verifier's time limit: read the rollouts for what makes it slow.",
+    ),
     MetricInfo("time/update", "s", "Log-probabilities, gradients and optimizer.", drift=_SLOW, advice=_SLOW_ADVICE),
     MetricInfo("time/sync", "s", "Weights to the engine, and the proof."),
     MetricInfo("time/evaluate", "s", "Evaluation, in steps that have one."),
+    MetricInfo("time/validate", "s", "Validation loss of SFT, in steps that have one."),
+    MetricInfo("time/selftest", "s", "Testing the grader, in steps that do (health.selftest_every)."),
     MetricInfo("time/save", "s", "Writing the checkpoint, in steps that have one."),
     MetricInfo("throughput/rollout_tokens_per_s", "tokens/s", "batch/tokens_generated over time/rollout."),
     MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_trained over time/update."),
@@ -337,30 +350,7 @@ TIME = (
     ),
 )
 
-EVAL = (
-    MetricInfo("eval/<mode>/accuracy", "share of items", "Held-out accuracy in a decoding mode. What the run is for."),
-    MetricInfo("eval/<mode>/low", "share of items", "Lower end of its 95 % interval."),
-    MetricInfo("eval/<mode>/high", "share of items", "Upper end of its 95 % interval."),
-    MetricInfo(
-        "eval/<mode>/truncated",
-        "share of replies",
-        "Replies cut off at the token budget.",
-        Healthy(high=0.5, source=NOTES),
-        advice="Raise eval.max_tokens: a cut-off reply counts as wrong.",
-    ),
-    MetricInfo(
-        "eval/<mode>/unscored",
-        "share of replies",
-        "Replies that could not be scored; they are left out of the accuracy.",
-        Healthy(high=0, source="a score should cover all its items"),
-        advice="See `results` of the score in scores/*.json, and the grader.",
-    ),
-    MetricInfo("eval/<mode>/mean_tokens", "tokens a reply", "Mean response length of the evaluation."),
-    MetricInfo("task/<task>/reward", "reward", "Mean reward of one task's replies."),
-    MetricInfo("task/<task>/<metric>", "verifier's own", "A number that the verifier named, over one task's replies."),
-)
-
 ENTRIES: tuple[MetricInfo, ...] = (
-    *REWARD, *ANSWER, *LENGTH, *SAMPLING, *ADVANTAGE, *LOSS, *MISMATCH, *CORRECTION, *OPTIMIZER, *CRITIC,
-    *SYNC, *BATCH, *TIME, *EVAL,
+    *REWARD, *ANSWER, *LENGTH, *SAMPLING, *ADVANTAGE, *LOSS, *SFT, *MISMATCH, *CORRECTION, *OPTIMIZER, *CRITIC,
+    *SYNC, *NOISE, *BATCH, *ENV, *TIME, *EVAL,
 )  # fmt: skip

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NOTES = "notes of earlier GRPO runs"
+"""A source of healthy ranges."""
+
 
 @dataclass(frozen=True, slots=True)
 class Healthy:

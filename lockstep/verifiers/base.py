@@ -18,6 +18,19 @@ class Verifier(Protocol):
         """Never raises for a bad answer. `Grade.reward is None` means that the reply could not be scored."""
 
 
+def workers_of(grader: object) -> int:
+    """How many replies a verifier or task may be given at once, because it grades them in processes of its own; 0: one by one.
+
+    It says so by an attribute `workers`.
+    """
+    return int(getattr(grader, "workers", 0))
+
+
+def notes_of(verifier: object) -> tuple[str, ...]:
+    """What a user should read of a verifier before a run, which it says by an attribute `notes`."""
+    return tuple(getattr(verifier, "notes", ()))
+
+
 def shown(text: str) -> str:
     """Text that is safe to store as UTF-8, cut to MAX_SHOWN characters."""
     safe = text[:MAX_SHOWN].encode("utf-8", "replace").decode("utf-8")

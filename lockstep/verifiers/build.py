@@ -6,19 +6,42 @@ from typing import assert_never
 
 from lockstep.config import schema
 from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.choice import Choice
+from lockstep.verifiers.code import Code
+from lockstep.verifiers.composite import Composite, WeightedPart
+from lockstep.verifiers.expression import Expression
 from lockstep.verifiers.numeric import Numeric
-from lockstep.verifiers.python import load_function
+from lockstep.verifiers.python import UserFunction
+from lockstep.verifiers.regex import Regex, compile_pattern
+from lockstep.verifiers.sets import UnorderedSet
+from lockstep.verifiers.structured import StructuredJson
 from lockstep.verifiers.text import Text
 
 
 def build_verifier(settings: schema.Verifier) -> Verifier:
-    """The verifier that the settings describe. Raises TaskError if a function of the user's cannot be used."""
+    """The verifier that the settings describe. Raises TaskError if a function of the user's or a schema cannot be used."""
     match settings:
         case schema.NumericVerifier():
             return Numeric(settings.fallback, settings.tolerance)
         case schema.TextVerifier():
             return Text(settings.fallback)
+        case schema.MathVerifier():
+            return Expression(settings)
+        case schema.ChoiceVerifier():
+            return Choice(settings.options, settings.several, settings.fallback)
+        case schema.SetVerifier():
+            return UnorderedSet(settings.fallback, settings.tolerance, settings.repeats)
+        case schema.RegexVerifier():
+            pattern = None if settings.pattern is None else compile_pattern(settings.pattern, "verifier regex, pattern")
+            return Regex(pattern, settings.compare, settings.shown_as)
+        case schema.JsonVerifier():
+            return StructuredJson(settings)
         case schema.PythonVerifier():
-            return load_function(settings.path)
+            return UserFunction(settings)
+        case schema.CodeVerifier():
+            return Code(settings)
+        case schema.CompositeVerifier():
+            parts = [WeightedPart(part.name, build_verifier(part.verifier), part.weight) for part in settings.parts]
+            return Composite(parts, settings.combine)
         case _:
             assert_never(settings)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
 Fallback: TypeAlias = Literal["none", "last_number", "last_line"]
-Method: TypeAlias = Literal["boxed", "last_number", "last_line", "none"]
+Method: TypeAlias = Literal["boxed", "last_number", "last_line", "pattern", "json_block", "code_block", "whole", "none"]
 
 REGION = 4096
 """An answer is only looked for in this many characters at the end of the reply."""

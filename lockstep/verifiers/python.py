@@ -1,4 +1,4 @@
-"""A verifier of one's own: def grade(prompt, reply) in a Python file."""
+"""A verifier of one's own: def grade(prompt, reply) in a Python file, called in processes that may be killed."""
 
 from __future__ import annotations
 
@@ -6,35 +6,68 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.user_code import describe, load_object
 from lockstep.verifiers.base import unscored
+from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.verifiers.wire import grade_fields, prompt_fields, read_grade, read_prompt
+
+if TYPE_CHECKING:  # a worker has no use for the settings
+    from lockstep.config import schema
 
 UserGrade = Callable[[Prompt, str], object]
 
 
-@dataclass(frozen=True, slots=True)
 class UserFunction:
-    """Calls the user's function. What it returns or raises by mistake becomes an unscored reply, never a 0."""
+    """Calls the user's function, in a process of its own. What it returns or raises by mistake, a call that takes too long
+    or too much memory, and one that starts processes or ends its own become an unscored reply, never a 0."""
 
-    function: UserGrade
-    file: Path
+    def __init__(self, settings: schema.PythonVerifier) -> None:
+        """Raises TaskError if the function is missing or cannot be called as (prompt, reply)."""
+        memory = None if settings.memory_gib is None else int(settings.memory_gib * 2**30)
+        load = {"kind": "python", "path": settings.path}
+        work = Work(load, settings.path, wall_seconds=settings.seconds, memory=memory, own_code=True)
+        self.pool = WorkerPool(work, settings.workers)
+        self.workers = settings.workers
+        self.pool.start()
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return grade_safely(self.function, prompt, reply, self.file)
+        match self.pool.call({"prompt": prompt_fields(prompt), "reply": reply}):
+            case Answered(value):
+                return read_grade(value)
+            case Failed(error):
+                return unscored(error)
+            case Exceeded(limit, error):
+                return unscored(f"the grader met its {limit} limit: {error}")
+            case Died(error):
+                return unscored(f"the grader did not live: {error}")
+            case outcome:
+                assert_never(outcome)
 
 
-def load_function(spec: str) -> UserFunction:
+def load_in_worker(spec: str) -> Callable[[Any], dict[str, Any]]:
+    """The function `file.py:function`, as a worker calls it. Raises TaskError if it cannot be used."""
+    function = load_function(spec)
+
+    def answer(call: Any) -> dict[str, Any]:
+        grade = as_grade(function(read_prompt(call["prompt"]), call["reply"]))
+        return grade_fields(grade)
+
+    return answer
+
+
+def load_function(spec: str) -> UserGrade:
     """The function `file.py:function`. Raises TaskError if it is missing or cannot be called as (prompt, reply)."""
     function = load_object(spec)
     if not callable(function):
         raise TaskError(f"it is a {type(function).__name__}, not a function", where=spec, fix="name a function")
     check_call(function, ("prompt", "reply"), spec)
-    return UserFunction(function, Path(spec.rpartition(":")[0]).expanduser())
+    return function
 
 
 def check_call(function: Callable[..., object], arguments: tuple[str, ...], where: str) -> None:

@@ -1,28 +1,68 @@
-"""Does a verifier pay for the right answer and only for that? Asked before a run, of real prompts."""
+"""Does a verifier pay for the right answer and only for that? Asked before a run and during it, of real prompts."""
 
 from __future__ import annotations
 
-from lockstep.types import Prompt
+from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import Verifier, shown
+from lockstep.verifiers.composite import Composite
+from lockstep.verifiers.mutations import right_reply, wrong_replies
+from lockstep.verifiers.python import UserFunction
 
 GARBAGE = ("qwerty uiop", "\\boxed{@#!}", "\\boxed{")
 
 
-def self_test(verifier: Verifier, prompt: Prompt, *, pays: bool = True) -> list[str]:
-    """The problems found with this prompt: the boxed reference must pay 1, an empty reply and garbage 0.
+def self_test(
+    verifier: Verifier, prompt: Prompt, *, pays: bool = True, garbage: bool = True, mutations: bool = False
+) -> list[str]:
+    """The problems found with this prompt: a right reply must pay 1; an empty one and `garbage` 0; wrong
+    answers made from the reference (`mutations`) 0.
 
     With `pays=False` the probes only have to be scored: a grader of one's own may pay as it likes.
     Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box pays 0.0, not 1"
     """
-    boxed = f"The answer is \\boxed{{{prompt.answer}}}."
-    probes = [(f"the reference {shown(prompt.answer)!r} in a box", boxed, 1.0), ("an empty reply", "", 0.0)]
-    probes += [(f"the garbage {text!r}", text, 0.0) for text in GARBAGE]
+    probes: list[tuple[str, str, float]] = []
+    if (right := right_reply(verifier, prompt)) is not None:
+        where = "in a box" if "\\boxed" in right else "as it is to be written"
+        probes.append((f"the reference {shown(prompt.answer)!r} {where}", right, 1.0))
+    if garbage:
+        probes.append(("an empty reply", "", 0.0))
+        probes += [(f"the garbage {text!r}", text, 0.0) for text in GARBAGE]
+    if mutations:
+        probes += [(f"the wrong reply {shown(text)!r}", text, 0.0) for text in wrong_replies(verifier, prompt)]
     problems = []
     for name, reply, due in probes:
         grade = verifier.grade(prompt, reply)
         label = f"{shown(prompt.id)}: {name}"
-        if grade.reward is None:
+        paid = _paid(verifier, grade)
+        if paid is None:
             problems.append(f"{label} cannot be scored: {grade.error}")
-        elif pays and grade.reward != due:
-            problems.append(f"{label} pays {grade.reward:g}, not {due:g}")
+        elif pays and paid != due:
+            problems.append(f"{label} pays {paid:g}, not {due:g}")
     return problems
+
+
+def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
+    """What a user should know of a grader of their own: one that pays an empty reply or garbage as much as the
+    reference, or the same reply not the same twice."""
+    if not isinstance(verifier, UserFunction):
+        return []
+    right = right_reply(verifier, prompt) or ""
+    due, again = (verifier.grade(prompt, right).reward for _ in range(2))
+    found = []
+    if due != again:
+        found.append(f"{shown(prompt.id)}: the boxed reference is paid {due}, and {again} when it is graded again")
+    for reply in ("", *GARBAGE):
+        paid = verifier.grade(prompt, reply).reward
+        if paid is not None and due is not None and paid >= due:
+            name = f"the reply {reply!r}" if reply else "an empty reply"
+            found.append(f"{shown(prompt.id)}: {name} is paid {paid:g}, as the boxed reference or more ({due:g})")
+    return found
+
+
+def _paid(verifier: Verifier, grade: Grade) -> float | None:
+    """The reward; of a weighted composition, whether it counts as right: its other parts may ask for more than the answer."""
+    if grade.reward is None or not isinstance(verifier, Composite):
+        return grade.reward
+    if verifier.combine == "all":
+        return grade.metrics[f"part_{verifier.parts[0].name}"]
+    return grade.metrics["correct"]

@@ -136,3 +136,14 @@ def test_a_step_without_replies_has_no_credit(kind: str):
 def test_rewards_of_any_size_stay_finite(kind: str):
     step = [Episode(0, reward, (True, True), (), (0.0, 1.0)) for reward in (1e308, 0.0, 1.7e308, 0.5)]
     assert all(math.isfinite(value) for row in rows({"kind": kind}, *step) for value in row)
+
+
+def test_rewards_of_turns_stand_where_they_were_earned():
+    """Two replies with an observation between. Of the 2 earned a penalty leaves 1.5: it falls on the last token."""
+    trained, zeros = (True, True, False, True, True), (0.0,) * 5
+    settings = {"kind": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False}
+    by_turn = Episode(0, 1.5, trained, values=zeros, turn_rewards=((1, 0.5), (4, 1.5)))
+    assert rows(settings, by_turn) == [(1.5, 1.5, 0.0, 1.0, 1.0)]
+    assert rows(settings, Episode(0, 1.5, trained, values=zeros)) == [(1.5, 1.5, 0.0, 1.5, 1.5)]
+    unscored = Episode(0, None, trained, values=zeros, turn_rewards=((1, 0.5),))
+    assert rows(settings, unscored) == [zeros]

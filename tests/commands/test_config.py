@@ -33,7 +33,7 @@ def test_check_prints_what_a_recipe_amounts_to(capsys: pytest.CaptureFixture[str
     assert "32 a step = 4 prompts x 8 samples" in out
     assert "at most 768 a step = 32 x 24" in out
     assert "120 = 30 steps x 4 of 16 samples each" in out
-    assert "2e-05 (default for this adapter), constant, after 5 warm-up steps" in out
+    assert "2e-05 (default of rl with adapter lora), constant, after 5 warm-up steps" in out
     assert "greedy (T=0 x 1), at steps 20, 30" in out
 
 

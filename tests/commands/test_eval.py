@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.commands.eval import choose_modes, share_range
+from lockstep.commands.eval import choose_modes, named, share_range
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
 from lockstep.evaluate.records import read_score, score_path
@@ -82,9 +83,10 @@ def test_base_and_trained_stand_side_by_side(
     assert code == 0
     assert lines[0] == f"{run} at step 3: weights {fingerprints(finished)[3]}, as saved, in fp32"
     assert lines[1].startswith("sync v3: 62/62 tensors equal, 28 changed")
-    head = next(line for line in lines if line.startswith("task "))
+    head = next(line for line in lines if line.startswith("task ") and "verdict" in line)
     assert head.split() == ["task", "mode", "items", "base", "trained", "difference", "changed", "p", "verdict"]
-    assert sum(" greedy " in line and "[" in line for line in lines) == 1
+    assert sum(" greedy " in line and "[" in line for line in lines[lines.index(head) :]) == 1
+    assert sum(" greedy " in line and "12 points" in line for line in lines[: lines.index(head)]) == 1  # 1 item of 8
     assert f"greedy at step 0: measured before under the same conditions ({score_path(run, 0, 'greedy')})" in lines
     assert {path: path.read_bytes() for path in (run / "scores").iterdir()} == before
 
@@ -240,9 +242,164 @@ def test_modes_by_name_and_by_kind(home: Path, model: Path) -> None:
     assert [(mode.name, mode.temperature) for mode in choose_modes(recipe, "greedy")] == [("greedy", 0.0)]
     assert choose_modes(recipe, "avg@4") == recipe.eval.modes
     with pytest.raises(ConfigError, match="avg@4"):
-        choose_modes(recipe, "avg@8")
+        choose_modes(recipe, "avg8")
+    # Fixed modes need no recipe, and several can be named.
+    fixed = choose_modes(recipe, "greedy_pass@1,pass@8,nondet_proxy@4")
+    assert [(mode.name, mode.temperature, mode.samples) for mode in fixed] == [
+        ("greedy_pass@1", 0.0, 1), ("pass@8", 0.6, 8), ("nondet_proxy@4", 0.0, 4),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), [("0.5:0.7", (0.5, 0.7)), ("0.5:", (0.5, 1.0)), (":0.7", (0.0, 0.7))])
 def test_ranges(text: str, expected: tuple[float, float]) -> None:
     assert share_range(text) == expected
+
+
+# --- adapters, several targets, every checkpoint ---------------------------------------------------------------------
+def peft_folder(run: Path, place: Path) -> Path:
+    """The newest checkpoint as PEFT's save_pretrained would leave it: no file of ours."""
+    place.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(run / "checkpoints" / "step_000003" / name, place / name)
+    return place
+
+
+def test_an_adapters_folder_gives_the_score_of_its_checkpoint(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its base beside it, and in the place where trainers put it: global_step_3/actor/lora_adapter."""
+    peft_folder(run, tmp_path / "global_step_3" / "actor" / "lora_adapter")
+    recipe = words(tmp_path, model)
+    out_dir = tmp_path / "out"
+    code, out, _ = said(
+        capsys, f"mine={tmp_path}/global_step_3", "--recipe", *recipe, "--out", out_dir, "--mode", "greedy"
+    )
+    assert code == 0, out
+    inside, base = (read_score(score_path(run, step, "greedy")) for step in (3, 0))
+    adapter, beside = (
+        read_score(out_dir / "mine_step_000003_greedy.json"),
+        read_score(out_dir / "mine_base_step_000000_greedy.json"),
+    )
+    assert (adapter.results, adapter.conditions.weights) == (inside.results, inside.conditions.weights)
+    assert beside.results == base.results
+    assert "verdict" in out
+    assert f"the adapter is in {tmp_path}/global_step_3/actor/lora_adapter" in out
+
+
+def test_an_adapter_that_does_not_fit_is_refused(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = words(tmp_path, model)
+    folder = peft_folder(run, tmp_path / "peft")
+    assert said(capsys, folder)[0] == 2  # which task?
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for change, code, says in (
+        ({"target_modules": ["q_proj"]}, 7, "the adapter does not fit the model: it has"),
+        ({"rank_pattern": {"q_proj": 2}}, 4, "it uses rank_pattern"),
+        ({"bias": "all"}, 4, "it trains biases"),
+        ({"peft_type": "IA3"}, 4, "its method is ia3"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+        found, out, err = said(capsys, folder, "--recipe", *recipe)
+        assert (found, out) == (code, ""), err
+        assert says in err
+
+
+def test_sharded_training_folders_are_refused_and_not_taken_in_part(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor = tmp_path / "global_step_29" / "actor"
+    shutil.copytree(model, actor / "huggingface")
+    for rank in range(2):
+        (actor / f"model_world_size_2_rank_{rank}.pt").write_bytes(b"")
+    code, out, err = said(capsys, actor.parent, "--recipe", *words(tmp_path, model))
+    assert (code, out) == (6, "")
+    assert "a sharded training folder (FSDP shards of verl: 2 files such as model_world_size_2_rank_0.pt)" in err
+
+
+def test_every_checkpoint_of_a_run_on_one_model(
+    run: Path, finished: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said(capsys, run, "--all-checkpoints", "--mode", "sampled")
+    assert code == 0
+    shown = [line for line in out.splitlines() if ": weights " in line and "as saved" in line]
+    weights_of = fingerprints(finished)
+    assert shown == [f"{run} at step {step}: weights {weights_of[step]}, as saved, in fp32" for step in (1, 2, 3)]
+    assert out.count("verdict") == 3
+    for step in (2, 3):  # on the same model, one after the other: the replies are those of training
+        assert f"all 8 replies are those of the stored score ({score_path(run, step, 'sampled')})" in out
+    assert "all targets" in out
+    assert said(capsys, run, "--all-checkpoints", "--step", "2")[0] == 2
+
+
+def test_several_named_targets_stand_side_by_side(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = words(tmp_path, model)
+    code, out, _ = said(
+        capsys, f"base={model}", f"rl={run}", "--no-base", "--mode", "greedy_pass@1", "--out", tmp_path / "out",
+        "--recipe", *recipe,
+    )  # fmt: skip
+    assert code == 0
+    table = out[out.index("all targets") :].splitlines()
+    assert [line.split()[2] for line in table[3:5]] == ["base", "rl"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "base_step_000000_greedy_pass@1.json", "rl_step_000003_greedy_pass@1.json",
+    ]  # fmt: skip
+    code, _, err = said(capsys, str(model), str(model), "--recipe", *recipe)
+    assert (code, "two targets are called" in err) == (2, True)
+
+
+def test_the_same_weights_under_two_names_are_no_alarm_but_other_weights_are(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of a model with one weight moved by a hair: the weights differ, the greedy replies do not."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, tmp_path / "hair")
+    tensors = load_file(tmp_path / "hair" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-6
+    save_file(tensors, tmp_path / "hair" / "model.safetensors", metadata={"format": "pt"})
+    recipe = words(tmp_path, model)
+    named = [f"a={model}", f"b={tmp_path}/hair", "--recipe", *recipe, "--mode", "greedy"]
+    code, out, _ = said(capsys, *named)
+    assert code == 0
+    assert "alarm: a and b, greedy: weights not loaded? All 8 replies are the same" in out
+    code, _, err = said(capsys, *named, "--fail-on-alarm")
+    assert (code, "alarms, the first" in err) == (7, True)
+    code, out, _ = said(capsys, f"a={model}", f"b={model}", "--recipe", *recipe, "--mode", "greedy")
+    assert "weights not loaded?" not in out
+
+
+def test_with_base_a_model_stands_beside_the_recipes_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path / "other", seed=3)
+    code, out, _ = said(
+        capsys, tmp_path / "other", "--with-base", "--mode", "sampled", "--recipe", *words(tmp_path, model)
+    )
+    assert code == 0
+    assert "compared across different model because you said so" in out
+    assert "conditions differ" not in out
+
+
+def test_other_sets_are_evaluated_by_role(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, run, "--role", "train", "--items", "6", "--mode", "greedy", "--no-base")
+    assert code == 0
+    assert "sums/train/" in out
+    code, _, err = said(capsys, run, "--role", "ood_probe", "--items", "6", "--mode", "greedy")
+    assert (code, "no held-out questions for ood_probe" in err) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("mine=runs/mine", ("mine", "runs/mine")),
+        ("eval.items=3", ("", "eval.items=3")),
+        ("seed=3", ("", "seed=3")),
+        ("eval.itemz=3", ("", "eval.itemz=3")),
+        ("runs/mine", ("", "runs/mine")),
+    ],
+)
+def test_names_are_told_from_overrides(word: str, expected: tuple[str, str]) -> None:
+    assert named(word) == expected

@@ -21,8 +21,8 @@ from lockstep.config.schema import Recipe, Section
 
 
 def setting(path: str) -> Setting:
-    (found,) = (s for group in groups() for s in group.settings if s.path == path)
-    return found
+    """The first of that path: a setting of two variants stands with each."""
+    return next(s for group in groups() for s in group.settings if s.path == path)
 
 
 def test_a_setting_has_type_default_range_and_meaning() -> None:
@@ -32,7 +32,7 @@ def test_a_setting_has_type_default_range_and_meaning() -> None:
     assert setting("optimizer.lr").type == "number or null"
     assert setting("optimizer.betas").type == "list of 2 numbers"
     assert setting("optimizer.betas").allowed == "each >= 0, < 1"
-    assert setting("adapter.kind").allowed == "none, lora"
+    assert setting("adapter.kind").allowed == "none, lora, peft"
     assert setting("algorithm.kl.estimator").allowed == "k1, k2, k3"
     assert setting("track.sinks").type == "list of choice"
     assert setting("track.sinks").allowed == "each wandb, trackio, tensorboard"
@@ -58,7 +58,7 @@ def _leaves(value: Any, path: str) -> list[str]:
     "args",
     [
         [],
-        ["adapter.kind=lora", "task={kind: file, path: x, verifier: {kind: text}}"],
+        ["adapter.kind=lora", "task={kind: file, data: x, verifier: {kind: text}}"],
         ["task={kind: python, path: 'x.py:y'}"],
         ["algorithm.kind=ppo", "algorithm.correction.kind=mis"],
         ["algorithm.kind=cispo", "algorithm.advantage.kind=whitened", "algorithm.correction.kind=tis"],
@@ -79,7 +79,7 @@ def test_what_all_kinds_of_algorithm_share_is_listed_once() -> None:
 
 
 def test_each_kind_of_algorithm_has_a_line_with_the_defaults_of_its_own() -> None:
-    (shared,) = (group for group in groups() if group.kinds)
+    (shared,) = (group for group in groups() if group.kinds and group.path == "algorithm")
     own = {kind.name: kind.defaults for kind in shared.kinds}
     assert tuple(own) == tuple(
         get_args(get_args(Algorithm)[0])[n].model_fields["kind"].default for n in range(len(own))
@@ -98,7 +98,7 @@ def test_each_kind_of_algorithm_has_a_line_with_the_defaults_of_its_own() -> Non
 @pytest.mark.parametrize("kind", get_args(get_args(Algorithm)[0]))
 def test_the_listed_defaults_make_the_kind_out_of_grpo(kind: type[Section]) -> None:
     """Written as overrides of plain GRPO, they give the same objective: nothing is left out, nothing is invented."""
-    (shared,) = (group for group in groups() if group.kinds)
+    (shared,) = (group for group in groups() if group.kinds and group.path == "algorithm")
     (own,) = (entry.defaults for entry in shared.kinds if entry.name == kind.model_fields["kind"].default)
     built = load([f"algorithm.{default}" for default in own]).algorithm.model_dump(exclude={"kind"})
     assert built == kind().model_dump(exclude={"kind"})
@@ -110,6 +110,7 @@ def test_sections_whose_variants_share_nothing_are_listed_one_by_one() -> None:
     assert {group.title for group in groups() if group.path == "adapter"} == {
         "adapter (kind: none)",
         "adapter (kind: lora)",
+        "adapter (kind: peft)",
     }
 
 
@@ -118,8 +119,9 @@ def test_help_is_one_line_a_setting_and_a_prefix_narrows_it() -> None:
     listed = [line.split()[0] for line in everything if line.startswith("  ") and not line.startswith("    ")]
     assert listed == [s.path for group in groups() for s in group.settings]
     kinds = [line.split()[0] for line in everything if line.startswith("    ")]
-    assert kinds == [f"algorithm.kind={kind.name}" for group in groups() for kind in group.kinds]
-    assert [line.split()[0] for line in help_lines("algorithm.kind") if line.startswith("    ")] == kinds
+    assert kinds == [f"{group.path}.kind={kind.name}" for group in groups() for kind in group.kinds]
+    own = [kind for kind in kinds if kind.startswith("algorithm.")]
+    assert [line.split()[0] for line in help_lines("algorithm.kind") if line.startswith("    ")] == own
     (heading, *kl) = help_lines("algorithm.kl.")
     assert heading.startswith("algorithm.kl: Penalty")
     assert [line.split()[:3] for line in kl] == [

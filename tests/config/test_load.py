@@ -8,6 +8,7 @@ import pytest
 from lockstep.config.algorithm import PythonLoss
 from lockstep.config.load import built_in, dump, load, load_mapping
 from lockstep.config.schema import (
+    Data,
     EvalMode,
     FileTask,
     Lora,
@@ -85,9 +86,9 @@ def test_a_section_without_kind_is_the_default_variant() -> None:
 def test_another_kind_drops_the_settings_of_the_old_one(tmp_path: Path) -> None:
     file = write(tmp_path, "adapter: {kind: lora, rank: 4}\ntask: {dataset: x, verifier: {tolerance: 0.1}}\n")
     assert load([file]).adapter == Lora(rank=4)
-    recipe = load([file, "adapter.kind=none", "task.kind=file", "task.path=q.jsonl"])
+    recipe = load([file, "adapter.kind=none", "task.kind=file", "task.data=q.jsonl"])
     assert recipe.adapter == NoAdapter()
-    assert recipe.task == FileTask(path="q.jsonl")
+    assert recipe.task == FileTask(data=Data(source="q.jsonl"))
     verifier = load([file, "task.verifier.kind=text"]).task
     assert isinstance(verifier, ReasoningGymTask)
     assert (verifier.dataset, verifier.verifier) == ("x", TextVerifier())

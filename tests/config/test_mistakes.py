@@ -36,7 +36,7 @@ health: {warn_unscored: 0.5}
     assert mistakes(str(file), "eval.items=0", "samples_per_prompt=1") == [
         f"{file}:10: steps: written twice, first in line 1",
         f'{file}:1: steps = "many": must be a whole number',
-        f'{file}:7: adapter.kind = "lorra": must be none or lora; did you mean lora?',
+        f'{file}:7: adapter.kind = "lorra": must be none or lora or peft; did you mean lora?',
         f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr or algorithm.critic.lr?",
         f"{file}:4: optimizer.eps = 0: must be above 0",
         f"{file}:3: optimizer.lrr = 3e-06: no such setting; did you mean optimizer.lr?",
@@ -170,11 +170,13 @@ def test_algorithms_that_compare_no_samples_take_one(kind: str) -> None:
 
 def test_paths_have_no_variant_tags_even_if_a_key_is_called_like_one() -> None:
     lines = mistakes("adapter={kind: lora, lora: {rank: 3}, rank: -1, targets: [a, 3]}")
-    assert [line.partition(" =")[0] for line in lines] == ["adapter.rank", "adapter.targets.1", "adapter.lora"]
+    assert [line.partition(" =")[0] for line in lines] == ["adapter.targets.1", "adapter.rank", "adapter.lora"]
 
 
 def test_alternatives_of_a_value_are_one_mistake() -> None:
-    assert mistakes("adapter={kind: lora, targets: 5}") == ["adapter.targets = 5: must be all-linear or must be a list"]
+    assert mistakes("adapter={kind: lora, targets: 5}") == [
+        "adapter.targets = 5: must be auto or all-linear or attention or must be a list"
+    ]
 
 
 def test_a_variant_written_as_a_text_is_understood() -> None:
@@ -182,7 +184,7 @@ def test_a_variant_written_as_a_text_is_understood() -> None:
 
 
 def test_required_settings_are_named() -> None:
-    assert mistakes("task.kind=file") == ["task.path: required"]
+    assert mistakes("task.kind=file") == ["task.data: required"]
     assert mistakes("chat.examples=[{user: a}]") == ["chat.examples.0.assistant: required"]
 
 
@@ -252,3 +254,21 @@ def test_a_whole_number_too_large_for_a_float() -> None:
     assert mistakes(f"optimizer.lr={2**1024 - 1}")[0].endswith(": must be a finite number")
     assert mistakes(f"optimizer.lr={2**1025}")[0].endswith(": must be a finite number")
     assert mistakes(f"optimizer.lr={'9' * 5000}")[0].endswith(": must be a finite number")
+
+
+def test_a_filter_of_a_list_is_named_with_its_number() -> None:
+    start = "task={kind: file, data: {source: a, filters: [{kind: distinct}, "
+    assert mistakes(start + "{kind: amog}]}}")[0].startswith('task.data.filters.1.kind = "amog": must be among or ')
+    assert mistakes(start + "{kind: amog}]}}")[0].endswith("did you mean among or not_among?")
+    assert mistakes(start + "{knd: among}]}}") == [
+        'task.data.filters.1.knd = "among": no such setting; did you mean task.data.filters.1.kind?'
+    ]
+    assert mistakes(start + "{kind: among, colums: [a], values: [1]}]}}") == [
+        "task.data.filters.1.columns: required",
+        'task.data.filters.1.colums = ["a"]: no such setting; did you mean task.data.filters.1.columns?',
+    ]
+
+
+def test_a_source_of_the_wrong_form_names_the_right_one() -> None:
+    (line,) = mistakes("task={kind: file, data: 'https://huggingface.co/datasets/openai/gsm8k'}")
+    assert line == "task.data: a web page; write the hub id openai/gsm8k"

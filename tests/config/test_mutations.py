@@ -102,8 +102,10 @@ GIVEN: Tree = {
         "role": "ood_probe",
         "modes": [
             {"name": "greedy", "temperature": 0.0, "samples": 1},
-            {"name": "hot", "temperature": 1.0, "samples": 4},
+            {"name": "hot", "temperature": 1.0, "samples": 4, "estimates": ["pass@2", "maj@4"]},
         ],
+        "also": [{"role": "sanity", "items": 18}],
+        "stop": {"kind": "drops", "metric": "eval/greedy/accuracy", "in_a_row": 3, "min_delta": 0.02},
         "max_tokens": 96,
     },
     "save": {"every": 10, "keep_last": 3, "keep_best": "eval/greedy/accuracy"},
@@ -112,15 +114,23 @@ GIVEN: Tree = {
 }
 FILE_TASK: Tree = {
     "kind": "file",
-    "path": "train.jsonl",
-    "heldout": {"id_probe": "test.jsonl"},
+    "data": {
+        "source": "train.jsonl",
+        "prompt": "question",
+        "answer": "result",
+        "id": "key",
+        "keep": ["level"],
+        "max_rows": 100,
+        "on_bad_row": "drop",
+        "filters": [{"kind": "length", "low": 5}, {"kind": "among", "columns": ["level"], "values": [1, "a"]}],
+    },
+    "heldout": {"id_probe": {"source": "test.jsonl"}},
     "heldout_rows": 10,
-    "prompt": "question",
-    "answer": "result",
-    "id": "key",
+    "near_overlap": "refuse",
     "verifier": {"kind": "text", "fallback": "last_line"},
 }
 PYTHON_TASK: Tree = {"kind": "python", "path": "my.py:Mine", "settings": {"level": 3}}
+OTHER_ADAPTER: Tree = {"kind": "peft", "method": "vera", "options": {"r": 4}, "targets": ["q_proj"]}
 PPO: Tree = {
     "kind": "ppo",
     "advantage": {"kind": "gae", "gamma": 0.99, "lam": 0.95, "whiten": False, "whiten_eps": 1e-6},
@@ -140,6 +150,49 @@ ALGORITHMS: tuple[Tree, ...] = (
     {"kind": "reinforce", "advantage": {"kind": "reward", "baseline": 0.5}},
 )
 """The variants that GIVEN does not have."""
+_RATE: Tree = {
+    "lr": 3e-6,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "schedule": "wsd",
+    "warmup_steps": 4,
+    "min_lr_ratio": 0.1,
+    "decay_share": 0.3,
+}
+OPTIMIZERS: tuple[Tree, ...] = (
+    _RATE
+    | {"kind": "muon", "momentum": 0.9, "nesterov": False, "iterations": 4, "scale": "original"}
+    | {"betas": [0.9, 0.99], "eps": 1e-9, "rest_lr_ratio": 0.5},
+    _RATE | {"kind": "python", "path": "my.py:Mine", "settings": {"level": 3}, "state_bytes": 4.0},
+)
+VERIFIERS: tuple[Tree, ...] = (
+    {"kind": "math", "fallback": "last_line", "written_out": True},
+    {"kind": "choice", "options": 5, "several": True},
+    {"kind": "set", "repeats": "ignore"},
+    {"kind": "regex", "pattern": "#### (.*)", "shown_as": "#### ANSWER"},
+    {"kind": "json", "json_schema": {"type": "object"}, "equal": False},
+    {"kind": "python", "path": "my.py:grade", "seconds": 2.0},
+)
+COMPOSITE: Tree = {
+    "kind": "composite",
+    "combine": "weighted",
+    "parts": [
+        {"name": f"p{i}", "verifier": kind, "weight": 0.5**i} for i, kind in enumerate((*VERIFIERS, {"kind": "text"}))
+    ],
+}
+SFT: Tree = {
+    "data": None,
+    "rollouts": {"run": "runs/a", "keep": "all", "per_prompt": 2, "first_step": 3},
+    "validation": None,
+    "validation_rows": 8,
+    "validate_every": 5,
+    "epochs": None,
+    "sequences_per_step": 4,
+    "max_tokens": 64,
+    "too_long": "drop",
+    "train_on": "all_assistant",
+    "aggregation": "sequence_mean",
+}
 
 SETTINGS = {setting.path: setting for group in groups() for setting in group.settings}
 
@@ -152,8 +205,27 @@ def _complete(given: Tree) -> Tree:
 FULL = _complete(GIVEN)
 FULL_FILE = _complete(GIVEN | {"task": FILE_TASK})
 FULL_PYTHON = _complete(GIVEN | {"task": PYTHON_TASK})
+FULL_ADAPTER = _complete(GIVEN | {"adapter": OTHER_ADAPTER})
+PLATEAU: Tree = {"kind": "plateau", "metric": "eval/hot/pass@2", "smooth": 2, "patience": 4, "min_delta": 0.0}
+FULL_PLATEAU = _complete(GIVEN | {"eval": GIVEN["eval"] | {"stop": PLATEAU}})
 FULL_ALGORITHMS = tuple(_complete(GIVEN | {"algorithm": algorithm}) for algorithm in ALGORITHMS)
-BASES = (FULL, FULL_FILE, FULL_PYTHON, *FULL_ALGORITHMS)
+FULL_OPTIMIZERS = tuple(_complete(GIVEN | {"optimizer": optimizer}) for optimizer in OPTIMIZERS)
+_SUPERVISED: Tree = {"loop": "sft", "sft": SFT, "algorithm": {"kind": "grpo"}, "update": {}}
+FULL_VERIFIERS = tuple(
+    _complete(GIVEN | {"task": GIVEN["task"] | {"verifier": verifier}}) for verifier in (*VERIFIERS, COMPOSITE)
+)
+FULL_SFT = _complete({name: value for name, value in GIVEN.items() if name != "noise"} | _SUPERVISED)
+BASES = (
+    FULL_SFT,
+    *FULL_VERIFIERS,
+    *FULL_OPTIMIZERS,
+    FULL,
+    FULL_FILE,
+    FULL_PYTHON,
+    FULL_ADAPTER,
+    FULL_PLATEAU,
+    *FULL_ALGORITHMS,
+)
 
 
 @dataclass(frozen=True)
@@ -173,8 +245,14 @@ def _mutations() -> Iterator[Mutation]:
     yield from _mutated(FULL, ())
     for other in (FULL_FILE, FULL_PYTHON):
         yield from _mutated(other, ("task",))
+    yield from _mutated(FULL_ADAPTER, ("adapter",))
     for other in FULL_ALGORITHMS:
         yield from _mutated(other, ("algorithm",))
+    for other in FULL_OPTIMIZERS:
+        yield from _mutated(other, ("optimizer",))
+    yield from _mutated(FULL_SFT, ("sft",))
+    for other in FULL_VERIFIERS[:-1]:
+        yield from _mutated(other, ("task", "verifier"))
     for overrides, path in IMPOSSIBLE:
         tree = copy.deepcopy(FULL)
         for at, value in overrides.items():
@@ -204,11 +282,20 @@ IMPOSSIBLE: tuple[tuple[Tree, str], ...] = (
     ({"adapter": "lora"}, "adapter"),
     ({"task.kind": "file"}, "task.dataset"),
     ({"task.kind": "python"}, "task.size"),
-    ({"task": {"kind": "file"}}, "task.path"),
+    ({"task": {"kind": "file"}}, "task.data"),
     ({"task": {"kind": "python", "path": "mine.py"}}, "task.path"),
-    ({"task": {"kind": "file", "path": "a", "heldout": {"test": "b"}}}, "task.heldout.test"),
+    ({"task": {"kind": "file", "data": "a", "heldout": {"test": "b"}}}, "task.heldout.test"),
     ({"task.verifier.kind": "text"}, "task.verifier.tolerance"),
     ({"task.verifier": {"kind": "python"}}, "task.verifier.path"),
+    ({"task.verifier": COMPOSITE | {"parts": COMPOSITE["parts"][:1]}}, "task.verifier.parts"),
+    ({"task.verifier": COMPOSITE | {"parts": COMPOSITE["parts"][::-1]}}, "task.verifier"),
+    ({"task.verifier": COMPOSITE | {"combine": "all"}}, "task.verifier"),
+    ({"task.verifier": COMPOSITE | {"combine": "some"}}, "task.verifier.combine"),
+    (
+        {"task.verifier": COMPOSITE | {"parts": [{"name": "a", "verifier": {"kind": "nothing"}}] * 2}},
+        "task.verifier.parts.0.verifier.kind",
+    ),
+    ({"task.verifier": {"kind": "regex", "pattern": "(a)(b)"}}, "task.verifier"),
     ({"task.settings": {"a": float("nan")}}, "task.settings.a"),
     ({"chat.template_kwargs": {"a": [1, float("inf")]}}, "chat.template_kwargs.a.1"),
     ({"algorithm.kind": "ppoo"}, "algorithm.kind"),

@@ -26,7 +26,7 @@ steps: 10
 adapter: {kind: lora, rank: 4}
 task:
   kind: file
-  path: "x.jsonl"
+  data: "x.jsonl"
 optimizer: {lr: 3e-6, betas: [0.9, 0.99]}
 eval:
   modes:
@@ -85,10 +85,14 @@ verifiers = (
     | section({"kind": st.just("text")}, fallback=st.sampled_from(["none", "last_line"]))
     | section({"kind": st.just("python"), "path": python_path})
 )
+sources = st.sampled_from(["a.jsonl", "org/name", "hf://datasets/a/b/c.parquet", "no", "1e-6"])
+data_sections = section({"source": sources}, id=st.none() | words, prompt=words, max_rows=count)
 tasks = (
     section(settings=free, size=count, verifier=verifiers)
     | section(
-        {"kind": st.just("file"), "path": words.filter(bool)}, id=st.none() | words, prompt=words, verifier=verifiers
+        {"kind": st.just("file"), "data": data_sections},
+        heldout=st.dictionaries(st.sampled_from(["id_probe", "sanity"]), data_sections, max_size=2),
+        verifier=verifiers,
     )
     | section({"kind": st.just("python"), "path": python_path}, settings=free)
 )

@@ -35,7 +35,7 @@ def test_it_is_the_quickstarts_work_but_for_its_length_and_its_evaluations() -> 
     quick, plain = load([str(RECIPES / "quickstart.yaml")]), load([str(RECIPES / "algorithms" / "grpo.yaml")])
     changed = {"name", "steps", "eval", "save"}
     assert plain.model_dump(exclude=changed) == quick.model_dump(exclude=changed)
-    assert (plain.steps, plain.eval.every, plain.eval.at_start, plain.eval.items) == (40, 40, True, quick.eval.items)
+    assert (plain.steps, plain.eval.every, plain.eval.at_start, plain.eval.items) == (64, 64, True, quick.eval.items)
 
 
 def test_each_recipe_is_of_the_algorithm_that_it_is_called_after() -> None:

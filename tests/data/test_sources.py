@@ -6,10 +6,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from lockstep.data.sources import Columns, read_prompts, read_rows
+from lockstep.config.data import Data
+from lockstep.data.load import open_rows
+from lockstep.data.sources import read_rows
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -25,15 +28,19 @@ def write(path: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def problems(path: Path, columns: Columns | None = None) -> str:
+def read_prompts(path: Path, name: str, task: str = "", **columns: str) -> tuple[Prompt, ...]:
+    return open_rows(Data(source=str(path), **columns), where="data").prompts(name, task)
+
+
+def problems(path: Path, **columns: str) -> str:
     with pytest.raises(DataError) as error:
-        read_prompts(path, columns or Columns(), "t")
+        read_prompts(path, "t", **columns)
     return str(error.value)
 
 
 def test_sample_file_in_both_formats(tmp_path):
-    columns = Columns(prompt="question", answer="answer", id="key")
-    prompts = read_prompts(FILES / "sums.jsonl", columns, "sums")
+    columns = {"prompt": "question", "answer": "answer", "id": "key"}
+    prompts = read_prompts(FILES / "sums.jsonl", "sums", **columns)
     assert prompts[0] == Prompt("sums/a1", user("What is 2 + 2?"), "4", "sums", {"level": 1})
     assert prompts[1].answer == "7"  # a number in the file
     assert [m["role"] for m in prompts[2].messages] == ["system", "user", "assistant", "user"]
@@ -41,27 +48,27 @@ def test_sample_file_in_both_formats(tmp_path):
     rows = [json.loads(line) for line in (FILES / "sums.jsonl").read_text().splitlines()]
     simple = [row | {"answer": str(row["answer"])} for row in rows if isinstance(row["question"], str)]
     pq.write_table(pa.Table.from_pylist(simple), tmp_path / "sums.parquet")
-    assert read_prompts(tmp_path / "sums.parquet", columns, "sums") == (prompts[0], prompts[1], prompts[3])
+    assert read_prompts(tmp_path / "sums.parquet", "sums", **columns) == (prompts[0], prompts[1], prompts[3])
 
 
 def test_parquet_messages_and_row_groups(tmp_path):
     turns = [{"role": "user", "content": "1 + 1"}]
     table = pa.table({"prompt": [turns] * 3000, "answer": range(3000)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=700)
-    prompts = read_prompts(tmp_path / "a.parquet", Columns(), "a")
+    prompts = read_prompts(tmp_path / "a.parquet", "a")
     assert [p.id for p in prompts[:2]] == ["a/1", "a/2"]
     assert prompts[2999] == Prompt("a/3000", user("1 + 1"), "2999", "a", {})
 
 
 def test_ids_and_task(tmp_path):
     file = write(tmp_path / "a.jsonl", '{"prompt": "p", "answer": 1}', "", '{"prompt": "q", "answer": 2.5}')
-    prompts = read_prompts(file, Columns(), "a@id_probe", task="a")
+    prompts = read_prompts(file, "a@id_probe", task="a")
     assert [(p.id, p.task, p.answer) for p in prompts] == [("a@id_probe/1", "a", "1"), ("a@id_probe/3", "a", "2.5")]
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path):
     file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "p", "answer": 1}\r', b"\r")
-    assert read_prompts(file, Columns(), "a")[0].messages == user("p")
+    assert read_prompts(file, "a")[0].messages == user("p")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +109,11 @@ def test_bad_rows_are_named(tmp_path, line, problem):
 
 
 def test_ids_are_checked(tmp_path):
-    columns = Columns(id="id")
     row = '{{"prompt": "p", "answer": 1, "id": {}}}'
     file = write(tmp_path / "a.jsonl", *(row.format(i) for i in ("1", '"1"', "1.5", "null", '""', "true")))
-    message = problems(file, columns)
+    message = problems(file, id="id")
     assert "5 of 6 rows" in message
-    assert "a.jsonl:2: its id 't/1' is already the id of row 1" in message
+    assert "a.jsonl:2: its id '1' is already the id of row 1" in message
     assert "a.jsonl:3: 'id' must be text or a whole number, this is a number" in message
     assert "a.jsonl:4: 'id' is null" in message
 
@@ -139,10 +145,10 @@ def test_damaged_parquet_is_named(tmp_path):
 
 def test_missing_foreign_and_empty_files(tmp_path):
     write(tmp_path / "train.jsonl", "")
-    assert "did you mean train.jsonl?" in problems(tmp_path / "trian.jsonl")
-    assert "the file has no rows" in problems(tmp_path / "train.jsonl")
-    write(tmp_path / "train.csv", "prompt,answer")
-    assert "cannot read .csv\n  to fix: use .jsonl or .parquet" in problems(tmp_path / "train.csv")
+    assert f"does not exist; nearest: {tmp_path / 'train.jsonl'}" in problems(tmp_path / "trian.jsonl")
+    assert "the source has no rows" in problems(tmp_path / "train.jsonl")
+    write(tmp_path / "train.txt", "prompt,answer")
+    assert "cannot read .txt\n  to fix: use .parquet, .jsonl, .json or .csv" in problems(tmp_path / "train.txt")
 
 
 def test_rows_are_read_one_at_a_time(tmp_path):
@@ -157,4 +163,32 @@ def test_any_bytes_give_prompts_or_a_data_error(tmp_path_factory, content):
     file = tmp_path_factory.mktemp("any") / "a.jsonl"
     file.write_bytes(content)
     with pytest.raises(DataError):  # no 200 random bytes are a row with prompt and answer
-        read_prompts(file, Columns(), "a")
+        read_prompts(file, "a")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet"])
+@given(content=st.binary(max_size=300) | st.text(alphabet='a,"\n\r[]{}: 1', max_size=60).map(str.encode))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_of_any_format_give_rows_or_a_data_error(tmp_path_factory, suffix, content):
+    file = tmp_path_factory.mktemp("any") / f"a{suffix}"
+    file.write_bytes(content)
+    try:
+        rows = list(read_rows(file))
+    except DataError:
+        return
+    assert all((row.values is None) == bool(row.problem) for row in rows)
+    assert len({row.number for row in rows}) == len(rows)
+
+
+@given(
+    st.text(min_size=1, max_size=300)
+    | st.sampled_from(["\0", "~nobody/x", "a" * 5000, "//", ".", "a/b/", "hf://datasets/a/b@/x"])
+)
+@settings(deadline=None)
+def test_any_text_is_a_source_or_refused_with_a_reason(text):
+    try:
+        open_rows(Data(source=text), where="data")
+        said = "Value error"
+    except (ValidationError, DataError) as error:
+        said = str(error)
+    assert "Value error" in said or "to fix: " in said

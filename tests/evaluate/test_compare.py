@@ -4,11 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluate import Verdict, comparable, compare, comparison_table, table_lines
-from lockstep.evaluate.compare import verdict_of
-from lockstep.evaluate.intervals import mcnemar, paired_difference
+from lockstep.evaluate.brief import Brief, Marks
+from lockstep.evaluate.compare import power_line, verdict_of
+from lockstep.evaluate.estimates import estimate
+from lockstep.evaluate.intervals import mcnemar, noise_floor, paired_difference, smallest_detectable
 from lockstep.types import Conditions
 from tests.evaluate.scores import CONDITIONS, score
 
@@ -140,9 +143,19 @@ def test_the_table_pairs_by_mode_in_the_order_of_the_base() -> None:
         ("sampled(T=1)", "no effect shown"),
     ]
     lines = table_lines(rows)
-    assert len(lines) == 3
+    assert len(lines) == 5
+    assert lines[3].startswith(
+        "greedy: 1 item = 5 points; with 20 items, of which 20 changed, a difference under 50.0 points"
+    )
     assert lines[0].split()[:3] == ["task", "mode", "items"]
-    cells = ["0.0 % [0.0, 16.1]", "100.0 % [83.9, 100.0]", "+100.0 [+100.0, +100.0]", "+20 -0", "<0.0001", "improved"]
+    cells = [
+        "0.0 % ± 0.0 [0.0, 16.1]",
+        "100.0 % ± 0.0 [83.9, 100.0]",
+        "+100.0 [+100.0, +100.0]",
+        "+20 -0",
+        "<0.0001",
+        "improved",
+    ]
     assert all(cell in lines[1] for cell in cells)
 
 
@@ -150,8 +163,8 @@ def test_the_table_shows_warnings_and_what_was_left_out() -> None:
     base = score([True, None, True])
     trained = with_texts_of(score([True, True, True], weights=B), base)
     lines = table_lines(comparison_table([base], [trained]))  # type: ignore[list-item]
-    assert lines[2].startswith("greedy: warning: weights not loaded?")
-    assert lines[3].startswith("greedy: 1 items left out")
+    assert lines[3].startswith("greedy: alarm: weights not loaded?")
+    assert lines[4].startswith("greedy: 1 items left out")
 
 
 def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:
@@ -160,6 +173,78 @@ def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:
         comparison_table([one], [])
     with pytest.raises(EvaluationError, match="two trained scores of greedy"):
         comparison_table([one], [one, one])
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+def test_a_changed_prompt_suffix_is_conditions_that_differ_and_no_improvement() -> None:
+    base = score([False] * 40)
+    better = score([True] * 40, weights=B, prompt_suffix=" Think step by step.", template_hash="f" * 16)
+    with pytest.raises(EvaluationError, match="conditions differ") as caught:
+        compare(base, better)
+    assert (
+        "template_hash: eeeeeeeeeeeeeeee against ffffffffffffffff; prompt_suffix: '' against ' Think step by step.'"
+        in str(caught.value)
+    )
+    c = compare(base, better, allow_mismatch=True)
+    assert (c.difference, c.p < 1e-9) == (1.0, True)
+    assert str(c.verdict) == "conditions differ"
+
+
+def test_another_model_is_what_is_asked_about_and_gets_a_verdict() -> None:
+    c = compare(score([False] * 20), score([True] * 20, weights=B, model="other"), allow_mismatch=True)
+    assert (c.mismatched, str(c.verdict)) == (("model",), "improved")
+
+
+def test_what_an_old_record_does_not_say_is_not_held_against_it() -> None:
+    silent = score([True], reasoning_effort=None, prompt_suffix=None)
+    assert comparable(silent.conditions, score([True], prompt_suffix=" now", weights=B).conditions) == []
+
+
+def test_the_noise_floor_is_the_least_difference_that_the_test_calls_an_effect() -> None:
+    for changed in range(41):
+        effects = [
+            m for m in range(changed % 2, changed + 1, 2) if mcnemar((changed - m) // 2, (changed + m) // 2) < 0.05
+        ]
+        assert noise_floor(changed, 100) == (effects[0] / 100 if effects else None)
+    assert noise_floor(5, 100) is None
+    assert noise_floor(6, 100) == 0.06
+    # Of 202 items 47 changed (23.5 %, as notes X-7 have it): the exact test needs 15 more up than down.
+    assert noise_floor(47, 202) == pytest.approx(15 / 202)
+
+
+def test_a_verdict_agrees_with_the_floor_that_is_printed() -> None:
+    for up in range(6, 30):
+        marks = [False] * up + [True] * 8 + [False] * 60
+        after = [True] * up + [False] * 8 + [False] * 60
+        c = compare(score(marks), score(after, weights=B))
+        assert c.floor is not None
+        assert (c.verdict is Verdict.NO_EFFECT) == (abs(c.difference) < c.floor - 1e-12)
+        assert (
+            f"with {len(marks)} items, of which {up + 8} changed, a difference under {100 * c.floor:.1f} points"
+            in power_line(c)
+        )
+
+
+def test_each_estimate_is_compared_by_its_own_values() -> None:
+    base = [[True, False, False, False]] * 10
+    after = [[True, True, True, True]] * 5 + [[False] * 4] * 5
+    a, b = (score(marks, weights=w, mode="avg@4(T=1,n=4)") for marks, w in ((base, A), (after, B)))
+    a, b = (
+        dataclasses.replace(s, estimates=tuple(estimate(s.results, name, 4) for name in ("avg@4", "pass@4")))
+        for s in (a, b)
+    )
+    assert compare(a, b).difference == pytest.approx(0.25)
+    assert compare(a, b, estimate="pass@4").difference == pytest.approx(-0.5)
+    with pytest.raises(EvaluationError, match="has no maj@4; it has avg@4, pass@4"):
+        compare(a, b, estimate="maj@4")
+
+
+def test_same_replies_in_other_numerics_raise_the_alarm() -> None:
+    base = score([True, False, True])
+    other = dataclasses.replace(base, conditions=dataclasses.replace(base.conditions, numerics="mxfp4-w4a4"))
+    assert compare(base, other, allow_mismatch=True).warning.startswith(
+        "numerics not applied? All 3 replies are the same"
+    )
 
 
 # --- simulations: is the verdict right as often as it should be? -----------------------------------------------------
@@ -184,9 +269,37 @@ def test_a_null_result_is_called_an_effect_in_at_most_five_of_a_hundred() -> Non
 
 def test_three_points_are_mostly_found() -> None:
     # A tenth of the items changes: 3.5 % fall, 6.5 % rise. Connor's formula gives 84 % power.
-    found = verdicts(np.random.default_rng(12), 300, fall=0.035, rise=0.065)
-    assert sum(v is Verdict.IMPROVED for v in found) >= 240
+    assert smallest_detectable(1000, 0.1, power=0.84) == pytest.approx(0.03, abs=0.0005)
+    found = verdicts(np.random.default_rng(12), 1000, fall=0.035, rise=0.065)
+    assert sum(v is Verdict.IMPROVED for v in found) >= 800
+    assert sum(v is Verdict.NO_EFFECT for v in found) <= 200
     assert not any(v is Verdict.WORSE for v in found)
+
+
+def planted(marks: NDArray[np.bool_], weights: str) -> Brief:
+    """A score of so many items, as it would be read of a file."""
+    return Brief(ONE[weights], Marks(IDS, DIGESTS[weights], ("pass@1",), (tuple(marks.astype(float).tolist()),)))
+
+
+IDS = tuple(f"item/{i}" for i in range(1000))
+DIGESTS = {weights: tuple(f"{weights[0]}{i:011x}" for i in range(1000)) for weights in (A, B)}
+ONE = {weights: score([True], weights=weights) for weights in (A, B)}
+
+
+def test_four_tenths_of_a_point_observed_on_a_thousand_items_is_never_called_an_effect() -> None:
+    # Notes X-7: gpt-oss -0.40 points (p 0.783). Whatever the share that changes, ±4 items of 1000 are no effect.
+    rng = np.random.default_rng(14)
+    for i in range(1000):
+        margin, fewer = (4, -4)[i % 2], int(rng.integers(1, 200))
+        b, c = (fewer, fewer + 4) if margin > 0 else (fewer + 4, fewer)
+        before = rng.permutation(np.repeat([True, False], 500))
+        fall, rise = rng.choice(np.flatnonzero(before), b, False), rng.choice(np.flatnonzero(~before), c, False)
+        after = before.copy()
+        after[fall], after[rise] = False, True
+        found = compare(planted(before, A), planted(after, B))
+        assert (found.b, found.c, found.difference) == (b, c, pytest.approx(margin / 1000))
+        assert found.verdict is Verdict.NO_EFFECT
+        assert found.low < found.difference < found.high
 
 
 def test_a_null_result_of_several_samples_is_called_an_effect_in_about_five_of_a_hundred() -> None:

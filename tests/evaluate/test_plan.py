@@ -43,7 +43,7 @@ def test_a_long_plan_is_shortened_but_keeps_its_ends() -> None:
     modes = [{"name": "maj", "temperature": 0.6, "samples": 8}]
     line = plan_lines(recipe(steps=1003, eval={"every": 5, "modes": modes}))
     assert line[0].startswith("will evaluate at steps 0, 5, 10, 15, …, 1000, 1003 (last), 202 times in all: ")
-    assert "maj (T=0.6, 8 samples)" in line[0]
+    assert "maj (T=0.6, 8 samples: avg@8, pass@8, maj@8)" in line[0]
 
 
 def test_the_plan_takes_the_recipes_values() -> None:
@@ -74,10 +74,43 @@ def test_mode_labels_hold_everything_that_shapes_a_reply() -> None:
     assert mode_label(EvalMode(), stop=("\n",)) == "greedy(stop=['\\n'])"
 
 
+def test_labels_say_which_estimate_is_the_headline() -> None:
+    eight = {"temperature": 0.6, "samples": 8}
+    assert mode_label(EvalMode(name="pass@8", **eight)) == "pass@8(T=0.6,n=8)"
+    assert mode_label(EvalMode(name="sampled", **eight)) == "sampled(T=0.6,n=8)"
+    assert mode_label(EvalMode(name="sampled", estimates=["maj@8"], **eight)) == "sampled(T=0.6,n=8,maj@8)"
+    assert mode_label(EvalMode(name="nondet_proxy", samples=8)) == "nondet_proxy(T=0,n=8)"
+    assert mode_label(EvalMode(name="greedy_pass@1")) == "greedy_pass@1"
+
+
+def test_the_plan_names_every_set_and_the_stopping_rule() -> None:
+    sets = [{"role": "ood_probe", "items": 202}, {"role": "sanity", "items": 18}]
+    lines = plan_lines(recipe(steps=50, eval={"also": sets, "stop": {"kind": "drops"}}))
+    assert "200 items of id_probe, 202 items of ood_probe, 18 items of sanity, replies of up to 64 tokens" in lines[0]
+    assert [line.partition(":")[0] for line in lines[1:4]] == ["id_probe", "ood_probe", "sanity"]
+    assert lines[3].startswith("sanity: 1 item = 5.6 points")
+    assert lines[4:] == [
+        "sanity is looked at and decides nothing",
+        "will stop when eval/ood_probe.greedy/accuracy falls 2 evaluations in a row",
+    ]
+    calm = plan_lines(recipe(eval={"also": sets, "stop": {"kind": "plateau"}}))[-1]
+    assert calm == (
+        "will stop when the mean of 3 evaluations of eval/ood_probe.greedy/accuracy has not risen by more than 1 points for 5 "
+        "evaluations"
+    )
+
+
+def test_a_plan_of_another_set_has_its_role_and_items() -> None:
+    settings = recipe(eval={"also": [{"role": "ood_probe", "items": 30}]})
+    plans = [eval_plan(settings, "fp32", chosen=one) for one in settings.eval.sets]
+    assert [(plan.role, plan.items) for plan in plans] == [("id_probe", 200), ("ood_probe", 30)]
+    assert eval_plan(settings, "fp32") == plans[0]
+
+
 def test_verifier_labels_show_what_differs_from_the_default() -> None:
     assert verifier_label(recipe()) == "numeric"
     loose = {"kind": "reasoning_gym", "verifier": {"kind": "numeric", "fallback": "last_number"}}
     assert verifier_label(recipe(task=loose)) == "numeric(fallback=last_number)"
-    own = {"kind": "file", "path": "a.jsonl", "verifier": {"kind": "python", "path": "v.py:grade"}}
+    own = {"kind": "file", "data": "a.jsonl", "verifier": {"kind": "python", "path": "v.py:grade"}}
     assert verifier_label(recipe(task=own)) == "python(path=v.py:grade)"
     assert verifier_label(recipe(task={"kind": "python", "path": "t.py:Task"})) == "own"

@@ -13,9 +13,9 @@ from lockstep.config.schema import Chat, EvalMode
 from lockstep.errors import ChatError, EvaluationError, StaleWeightsError
 from lockstep.evaluate import EvalPlan, compare, evaluate, read_score, score_path, write_score
 from lockstep.evaluate.intervals import wilson
-from lockstep.evaluate.runner import data_hash, is_correct
+from lockstep.evaluate.runner import data_hash, is_correct, reasoning_effort
 from lockstep.seeds import seed_for
-from lockstep.types import Completion, Grade, Message, Probe, Prompt, Request
+from lockstep.types import Completion, Forward, Grade, Message, NormNoise, Probe, Prompt, Request
 from tests.chat.toy_tokenizers import chatml
 from tests.evaluate.scores import PROOF
 from tests.evaluate.toys import Sums, TableEngine
@@ -160,6 +160,17 @@ def test_nothing_is_sampled_without_a_proof(changes: dict[str, object], says: st
     assert engine.asked == []
 
 
+def test_nothing_is_sampled_with_noise_on_the_weights() -> None:
+    engine = TableEngine(CHAT, always_right)
+    engine.set_forward(Forward(noise=NormNoise(0.01, 1, ("model.norm.weight",), (1.0,))))
+    with pytest.raises(StaleWeightsError, match=r"noise of sigma 0\.01 on 1 norms"):
+        evaluate(engine, Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
+    assert engine.asked == []
+    engine.set_forward(Forward("mxfp4-w4a4"))
+    labelled = dataclasses.replace(PLAN, numerics="mxfp4-w4a4(floor, fp32)")
+    assert evaluate(engine, Sums(), CHAT, GREEDY, labelled, PROOF, step=0).accuracy == 1.0
+
+
 class Swapping(TableEngine):
     """Takes over other weights in the middle of the work."""
 
@@ -271,3 +282,54 @@ def test_the_data_hash_sees_ids_messages_answers_and_order() -> None:
     assert len(set(hashes)) == len(hashes)
     assert data_hash([a, dataclasses.replace(b, data={"note": 1})]) == hashes[0]
     assert len(hashes[0]) == 16
+
+
+# --- modes, roles and what the conditions say ----------------------------------------------------------------------
+def test_one_set_of_replies_gives_every_estimate_of_its_mode() -> None:
+    def answers(request: Request) -> str:
+        item, sample = map(int, request.id.split("/")[1].split("#"))
+        return {"r": ANSWERS[request.group], "x": "no", "y": "nay"}[["rxxx", "rrry", "xyxy", "rryx"][item][sample]]
+
+    mode = EvalMode(name="pass@4", temperature=1.0, samples=4)
+    engine = TableEngine(CHAT, answers)
+    score = evaluate(engine, Sums(), CHAT, mode, dataclasses.replace(PLAN, items=4), PROOF, step=0)
+    assert len(engine.asked) == 16
+    found = {one.name: one.value for one in score.estimates}
+    assert found == {"pass@4": 0.75, "avg@4": (1 + 3 + 0 + 2) / 16, "maj@4": 0.5}
+    assert score.accuracy == 0.75
+    assert score.conditions.mode == "pass@4(T=1,n=4)"
+
+
+def test_the_train_role_asks_training_questions() -> None:
+    class Trained(Sums):
+        def batch(self, step: int, size: int) -> Sequence[Prompt]:
+            assert step == 0
+            return self.heldout("train", size)
+
+    score = evaluate(
+        TableEngine(CHAT, lambda r: "1"),
+        Trained(),
+        CHAT,
+        GREEDY,
+        dataclasses.replace(PLAN, role="train"),
+        PROOF,
+        step=0,
+    )
+    assert score.conditions.task == "sums/train/numeric"
+    assert score.results[0].id == "train/0"
+
+
+def test_suffix_and_reasoning_effort_are_conditions() -> None:
+    score = evaluate(TableEngine(CHAT, always_right), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0, source="mine")
+    assert (score.conditions.prompt_suffix, score.conditions.reasoning_effort, score.source) == (" now", "", "mine")
+    tokenizer = chatml()
+    tokenizer.chat_template = "{{ reasoning_effort }}" + str(tokenizer.chat_template)
+    high = ChatFormat(tokenizer, Chat(template_kwargs={"reasoning_effort": "high"}))
+    assert reasoning_effort(high) == "reasoning_effort=high"
+
+
+def test_a_reply_keeps_how_it_was_read_and_why_it_was_not() -> None:
+    answers = {"id_probe/0": "?"}
+    score = evaluate(TableEngine(CHAT, lambda r: answers.get(r.group, "no")), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
+    assert (score.results[0].error, score.results[0].method) == ("the reply is a question mark", "")
+    assert (score.results[1].method, score.results[1].boxed) == ("whole", None)

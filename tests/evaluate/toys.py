@@ -9,6 +9,8 @@ from lockstep.errors import StaleWeightsError
 from lockstep.types import (
     Completion,
     FinishReason,
+    Forward,
+    ForwardReport,
     Grade,
     Message,
     Prompt,
@@ -50,6 +52,11 @@ class TableEngine:
         self.chat, self.answers, self.version = chat, answers, version
         self.waiting: list[Request] = []
         self.asked: list[Request] = []
+        self.forward = Forward()
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        self.forward = forward
+        return ForwardReport()
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -55,6 +55,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "gemma3": _make("Gemma3", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "gpt-oss": _make("GptOss", head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": _make("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
     "cohere": _make("Cohere", logit_scale=0.5),
     "granite": _make("Granite", logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.5),
     "phi": _make("Phi"),  # a head with a bias

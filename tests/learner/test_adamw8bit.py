@@ -10,7 +10,7 @@ from lockstep.config.schema import AdamW
 from lockstep.errors import CheckpointError
 from lockstep.learner import adamw8bit
 from lockstep.learner.adamw8bit import BLOCK, decode, encode, levels
-from lockstep.learner.optimizer import MasterAdamW
+from lockstep.learner.optimizer import MasterOptimizer
 
 EIGHT = AdamW(states="8bit", weight_decay=0.1, betas=(0.9, 0.99), max_grad_norm=1e9)
 FP32 = AdamW(weight_decay=0.1, betas=(0.9, 0.99), max_grad_norm=1e9)
@@ -71,7 +71,7 @@ def loss_of(given: dict[str, nn.Parameter], number: int) -> Tensor:
     return ((hidden @ given["other"].float() - inputs.roll(1, 1)) ** 2).mean()
 
 
-def train(given: dict[str, nn.Parameter], optimizer: MasterAdamW, steps: range) -> list[float]:
+def train(given: dict[str, nn.Parameter], optimizer: MasterOptimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
         loss = loss_of(given, step)
@@ -85,7 +85,7 @@ def test_training_goes_as_with_fp32_moments():
     curves = []
     for settings in (FP32, EIGHT):
         given = parameters()
-        curves.append(train(given, MasterAdamW(given, settings), range(150)))
+        curves.append(train(given, MasterOptimizer(given, settings), range(150)))
     fp32, eight = curves
     assert fp32[0] == eight[0]
     assert fp32[-1] < 0.2 * fp32[0]
@@ -96,7 +96,7 @@ def test_training_goes_as_with_fp32_moments():
 def test_the_first_step_is_exact_but_for_rounding():
     """The moments of the first step are those of the gradient itself: each weight moves by the rate."""
     given, before = parameters(), parameters()
-    optimizer = MasterAdamW(given, AdamW(states="8bit"))
+    optimizer = MasterOptimizer(given, AdamW(states="8bit"))
     loss_of(given, 0).backward()
     moved = given["matrix"].grad is not None and given["matrix"].grad.abs() > 1e-6
     optimizer.step(0.01)
@@ -106,15 +106,15 @@ def test_the_first_step_is_exact_but_for_rounding():
 
 def test_weights_are_updated_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
     whole, pieces = parameters(), parameters()
-    train(whole, MasterAdamW(whole, EIGHT), range(3))
+    train(whole, MasterOptimizer(whole, EIGHT), range(3))
     monkeypatch.setattr(adamw8bit, "CHUNK", 2 * BLOCK)
-    train(pieces, MasterAdamW(pieces, EIGHT), range(3))
+    train(pieces, MasterOptimizer(pieces, EIGHT), range(3))
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
 def test_a_weight_without_gradient_still_decays():
     given, plain = parameters(), parameters()
-    MasterAdamW(given, EIGHT).step(0.5)
+    MasterOptimizer(given, EIGHT).step(0.5)
     torch.testing.assert_close(given["matrix"].detach(), plain["matrix"].detach() * (1 - 0.5 * 0.1))
     assert torch.equal(given["vector"].detach(), plain["vector"].detach())
 
@@ -122,7 +122,7 @@ def test_a_weight_without_gradient_still_decays():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
     unbroken = parameters(dtype)
-    optimizer = MasterAdamW(unbroken, EIGHT)
+    optimizer = MasterOptimizer(unbroken, EIGHT)
     train(unbroken, optimizer, range(3))
     saved = {name: t.clone() for name, t in optimizer.tensors().items()}
     weights = {name: p.detach().clone() for name, p in unbroken.items()}
@@ -131,7 +131,7 @@ def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
     with torch.no_grad():
         for name, parameter in fresh.items():
             parameter.copy_(weights[name])
-    resumed = MasterAdamW(fresh, EIGHT)
+    resumed = MasterOptimizer(fresh, EIGHT)
     resumed.restore(saved)
     assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.tensors().items())
     train(fresh, resumed, range(3, 6))
@@ -142,7 +142,7 @@ def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
 
 def test_the_moments_take_two_bytes_a_weight():
     given = parameters()
-    optimizer = MasterAdamW(given, EIGHT)
+    optimizer = MasterOptimizer(given, EIGHT)
     train(given, optimizer, range(1))
     sizes = {name: t.numel() * t.element_size() for name, t in optimizer.tensors().items() if "step" not in name}
     weights = sum(p.numel() for p in given.values())
@@ -153,19 +153,19 @@ def test_the_moments_take_two_bytes_a_weight():
 @pytest.mark.parametrize("damage", ["other precision", "scales"])
 def test_a_state_of_other_moments_is_refused(damage: str):
     given = parameters()
-    optimizer = MasterAdamW(given, FP32 if damage == "other precision" else EIGHT)
+    optimizer = MasterOptimizer(given, FP32 if damage == "other precision" else EIGHT)
     train(given, optimizer, range(1))
     state = dict(optimizer.tensors())
     if damage == "scales":
         state["exp_avg_scale.matrix"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match="missing, unknown or of another shape") as caught:
-        MasterAdamW(parameters(), EIGHT).restore(state)
+        MasterOptimizer(parameters(), EIGHT).restore(state)
     assert caught.value.where.startswith("exp_avg")
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     given = parameters()
-    optimizer = MasterAdamW(given, EIGHT)
+    optimizer = MasterOptimizer(given, EIGHT)
     train(given, optimizer, range(2))
     before = {name: t.clone() for name, t in (optimizer.tensors() | dict(given)).items()}
     (loss_of(given, 5) * torch.inf).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint.store import open_checkpoint
-from lockstep.config.schema import Lora, NoAdapter, Recipe
+from lockstep.config.schema import Lora, NoAdapter, OtherPeft, Recipe
 from lockstep.errors import ModelError
+from lockstep.learner.adapter_files import Base, save_adapter
 from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
 from lockstep.loops.parts import Parts, build_parts, build_task_of
@@ -39,7 +39,9 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 def test_only_adapters_are_trained():
     model = adapted()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    learner = TorchLearner(model, Recipe.model_validate({"adapter": {"kind": "lora"}, "optimizer": {"lr": 1e-2}}))
+    learner = TorchLearner(
+        model, Recipe.model_validate({"adapter": {"kind": "lora"}, "optimizer": {"kind": "adamw", "lr": 1e-2}})
+    )
     for number in range(3):
         gradient_step(learner, number)
     for name, parameter in model.named_parameters():
@@ -106,7 +108,7 @@ def test_targets_that_name_no_linear_layer_are_refused(targets: list[str]):
     with pytest.raises(ModelError, match="names no linear layer of LlamaForCausalLM") as caught:
         adapted(Lora(targets=targets))
     assert caught.value.where == "adapter.targets"
-    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in caught.value.fix
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.fix
 
 
 def test_targets_may_name_one_layer_of_many():
@@ -126,26 +128,134 @@ def test_what_is_trained_is_described_in_one_line():
     assert line.startswith(f"LoRA rank 4, scaling = alpha / rank = 1.5: {count:,} of {total + count:,} parameters")
 
 
+# --- targets ----------------------------------------------------------------------------------------------------------
+def test_a_regular_expression_chooses_layers() -> None:
+    model = adapted(Lora(rank=2, targets=["re:model\\.layers\\.1\\..*_proj", "layers.0.self_attn.q_proj"]))
+    layers = {name.split(".lora_")[0].removeprefix("base_model.model.model.") for name in trained(model)}
+    assert layers == {"layers.0.self_attn.q_proj"} | {
+        f"layers.1.{part}"
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", *MLP)
+    }
+    with pytest.raises(ModelError, match="names no linear layer"):
+        adapted(Lora(targets=["re:.*queries"]))
+    with pytest.raises(ValueError, match="is no regular expression"):
+        Lora(targets=["re:("])
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "llama"])
+def test_the_head_takes_no_adapter(family: str) -> None:
+    """Merged into tied weights it would change the embedding too, and untie them (4.4 B parameters out of 4 B)."""
+    why = "shares its matrix with the embedding" if family == "llama-tied" else "is read as one matrix by the loss"
+    with pytest.raises(ModelError, match=f"'lm_head' is the head, which {why}"):
+        adapted(Lora(targets=["lm_head"]), family=family)
+    assert not any("lm_head" in name for name in trained(adapted(Lora(targets="all-linear"), family=family)))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_a_mixture_of_experts_gets_adapters_on_attention(family: str) -> None:
+    model = adapted(family=family)
+    parts = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(model)}
+    assert parts == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "the model has 4 experts a layer: adapters go on attention alone" in describe(Lora(), model)
+
+
+def test_adapters_elsewhere_in_a_mixture_are_warned_of() -> None:
+    """A dense layer among experts, as some models have in front."""
+    base = twin(plain("qwen3-moe"))
+    base.model.layers[0].mlp.shared_expert = nn.Linear(64, 64, bias=False)  # type: ignore[union-attr, index]
+    asked = Lora(targets="all-linear")
+    model = attach(base, asked, 0)  # type: ignore[arg-type]
+    assert "warning: 1 of the 9 layers with adapters are outside of attention, such as" in describe(asked, model)
+    assert "warning" not in describe(
+        Lora(targets="attention"), attach(twin(plain("qwen3-moe")), Lora(targets="attention"), 0)
+    )  # type: ignore[arg-type]
+
+
+def test_attention_alone_on_a_dense_model() -> None:
+    parts = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(adapted(Lora(targets="attention")))}
+    assert parts == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+# --- other methods ----------------------------------------------------------------------------------------------------
+def test_options_are_pefts_and_are_checked() -> None:
+    with pytest.raises(ModelError, match="vera has no option 'vera_dropot'; did you mean vera_dropout") as caught:
+        adapted(OtherPeft(method="vera", options={"vera_dropot": 0.1}))  # type: ignore[arg-type]
+    assert caught.value.where == "adapter.options"
+    assert "d_initial" in caught.value.fix
+    for name in ("target_modules", "modules_to_save", "bias"):
+        with pytest.raises(ModelError, match=f"no option '{name}'"):
+            adapted(OtherPeft(method="hra", options={name: "all"}))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="PEFT refuses it"):
+        adapted(OtherPeft(method="oft", options={"r": 3, "oft_block_size": 5}))  # type: ignore[arg-type]
+
+
+def test_names_of_the_scaling() -> None:
+    for adapter, line in (
+        (Lora(rank=4, alpha=6, rslora=True), "rsLoRA rank 4, scaling = alpha / √rank = 3: "),
+        (Lora(rank=4, alpha=6, dora=True), "LoRA with DoRA rank 4, scaling = alpha / rank = 1.5: "),
+    ):
+        assert describe(adapter, adapted(adapter)).startswith(line)
+
+
+# --- adapter.start ----------------------------------------------------------------------------------------------------
+def saved(folder: Path, adapter: Lora) -> Path:
+    base: Any = plain("llama-tied")
+    origin = Base.of(base, "made-here")
+    model = attach(base, adapter, 3, origin)
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+    save_adapter(folder, model, adapter, origin)
+    return folder
+
+
+def test_a_start_is_taken_over(tmp_path: Path) -> None:
+    folder = saved(tmp_path, Lora(rank=4, alpha=6))
+    model = adapted(Lora(rank=4, alpha=6, start=str(folder)))
+    from safetensors.torch import load_file
+
+    file = load_file(folder / "adapter_model.safetensors")
+    for name, parameter in trained(model).items():
+        assert torch.equal(parameter, file[name.replace(".default", "")])
+    assert f"adapter starts from {folder}" in describe(Lora(rank=4, alpha=6), model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"rank": 8},
+            r"28 tensors do not fit, the first is .*lora_A: \(4, 96\) in the folder, \(8, 96\) by the recipe",
+        ),
+        ({"alpha": 12}, "scaling 1.5, by the recipe 3"),
+        ({"rslora": True}, "scaling 1.5, by the recipe 3"),
+        ({"dora": True}, r"lora_magnitude_vector: nothing in the folder"),
+        ({"targets": ["q_proj"]}, "by the recipe"),
+        ({"init": "pissa"}, "did not begin as pissa or olora"),
+    ],
+    ids=str,
+)
+def test_a_start_of_another_shape_is_refused(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, Lora(rank=4, alpha=6))
+    with pytest.raises(ModelError, match=told) as caught:
+        adapted(Lora.model_validate({"rank": 4, "alpha": 6, "start": str(folder)} | changed))
+    assert caught.value.where == str(folder)
+
+
+def test_a_start_of_another_base_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, Lora(rank=4))
+    base: Any = plain("llama-tied", seed=5)
+    with pytest.raises(ModelError, match=r"adapter made for made-here \(weights .*\), base is mine"):
+        attach(base, Lora(rank=4, start=str(folder)), 0, Base.of(base, "mine"))
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def process_settings() -> Iterator[None]:
-    """Building a run sets up the process; other tests should not notice."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-    torch.set_flush_denormal(False)
-
-
 def run_parts(model_dir: Path, adapter: dict[str, Any]) -> tuple[Recipe, Parts]:
     recipe = Recipe.model_validate(
         {
             "model": {"path": str(model_dir)},
             "adapter": adapter,
             "device": "cpu",
-            "optimizer": {"lr": 1e-2},
+            "optimizer": {"kind": "adamw", "lr": 1e-2},
             "task": {"kind": "reasoning_gym", "size": 20, "settings": {"min_terms": 2, "max_terms": 2}},
         }
     )

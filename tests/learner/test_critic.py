@@ -30,7 +30,7 @@ BACKBONES = ("own", "shared")
 def recipe(kind: str = "full", critic: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     settings: dict[str, Any] = {
         "algorithm": {"kind": "ppo", "critic": {"lr": 1e-3, "value_clip": CLIP} | (critic or {})},
-        "optimizer": {"lr": 3e-3},
+        "optimizer": {"kind": "adamw", "lr": 3e-3},
         "steps": 20,
     }
     if kind == "lora":
@@ -436,7 +436,7 @@ def test_the_policys_own_loss_is_reported_without_the_critics():
 
 def test_head_and_policy_have_their_own_rates_on_one_schedule():
     """The first step of Adam moves every weight by its learning rate: 2e-3 and 1e-4, halved by the warm-up."""
-    optimizer = {"lr": 1e-4, "schedule": "linear", "warmup_steps": 2}
+    optimizer = {"kind": "adamw", "lr": 1e-4, "schedule": "linear", "warmup_steps": 2}
     given = recipe(critic={"backbone": "shared", "lr": 2e-3}, optimizer=optimizer)
     model = policy("full", FAMILY, torch.float64)
     critic = build_critic(model, given)
@@ -458,7 +458,7 @@ def test_head_and_policy_have_their_own_rates_on_one_schedule():
 def test_the_policys_schedule_spans_its_own_updates_and_the_critics_all():
     """Of 20 steps the first 5 are the critic's alone: the policy's rate falls to 0 over 15, the critic's over 20."""
     critic_of = {"backbone": "own", "lr": 1.0, "warmup_steps": 5}
-    given = recipe(critic=critic_of, optimizer={"lr": 1e-3, "schedule": "linear"})
+    given = recipe(critic=critic_of, optimizer={"kind": "adamw", "lr": 1e-3, "schedule": "linear"})
     model, batch = policy("full"), valued(make_batch(old=False, ref=False))
     critic = build_critic(model, given)
     learner = TorchLearner(model, given, value=critic.joint)
@@ -472,7 +472,7 @@ def test_a_warm_up_that_leaves_the_policy_no_step_is_refused():
     with pytest.raises(
         ValidationError, match=r"optimizer\.warmup_steps = 15 never ends: the run has 15 optimizer steps"
     ):
-        recipe(critic={"warmup_steps": 5}, optimizer={"warmup_steps": 15})
+        recipe(critic={"warmup_steps": 5}, optimizer={"kind": "adamw", "warmup_steps": 15})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -525,7 +525,7 @@ def snapshot(critic: TorchCritic) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_three_steps_saved_and_three_more_are_six(kind: str, backbone: str):
-    given = recipe(kind, {"backbone": backbone}, optimizer={"lr": 1e-3, "schedule": "cosine", "weight_decay": 0.1})
+    given = recipe(kind, {"backbone": backbone}, optimizer={"kind": "adamw", "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.1})
     batches = [valued(make_batch(old=False, ref=False), seed=number) for number in range(6)]
     unbroken = build_critic(policy(kind), given)
     for batch in batches[:3]:

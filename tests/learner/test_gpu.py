@@ -61,8 +61,10 @@ def test_a_state_from_a_file_continues(kind: str):
     assert same(snapshot(first), snapshot(resumed))
     for learner in (first, resumed):
         gradient_step(learner, 3)
+    # The GPU adds in no fixed order: a sum at the edge of two bf16 numbers may be rounded to the other.
+    tolerance = 2**-7 if kind == "bf16" else 1e-3
     for name, tensor in snapshot(first).items():
-        torch.testing.assert_close(snapshot(resumed)[name], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(snapshot(resumed)[name], tensor, rtol=tolerance, atol=1e-4)
     assert resumed.counters()["optimizer_step"] == 4
 
 

@@ -16,7 +16,7 @@ from lockstep.learner.adapters import attach
 from lockstep.learner.flash import FLASH, Kernels
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.learner.learner import TorchLearner
-from lockstep.learner.optimizer import MasterAdamW
+from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.models.attention import AttentionKind
 from lockstep.models.heads import Head, _TokenLogprobs, token_logprobs
 from lockstep.models.mm import _adder, _rounded, add_product_
@@ -95,7 +95,8 @@ def test_the_head_is_the_plain_formula(rows: int, vocab: int, dtype: torch.dtype
     theirs = torch.autograd.grad(loss, (wide, wide_weight))
     narrow = dtype == torch.bfloat16
     assert (logprobs - exact).abs().mean() < (1e-2 if narrow else 1e-5)
-    assert (entropy - exact_entropy).abs().mean() < (1e-3 if narrow else 1e-5)
+    # A logit of 10 in bf16 is known to 0.02, and an entropy is a mean over such logits.
+    assert (entropy - exact_entropy).abs().mean() < (2e-2 if narrow else 1e-5)
     for a, b in zip(ours, theirs, strict=True):
         assert distance(a, b) < (1e-2 if narrow else 1e-4)
 
@@ -115,7 +116,7 @@ def test_this_torch_sums_products_in_fp32():
 def recipe(recompute: str = "none", **more: Any) -> Recipe:
     update = {"recompute": recompute} | more
     algorithm = {"kind": "grpo", "kl": {"coef": 0.3}, "entropy_coef": 0.2}
-    return Recipe.model_validate({"algorithm": algorithm, "update": update, "optimizer": {"lr": 0.0}})
+    return Recipe.model_validate({"algorithm": algorithm, "update": update, "optimizer": {"kind": "adamw", "lr": 0.0}})
 
 
 LOSS = build_objective(recipe()).loss
@@ -200,7 +201,7 @@ def test_memory_that_runs_out_costs_a_split_and_changes_nothing():
         for group in range(4)
     )
     batch = Batch(sequences)
-    given = Recipe.model_validate({"optimizer": {"lr": 0.0}, "update": {"recompute": "none"}})
+    given = Recipe.model_validate({"optimizer": {"kind": "adamw", "lr": 0.0}, "update": {"recompute": "none"}})
     loss = build_objective(given).loss
 
     def run(budget: int, limit: int | None) -> tuple[dict[str, float], dict[str, Tensor], int]:
@@ -238,7 +239,7 @@ def test_eight_bit_moments_step_as_on_a_cpu():
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(0)
         given = {"w": nn.Parameter(torch.randn(300, 70, generator=generator).to(device))}
-        optimizer = MasterAdamW(given, AdamW(states="8bit"))
+        optimizer = MasterOptimizer(given, AdamW(states="8bit"))
         for step in range(5):
             ((given["w"] - step) ** 2).sum().backward()
             optimizer.step(0.01)
@@ -248,6 +249,6 @@ def test_eight_bit_moments_step_as_on_a_cpu():
     assert state.keys() == theirs.keys()
     differing = (state["exp_avg.w"] != theirs["exp_avg.w"]).double().mean()
     assert differing < 1e-2, "a border between two codes may fall either way"
-    resumed = MasterAdamW({"w": nn.Parameter(other.cuda())}, AdamW(states="8bit"))
+    resumed = MasterOptimizer({"w": nn.Parameter(other.cuda())}, AdamW(states="8bit"))
     resumed.restore(theirs)
     assert copy.copy(resumed.tensors())["step.w"].device.type == "cpu"

@@ -24,7 +24,7 @@ from tests.learner.models import plain, tokens, twin
 def recipe(**update: object) -> Recipe:
     """Everything that a GRPO loss can hold: ratio, KL penalty, entropy bonus."""
     algorithm = {"kind": "grpo", "kl": {"coef": 0.3}, "entropy_coef": 0.2}
-    return Recipe.model_validate({"algorithm": algorithm, "update": update, "optimizer": {"lr": 0.0}})
+    return Recipe.model_validate({"algorithm": algorithm, "update": update, "optimizer": {"kind": "adamw", "lr": 0.0}})
 
 
 LOSS: Loss = build_objective(recipe()).loss

@@ -24,7 +24,7 @@ KINDS = ("fp32", "bf16", "lora")
 
 
 def recipe(kind: str = "fp32", **sections: Any) -> Recipe:
-    settings: dict[str, Any] = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}}
+    settings: dict[str, Any] = {"optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}}
     if kind == "lora":
         settings["adapter"] = {"kind": "lora", "rank": 4}
     return Recipe.model_validate(settings | {"steps": 20} | sections)
@@ -79,7 +79,7 @@ def test_training_raises_the_probability_of_what_has_advantage(kind: str):
     signed = [
         replace(s, advantages=(sign,) * len(s.ids), weight=0.1) for s, sign in zip(batch.sequences, signs, strict=True)
     ]
-    learner = build(kind, recipe(kind, optimizer={"lr": 3e-3}))
+    learner = build(kind, recipe(kind, optimizer={"kind": "adamw", "lr": 3e-3}))
     before = learner.response_logprobs(signed, 1.0)
     for _ in range(5):
         learner.update(Batch(tuple(signed)), policy_loss)
@@ -118,7 +118,7 @@ def test_an_update_reports_what_it_did():
 
 def test_the_ratio_is_taken_to_the_old_policy():
     batch = make_batch(old=False, ref=False)
-    learner = build("fp32", recipe(optimizer={"lr": 1e-2}))
+    learner = build("fp32", recipe(optimizer={"kind": "adamw", "lr": 1e-2}))
     old = learner.response_logprobs(batch.sequences, 1.0)
     fixed = Batch(tuple(with_old_logprobs(batch.sequences, old)))
     loss = build_objective(Recipe()).loss
@@ -227,7 +227,7 @@ def test_three_steps_saved_and_three_more_are_six(kind: str):
 
 # --- reference ------------------------------------------------------------------------------------------------------
 def test_with_adapters_the_reference_is_the_base():
-    learner, batch = build("lora", recipe("lora", optimizer={"lr": 1e-2})), make_batch(old=False, ref=False)
+    learner, batch = build("lora", recipe("lora", optimizer={"kind": "adamw", "lr": 1e-2})), make_batch(old=False, ref=False)
     base = twin(plain("llama-tied"))
     expected = TorchLearner(base, recipe()).response_logprobs(batch.sequences, 0.9)
     trained = {name: p.requires_grad for name, p in learner.model.named_parameters()}
@@ -244,7 +244,7 @@ def test_with_adapters_the_reference_is_the_base():
 def test_in_full_training_the_reference_is_the_frozen_copy():
     model, batch = twin(plain("llama-tied")), make_batch(old=False, ref=False)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    learner = TorchLearner(model, recipe(optimizer={"lr": 1e-2}), frozen)
+    learner = TorchLearner(model, recipe(optimizer={"kind": "adamw", "lr": 1e-2}), frozen)
     before = learner.response_logprobs(batch.sequences, 1.0)
     for number in range(3):
         gradient_step(learner, number)
@@ -263,7 +263,7 @@ def test_the_penalty_holds_the_policy_near_its_reference(kind: str):
     """End to end: the same updates with and without KL; with it the policy drifts less, and the reported KL is the true one."""
 
     def drift(coef: float) -> tuple[float, dict[str, float]]:
-        given = recipe(kind, algorithm={"kind": "grpo", "kl": {"coef": coef}}, optimizer={"lr": 3e-3})
+        given = recipe(kind, algorithm={"kind": "grpo", "kl": {"coef": coef}}, optimizer={"kind": "adamw", "lr": 3e-3})
         objective = build_objective(given)
         assert objective.needs_reference == (coef > 0)
         learner = build(kind, given)

@@ -24,7 +24,7 @@ KINDS = ("fp64", "bf16", "lora")
 
 def recipe(**sections: Any) -> Recipe:
     algorithm = {"kind": "grpo", "kl": {"coef": 0.3}, "entropy_coef": 0.2}
-    return Recipe.model_validate({"algorithm": algorithm, "optimizer": {"lr": 1e-3}} | sections)
+    return Recipe.model_validate({"algorithm": algorithm, "optimizer": {"kind": "adamw", "lr": 1e-3}} | sections)
 
 
 LOSS: Loss = build_objective(recipe()).loss

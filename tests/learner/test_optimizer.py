@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import AdamW
 from lockstep.errors import CheckpointError
-from lockstep.learner.optimizer import MasterAdamW, learning_rate
+from lockstep.learner.optimizer import MasterOptimizer
+from lockstep.learner.schedule import learning_rate
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -32,7 +33,7 @@ def loss_of(given: dict[str, nn.Parameter], number: int) -> Tensor:
 def test_wide_parameters_are_trained_as_by_torchs_adamw(dtype: torch.dtype):
     settings = AdamW(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, max_grad_norm=1e9)
     ours, theirs = parameters(dtype), parameters(dtype)
-    optimizer = MasterAdamW(ours, settings)
+    optimizer = MasterOptimizer(ours, settings)
     matrices = [p for p in theirs.values() if p.dim() == 2]
     reference = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.3}, {"params": [theirs["vector"]], "weight_decay": 0.0}],
@@ -58,7 +59,7 @@ def test_wide_parameters_are_trained_as_by_torchs_adamw(dtype: torch.dtype):
 def test_decay_is_for_matrices_only():
     given = parameters()
     before = {name: p.detach().clone() for name, p in given.items()}
-    MasterAdamW(given, AdamW(weight_decay=0.5)).step(0.1)  # no gradient: only the decay moves anything
+    MasterOptimizer(given, AdamW(weight_decay=0.5)).step(0.1)  # no gradient: only the decay moves anything
     torch.testing.assert_close(given["matrix"].detach(), before["matrix"] * (1 - 0.1 * 0.5))
     assert torch.equal(given["vector"].detach(), before["vector"])
 
@@ -67,7 +68,7 @@ def test_a_small_step_is_not_lost_to_rounding():
     """bf16 numbers near 0.01 are 6e-5 apart. Steps of 1e-6 move the master at once and the weight after some thirty."""
     weight = nn.Parameter(torch.tensor([[0.0101]], dtype=torch.bfloat16))
     start = weight.item()
-    optimizer = MasterAdamW({"w": weight}, AdamW())
+    optimizer = MasterOptimizer({"w": weight}, AdamW())
     moved = []
     for step in range(1, 61):
         (weight.float() * 3.0).sum().backward()
@@ -83,7 +84,7 @@ def test_a_small_step_is_not_lost_to_rounding():
 def test_gradients_of_microbatches_are_summed_in_fp32():
     """256 gradients of 2^-9 beside one of 1: a sum in bf16 would stay at 1."""
     weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
-    optimizer = MasterAdamW({"w": weight}, AdamW(max_grad_norm=1e9))
+    optimizer = MasterOptimizer({"w": weight}, AdamW(max_grad_norm=1e9))
     (weight.float() * 1.0).sum().backward()
     for _ in range(256):
         (weight.float() * 2**-9).sum().backward()
@@ -94,7 +95,7 @@ def test_gradients_of_microbatches_are_summed_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clipping_scales_all_gradients_to_the_limit(dtype: torch.dtype):
     given = {"a": nn.Parameter(torch.zeros(1, 1, dtype=dtype)), "b": nn.Parameter(torch.zeros(1, dtype=dtype))}
-    optimizer = MasterAdamW(given, AdamW(betas=(0.5, 0.5), max_grad_norm=1.0))
+    optimizer = MasterOptimizer(given, AdamW(betas=(0.5, 0.5), max_grad_norm=1.0))
     (given["a"].float().sum() * 3 - given["b"].float().sum() * 4).backward()
     result = optimizer.step(0.0)
     assert (result.norm, result.clipped, result.skipped) == (pytest.approx(5.0), True, False)
@@ -111,7 +112,7 @@ def test_clipping_scales_all_gradients_to_the_limit(dtype: torch.dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, value: float):
     given = parameters(dtype)
-    optimizer = MasterAdamW(given, AdamW(weight_decay=0.1))
+    optimizer = MasterOptimizer(given, AdamW(weight_decay=0.1))
     loss_of(given, 0).backward()
     optimizer.step(0.01)
     before = {name: t.clone() for name, t in (optimizer.tensors() | dict(given)).items()}
@@ -150,7 +151,7 @@ def test_schedules_by_hand(settings: AdamW, expected: dict[int, float]):
 def test_a_rate_of_zero_changes_no_weight():
     given = parameters()
     before = {name: p.detach().clone() for name, p in given.items()}
-    optimizer = MasterAdamW(given, AdamW(weight_decay=0.1))
+    optimizer = MasterOptimizer(given, AdamW(weight_decay=0.1))
     for step in range(3):
         loss_of(given, step).backward()
         optimizer.step(0.0)
@@ -160,13 +161,13 @@ def test_a_rate_of_zero_changes_no_weight():
 # --- state ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
-    def train(given: dict[str, nn.Parameter], optimizer: MasterAdamW, steps: range) -> None:
+    def train(given: dict[str, nn.Parameter], optimizer: MasterOptimizer, steps: range) -> None:
         for step in steps:
             loss_of(given, step).backward()
             optimizer.step(0.003)
 
     unbroken = parameters(dtype)
-    optimizer = MasterAdamW(unbroken, AdamW(weight_decay=0.1))
+    optimizer = MasterOptimizer(unbroken, AdamW(weight_decay=0.1))
     train(unbroken, optimizer, range(3))
     saved = {name: t.clone() for name, t in optimizer.tensors().items()}
     weights = {name: p.detach().clone() for name, p in unbroken.items()}
@@ -176,7 +177,7 @@ def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
     with torch.no_grad():
         for name, parameter in fresh.items():
             parameter.copy_(weights[name])
-    resumed = MasterAdamW(fresh, AdamW(weight_decay=0.1))
+    resumed = MasterOptimizer(fresh, AdamW(weight_decay=0.1))
     resumed.restore(saved)
     assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.tensors().items())
     train(fresh, resumed, range(3, 6))
@@ -189,7 +190,7 @@ def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
 def test_the_masters_hold_what_the_weights_cannot():
     """Restoring bf16 weights alone would lose the low bits of the masters."""
     given = parameters(torch.bfloat16)
-    optimizer = MasterAdamW(given, AdamW())
+    optimizer = MasterOptimizer(given, AdamW())
     loss_of(given, 0).backward()
     optimizer.step(1e-5)
     assert not torch.equal(optimizer.tensors()["master.matrix"], given["matrix"].float())
@@ -197,14 +198,14 @@ def test_the_masters_hold_what_the_weights_cannot():
 
 def test_the_state_of_no_step_can_be_restored():
     for dtype in (torch.float32, torch.bfloat16):
-        fresh = MasterAdamW(parameters(dtype), AdamW())
-        MasterAdamW(parameters(dtype), AdamW()).restore(fresh.tensors())
+        fresh = MasterOptimizer(parameters(dtype), AdamW())
+        MasterOptimizer(parameters(dtype), AdamW()).restore(fresh.tensors())
 
 
 @pytest.mark.parametrize("damage", ["unknown", "missing moment", "missing master", "missing parameter", "shape"])
 def test_a_state_of_other_parameters_is_refused_and_changes_nothing(damage: str):
     given = parameters(torch.bfloat16)
-    optimizer = MasterAdamW(given, AdamW())
+    optimizer = MasterOptimizer(given, AdamW())
     loss_of(given, 0).backward()
     optimizer.step(0.1)
     state = {name: t.clone() for name, t in optimizer.tensors().items()}
@@ -221,6 +222,6 @@ def test_a_state_of_other_parameters_is_refused_and_changes_nothing(damage: str)
             state["exp_avg.vector"] = torch.zeros(3)
     fresh = parameters(torch.bfloat16)
     with pytest.raises(CheckpointError, match="missing, unknown or of another shape") as caught:
-        MasterAdamW(fresh, AdamW()).restore(state)
+        MasterOptimizer(fresh, AdamW()).restore(state)
     assert "stranger" in caught.value.where or "vector" in caught.value.where
     assert all(torch.equal(fresh[name], parameters(torch.bfloat16)[name]) for name in fresh)

@@ -24,7 +24,7 @@ MODES = ("none", "selective", "full")
 
 
 def recipe(mode: str) -> Recipe:
-    return Recipe.model_validate({"update": {"recompute": mode}, "optimizer": {"lr": 0.0}})
+    return Recipe.model_validate({"update": {"recompute": mode}, "optimizer": {"kind": "adamw", "lr": 0.0}})
 
 
 def build(family: str, *, lora: bool = False) -> nn.Module:

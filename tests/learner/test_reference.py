@@ -31,7 +31,7 @@ def build(model_dir: Path, adapter: dict[str, Any], algorithm: dict[str, Any], *
             "model": {"path": str(model_dir), "dtype": "fp32"},
             "adapter": adapter,
             "algorithm": algorithm,
-            "optimizer": {"lr": 0.01},
+            "optimizer": {"kind": "adamw", "lr": 0.01},
             "eval": {"items": 5},
         }
     )

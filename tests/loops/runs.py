@@ -22,12 +22,12 @@ TRIGGER = Path(__file__).parent / "sigterm"
 
 def grade(prompt, reply):
     """Pays for the bytes of the reply, arbitrarily but always the same; so every step has a gradient."""
-    if TRIGGER.exists():  # holds a run and a step: in that step this process gets SIGTERM, once
+    if TRIGGER.exists():  # holds a run and a step: in that step the run's process gets SIGTERM
         run, step = TRIGGER.read_text().split("\\n")
         log = (Path(run) / "log.txt").read_text()
         if "negative control" in log and (step == "1" or f"  step {int(step) - 1}/" in log):
-            TRIGGER.unlink()
-            os.kill(os.getpid(), signal.SIGTERM)
+            TRIGGER.unlink(missing_ok=True)
+            os.kill(os.getppid(), signal.SIGTERM)
     return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 
 
@@ -58,9 +58,9 @@ runs_dir: {folder}/runs
 model: {{path: {model}, dtype: fp32}}
 task:
   kind: file
-  path: {folder}/sums.jsonl
+  data: {folder}/sums.jsonl
   heldout_rows: 8
-  verifier: {{kind: python, path: "{folder}/grader.py:grade"}}
+  verifier: {{kind: python, path: "{folder}/grader.py:grade", workers: 1}}
 rollout: {{max_tokens: 6, slots: 8}}
 optimizer: {{lr: 3.0e-3}}
 eval: {{items: 8}}

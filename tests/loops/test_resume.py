@@ -14,7 +14,7 @@ from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.load import dump
 from lockstep.errors import CheckpointError, CorruptCheckpointError, Interrupted, RunLockedError
 from lockstep.evaluate.records import read_score, score_path
-from lockstep.learner.optimizer import MasterAdamW
+from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.loops.run import resume_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
@@ -81,7 +81,7 @@ def test_a_resume_that_forgets_the_optimizer_would_be_noticed(
 ) -> None:
     unbroken = trained(tmp_path, tiny_model_dir, *LONG, NO_EVAL, "name=unbroken")
     path = stopped(tmp_path, tiny_model_dir, *LONG, NO_EVAL, step=2)
-    monkeypatch.setattr(MasterAdamW, "restore", lambda self, state: None)
+    monkeypatch.setattr(MasterOptimizer, "restore", lambda self, state: None)
     assert not same(resume_run(path), unbroken, 5)
 
 

@@ -69,7 +69,7 @@ def test_a_recipe_for_a_run_keeps_the_runs_model(home: Path, model: Path, lora: 
     target = find_target(str(lora.path), other)
     assert target.recipe.rollout.max_tokens == 9
     assert target.recipe.task.kind == "file"
-    assert target.recipe.task.path == str(home / "other" / "sums.jsonl")
+    assert target.recipe.task.data.source == str(home / "other" / "sums.jsonl")
     assert target.recipe.model.path == str(model)
     assert target.recipe.adapter.kind == "lora"
 

@@ -76,7 +76,7 @@ def no_tokenizer(folder: Path) -> None:
             lambda folder: add_to_config(folder, model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
             "Python code that comes with it",
         ),
-        (lambda folder: add_to_config(folder, quantization_config={"quant_method": "mxfp4"}), "quant_method: mxfp4"),
+        (lambda folder: add_to_config(folder, quantization_config={"quant_method": "awq"}), "quant_method: awq"),
         (shutil.rmtree, "no such folder"),
     ],
 )

@@ -8,8 +8,8 @@ def test_the_rate_comes_with_its_reason() -> None:
     assert rate_lines(load(["optimizer.lr=3e-6", "steps=7"])) == [
         "learning rate 3e-06: set by optimizer.lr; constant over 7 optimizer steps, no warm-up"
     ]
-    assert "2e-05: the default of adapters (full training has 1e-06)" in rate_lines(load(["adapter.kind=lora"]))[0]
-    assert "1e-06: the default of full training (adapters have 2e-05)" in rate_lines(load([]))[0]
+    assert "2e-05: the default of adapters in RL (full training: 1e-06)" in rate_lines(load(["adapter.kind=lora"]))[0]
+    assert "1e-06: the default of full training in RL (adapters: 2e-05)" in rate_lines(load([]))[0]
     critic = rate_lines(load(["algorithm.kind=ppo", "algorithm.critic.lr=1e-4"]))[-1]
     assert critic.startswith("critic: learning rate 0.0001 ")
 

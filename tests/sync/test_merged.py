@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +205,42 @@ def test_the_control_falsifies_a_merged_tensor():
     before = fingerprint(engine.weights())
     assert "_proj.weight" in sync.negative_control(learner, engine)
     assert fingerprint(engine.weights()) == before
+
+
+# --- relatives of LoRA ------------------------------------------------------------------------------------------------
+def test_a_row_gets_its_trained_length():
+    """[3, 4] + 0.5 · 2 · [0, 0] is of length 5 and becomes one of length 10; [0, 2] becomes one of length 1."""
+    base, up, down = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0, 1.0]])
+    found = merge("w", base, down, up, torch.tensor([0.5]), torch.tensor([10.0, 1.0]))
+    assert found.tolist() == [[6.0, 8.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("settings", [{"dora": True}, {"init": "pissa"}, {"init": "olora", "rslora": True}], ids=str)
+def test_an_engine_without_adapters_gets_residual_and_adapter(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It held the original base. Were it left there and the adapter added, it would sample from another model."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    base = llama()
+    model = attach(base, Lora.model_validate({"rank": 4} | settings), 0)  # type: ignore[arg-type]
+    learner, sync = Adapted(model), syncing(model)
+    engine = NativeEngine(llama(attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
+    proof = sync.push(learner, engine)
+    assert proof.passed
+    start = (torch.tensor(engine.score([IDS])[0]) - logprobs_of(llama(), IDS)).abs().max()
+    assert start < 1e-4, "it begins as the base"
+    jolt(model, 2)
+    learner.version = 1
+    second = sync.push(learner, engine)
+    assert second.passed
+    assert second.changed == 14
+    found = torch.tensor(engine.score([IDS])[0])
+    torch.testing.assert_close(found, logprobs_of(model, IDS), rtol=0, atol=1e-4)
+    assert (found - logprobs_of(llama(), IDS)).abs().max() > 0.01
+    if "init" in settings:  # the original base with this adapter on top: the proof must not take it
+        weights = dict(llama().named_parameters())
+        live = dict(named_weights(model))
+        wrong = merged((name, weights.get(name, tensor)) for name, tensor in live.items())
+        engine.load(((name, tensor.detach()) for name, tensor in wrong), 1)
+        with pytest.raises(SyncError, match=r"weights are not the learner's"):
+            sync.verify(learner, engine)

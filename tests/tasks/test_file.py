@@ -22,7 +22,7 @@ def sums(numbers: range) -> list[tuple[str, object]]:
 
 
 def build(path: Path, **settings: object) -> BuiltTask:
-    return build_task(schema.FileTask.model_validate({"path": str(path), **settings}), 0)
+    return build_task(schema.FileTask.model_validate({"data": str(path), **settings}), 0)
 
 
 def test_rows_are_held_out_by_hash(tmp_path):
@@ -101,6 +101,43 @@ def test_bad_rows_stop_the_build(tmp_path):
 
 def test_columns_are_settings():
     path = Path(__file__).parents[1] / "data" / "files" / "sums.jsonl"
-    task = build(path, prompt="question", id="key", heldout_rows=1)
+    task = build_task(
+        schema.FileTask(data=schema.Data(source=str(path), prompt="question", id="key"), heldout_rows=1), 0
+    )
     ids = {p.id for p in [*task.batch(0, 3), *task.heldout("id_probe", 1)]}
     assert ids == {"sums/a1", "sums/a2", "sums/a3", "sums/a4"}
+
+
+def test_a_source_in_short_or_with_columns(tmp_path):
+    path = write(tmp_path / "sums.jsonl", sums(range(30)))
+    short, whole = (schema.FileTask.model_validate({"data": data}) for data in (str(path), {"source": str(path)}))
+    assert short == whole
+
+
+def test_filters_and_dropped_rows_are_noted(tmp_path):
+    path = write(tmp_path / "sums.jsonl", [("", 1), *sums(range(50))])
+    data = {
+        "source": str(path),
+        "on_bad_row": "drop",
+        "filters": [{"kind": "integer_answer", "name": "small", "high": 30}],
+    }
+    task = build_task(schema.FileTask.model_validate({"data": data, "heldout_rows": 5}), 0)
+    assert task.notes[:3] == (
+        f"sums: 30 rows in {path}",
+        "sums: 1 of 51 rows are bad and were dropped",
+        "sums: filter small kept 31 of 51",
+    )
+
+
+def test_held_out_questions_that_share_thirteen_words(tmp_path):
+    words = " ".join(f"w{n}" for n in range(20))
+    path = write(tmp_path / "sums.jsonl", [*sums(range(20)), (f"First: {words}", 1)])
+    probe = write(tmp_path / "probe.jsonl", [*sums(range(100, 104)), (f"Second: {words}", 2)])
+    near = "1 of 5 held-out questions for id_probe have 13 words in a row in common with training"
+    task = build(path, heldout={"id_probe": str(probe)})
+    assert task.notes[-1] == f"sums: warning: {near}: sums@id_probe/5 and sums/21"
+    with pytest.raises(DataError, match=near):
+        build(path, heldout={"id_probe": str(probe)}, near_overlap="refuse")
+    assert not any(
+        "warning" in note for note in build(path, heldout={"id_probe": str(probe)}, near_overlap="allow").notes
+    )

@@ -107,9 +107,21 @@ def test_settings_that_the_generator_refuses(values):
         draw(check_source(settings(**values)), "x", Side.TRAIN, 1)
 
 
-def test_questions_without_one_right_answer():
-    with pytest.raises(TaskError, match="its questions have no single right answer"):
-        draw(Source("graph_color", "{}"), "x", Side.TRAIN, 1)
+def test_questions_without_a_right_answer():
+    with pytest.raises(TaskError, match="its questions have no right answer to test the grader with"):
+        draw(Source("rush_hour", "{}"), "x", Side.TRAIN, 1)
+
+
+def test_of_several_right_answers_an_example_is_the_reference():
+    (prompt,) = draw(Source("graph_color", "{}"), "x", Side.TRAIN, 1).prompts
+    assert set(json.loads(prompt.answer).values()) <= {1, 2, 3}
+    assert prompt.data["answer"] is None  # as the data set's score function expects it
+
+
+def test_questions_whose_answer_is_empty_are_dropped_and_counted():
+    drawn = draw(Source("string_manipulation", "{}"), "heldout", Side.HELDOUT, 20)
+    assert drawn.no_answer > 0
+    assert all(prompt.answer.strip() for prompt in drawn.prompts)
 
 
 def python(code: str, hash_seed: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

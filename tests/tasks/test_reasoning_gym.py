@@ -110,8 +110,9 @@ def test_a_batch_larger_than_the_pool():
 def test_size_bounds_the_pool_and_notes_count():
     task = sums(size=40)
     assert len(questions(p for step in range(10) for p in task.batch(step, 40))) == 40
-    assert task.notes[0].startswith("chain_sum: 40 different training questions of 40 asked for, from ")
-    assert "95 different training questions of 2000 asked for" in sums().notes[0]
+    assert task.notes[0] == "chain_sum: graded by verifier numeric"
+    assert task.notes[1].startswith("chain_sum: 40 different training questions of 40 asked for, from ")
+    assert "95 different training questions of 2000 asked for" in sums().notes[1]
 
 
 def test_replies_are_graded():
@@ -124,7 +125,9 @@ def test_replies_are_graded():
 
 def test_answers_that_the_verifier_cannot_read_are_found_at_once():
     with pytest.raises(TaskError, match="the verifier cannot grade 20 of 20 questions"):
-        build_task(schema.ReasoningGymTask(dataset="caesar_cipher"), 0)
+        build_task(schema.ReasoningGymTask(dataset="caesar_cipher", scoring="verifier"), 0)
+    task = build_task(schema.ReasoningGymTask(dataset="caesar_cipher", size=10), 0)
+    assert task.notes[0] == "caesar_cipher: graded by its own score function: numeric does not fit its answers"
     task = build_task(schema.ReasoningGymTask(dataset="caesar_cipher", verifier=schema.TextVerifier(), size=10), 0)
     prompt = task.batch(0, 1)[0]
     assert task.grade(prompt, f"\\boxed{{{prompt.answer.lower()}}}").reward == 1.0
@@ -139,3 +142,22 @@ def test_the_data_sets_own_scorer_in_a_python_verifier(tmp_path):
     prompt: Prompt = task.batch(0, 1)[0]
     assert task.grade(prompt, f"\\boxed{{{prompt.answer}}}").reward == 1.0
     assert task.grade(prompt, "no").reward == 0.0
+
+
+def test_a_data_sets_own_score_function_takes_any_right_answer_and_pays_in_part_if_asked():
+    """countdown has many solutions; a wrong one that uses the numbers earns a little from the data set itself."""
+    settings = {"min_numbers": 3, "max_numbers": 3, "min_target": 10, "max_target": 50}
+    whole, part = (
+        build_task(schema.ReasoningGymTask(dataset="countdown", settings=settings, size=10, partial=partial), 0)
+        for partial in (False, True)
+    )
+    prompt = whole.heldout("id_probe", 1)[0]
+    assert whole.grade(prompt, f"\\boxed{{({prompt.answer})}}").reward == 1.0
+    assert whole.grade(prompt, f"<answer>{prompt.answer}</answer>").reward == 1.0
+    numbers = " + ".join(str(number) for number in prompt.data["metadata"]["numbers"])
+    target = prompt.data["metadata"]["target"]
+    if sum(prompt.data["metadata"]["numbers"]) != target:
+        assert whole.grade(prompt, f"\\boxed{{{numbers}}}").reward == 0.0
+        assert 0 < part.grade(prompt, f"\\boxed{{{numbers}}}").reward < 1
+    for hostile in ("__import__('os').system('true')", "9**9**9**9", "import os", ""):
+        assert whole.grade(prompt, f"\\boxed{{{hostile}}}").reward == 0.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import psutil
 import torch
@@ -20,23 +19,22 @@ from torch import Tensor, nn
 
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
-from lockstep.models.weights import load_weights, named_weights
-from lockstep.rollout.paged.fused import CannotFuse, FusedDecoder, fuse
+from lockstep.models.weights import active_adapter, load_weights, named_weights
+from lockstep.rollout.forward import Computation
+from lockstep.rollout.paged.fused import fuse_or_log
 from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.prefill import Prefill, Span
-from lockstep.rollout.paged.scheduler import Prompt, Running, ended_at, pages_of
+from lockstep.rollout.paged.scheduler import Prompt, Running, check_room, ended_at, pages_for, pages_of, room_of
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
-from lockstep.rollout.paged.steps import DecodeStep
-from lockstep.rollout.requests import check_groups, check_request
+from lockstep.rollout.paged.steps import DecodeStep, captured_rows
+from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request
 from lockstep.rollout.sampler import sample, uniforms
-from lockstep.types import Completion, Request, Sampling, TokenIds, WeightStream
+from lockstep.types import Completion, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
 CHUNK = 16
 """Decode steps between two looks at what has ended."""
-ROWS_STEP = 32
-"""From this many rows on, captured numbers of rows are multiples of it; below, powers of two."""
 CACHE_SHARE = 0.9
 """Of the free memory, what the cache may take."""
 FORCED = 8
@@ -59,14 +57,15 @@ class PagedEngine:
 
         Raises ModelError for a model that cannot run here.
         """
-        self.version = -1
+        self.version, self._adapter = -1, active_adapter(model)
         self._model, self._decode, self._slots, self._stop_ids = model, decode, slots, stop_ids
         decoder = Decoder.of(model)
         self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
         weight = self._head.weight_VH
         self._device = weight.device
         self._cache = PageCache(decoder.layers, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
-        self._fused = self._fuse(decoder.model) if fused else None
+        self._computation = Computation(model)
+        self._fused = fuse_or_log(decoder.model, self._context or 32768) if fused else None
         self._ops = ops_for(self._device)
         self._prefill = Prefill(self._decoder, self._head, self._cache)
         self._step = DecodeStep(self._decoder, self._fused, self._head, self._cache, self._ops)
@@ -79,14 +78,18 @@ class PagedEngine:
         self._active: list[Running] = []
         self._done: deque[Completion] = deque()
 
-    def _fuse(self, base: Any) -> FusedDecoder | None:
-        try:
-            return fuse(base, self._context or 32768)
-        except CannotFuse as reason:
-            log.info("decoding runs the model's own forward pass: %s", reason)
-            return None
-
     # --- RolloutEngine --------------------------------------------------------------------------------------------
+    @property
+    def forward(self) -> Forward:
+        return self._computation.forward
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Compute so from now on; decode steps captured for another numeric are kept. Raises EngineError as the protocol says."""
+        report = self._computation.set(forward, len(self._queue) + len(self._active))
+        fused = None if self._fused is None else self._fused.computing(self._computation.numerics, forward.numerics)
+        self._step.use(forward.numerics, fused)
+        return report
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
         for request in requests:
@@ -97,14 +100,16 @@ class PagedEngine:
         self._waiting.update(request.group for request in requests)
         if not self._active and self._queue:
             self._reserve()
-        self._check_room(requests)
+            check_room(requests, self._cache.pages)
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
         while self._queue or self._active or self._done:
             self._admit()
             if self._active:
                 self._decode_chunk()
+            if between is not None:
+                between()
             while self._done:
                 yield self._done.popleft()
         self._cache.release()
@@ -124,13 +129,15 @@ class PagedEngine:
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
-        if self._queue or self._active:
-            raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
+        check_idle(len(self._queue) + len(self._active), version)
+        check_adapter(self._model, self._adapter)
+        self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
         self.version = version
 
     def weights(self) -> WeightStream:
         """What decoding reads: the fused tensors where there are such, the model's parameters elsewhere."""
+        self._computation.require_clean("the weights were asked for")
         fused = self._fused.fused if self._fused else {}
         for name, tensor in named_weights(self._model):
             yield name, fused.get(name, tensor)
@@ -144,15 +151,14 @@ class PagedEngine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _reserve(self) -> None:
-        """Rows and cache for what is queued: all of it side by side if the memory allows, as much as fits otherwise."""
-        count = min(self._slots, len(self._queue))
-        longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in self._queue)
-        tokens = max(r.sampling.max_tokens for r in self._queue)
-        self._prepare_rows(pages_of(longest), tokens)
-        own = sorted((pages_of(r.sampling.max_tokens) + 1 for r in self._queue), reverse=True)[:count]
-        shared = {r.group: pages_of(len(r.prompt_ids)) for r in self._queue}
-        wanted = sum(own) + sum(sorted(shared.values(), reverse=True)[:count])
-        self._allocate(wanted)
+        """Rows and cache for what is queued: all of it side by side if the memory allows, as much as fits otherwise.
+
+        Nothing may be running. Prompts that were processed and wait for more of their samples are forgotten with the pages.
+        """
+        self._prompts.clear()
+        needs = room_of(self._queue, self._slots)
+        self._prepare_rows(needs.longest, needs.tokens)
+        self._allocate(needs.pages)
 
     def _prepare_rows(self, pages: int, tokens: int) -> None:
         rows = self._rows
@@ -164,7 +170,9 @@ class PagedEngine:
         self._rebind()
 
     def _rebind(self) -> None:
-        """Captured steps hold addresses of weights and scalings of adapters: drop them if one of these is another now."""
+        """Captured steps hold addresses of weights and scalings of adapters: drop them if one of these is another now. The
+        quantised weights that they read stay where they are and are made anew here if the weights have changed."""
+        self._computation.numerics.refresh(self.forward.numerics)
         bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
         if self._fused is not None:
             bound += self._fused.scalings()
@@ -183,16 +191,11 @@ class PagedEngine:
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(free + kept)
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            pages = pages_of(len(request.prompt_ids)) + pages_of(request.sampling.max_tokens) + 1
-            if pages > self._cache.pages:
-                raise EngineError(
-                    f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones need {pages} pages "
-                    f"of {PAGE} tokens, the memory that is free holds {self._cache.pages}",
-                    where=request.id,
-                    fix="lower rollout.max_tokens, or leave more memory free",
-                )
+    def _fits(self, request: Request) -> bool:
+        """Whether rows and cache are large enough for it; one that came while others ran may need larger ones."""
+        rows, prompt, tokens = self._rows, len(request.prompt_ids), request.sampling.max_tokens
+        assert rows is not None
+        return rows.fits(pages_of(prompt + tokens), tokens) and pages_for(request) <= self._cache.pages
 
     # --- admission ------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -202,6 +205,11 @@ class PagedEngine:
         new: dict[str, Prompt] = {}
         while self._queue and len(self._active) < self._slots:
             request = self._queue[0]
+            if not self._fits(request):
+                if self._active:
+                    break  # it waits until nothing reads the present ones
+                self._reserve()
+                check_room([request], self._cache.pages)
             prompt = self._prompts.get(request.group)
             length = len(request.prompt_ids)
             needed = pages_of(length + request.sampling.max_tokens) - length // PAGE
@@ -218,7 +226,8 @@ class PagedEngine:
             prompt.users += 1
         if not admitted:
             return
-        self._prefill.prompts(list(new.values()))
+        with self._computation.running():
+            self._prefill.prompts(list(new.values()))
         self._start(self._active[-len(admitted) :])
         self._waiting.subtract(request.group for request in admitted)
 
@@ -274,12 +283,13 @@ class PagedEngine:
     # --- decoding -------------------------------------------------------------------------------------------------
     def _decode_chunk(self) -> None:
         """Some steps for every active sequence, then out with those that have ended."""
-        rows, count = self._rows, _captured_rows(len(self._active), self._slots)
+        rows, count = self._rows, captured_rows(len(self._active), self._slots)
         assert rows is not None
         cut = any(_cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
         for _ in range(steps):
-            logits_BV = self._step.forward(count)
+            with self._computation.running():
+                logits_BV = self._step.forward(count)
             if cut:
                 self._draw_cut(self._active, logits_BV, rows)
                 self._ops.advance(rows, count, self._stops_X)
@@ -356,7 +366,8 @@ class PagedEngine:
         assert rows is not None
         tables = [self._cache.take(number) for number in pages]
         spans = [Span(ids, t, 0, len(ids) - n) for ids, t, n in zip(sequences, tables, forced, strict=True)]
-        result = [list(logprobs) for logprobs in self._prefill.logprobs(spans)]
+        with self._computation.running():
+            result = [list(logprobs) for logprobs in self._prefill.logprobs(spans)]
         rows.rest(0)
         for row, table in enumerate(tables):
             rows.table_BS[row, : len(table)] = torch.tensor(table, dtype=torch.int32, device=self._device)
@@ -370,13 +381,14 @@ class PagedEngine:
         self, sequences: Sequence[TokenIds], forced: Sequence[int], place: int, result: list[list[float]]
     ) -> None:
         """Feed token `place` of the forced ones, and score the one after it."""
-        rows, count = self._rows, _captured_rows(len(sequences), self._slots)
+        rows, count = self._rows, captured_rows(len(sequences), self._slots)
         assert rows is not None
         at = [min(len(ids) - n + place, len(ids) - 2) for ids, n in zip(sequences, forced, strict=True)]
         fed = torch.tensor([ids[i] for ids, i in zip(sequences, at, strict=True)], device=self._device)
         rows.next_B[: len(fed)] = fed
         rows.position_B[: len(at)] = torch.tensor(at, dtype=torch.int32, device=self._device)
-        logits_BV = self._step.forward(count)[: len(at)].float()
+        with self._computation.running():
+            logits_BV = self._step.forward(count)[: len(at)].float()
         targets = torch.tensor([ids[i + 1] for ids, i in zip(sequences, at, strict=True)], device=self._device)
         logprobs = logits_BV.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
         for row, n in enumerate(forced):
@@ -386,9 +398,3 @@ class PagedEngine:
 
 def _cuts(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-
-
-def _captured_rows(count: int, most: int) -> int:
-    """The number of rows a step runs for `count` sequences: few different ones, because each is captured."""
-    size = 1 << max(3, (count - 1).bit_length()) if count <= ROWS_STEP else -(-count // ROWS_STEP) * ROWS_STEP
-    return min(size, most)

@@ -8,8 +8,9 @@ Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionKind
 from lockstep.models.weights import clean_name
+from lockstep.numerics.apply import ModelNumerics
+from lockstep.numerics.linear import Quantiser
 from lockstep.rollout.paged.ops import Ops
 from lockstep.rollout.paged.state import PageCache, Rows
+
+log = logging.getLogger(__name__)
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 """Model types whose blocks are known to be computed as below."""
@@ -41,17 +46,31 @@ class _Adapter:
 class _Matrix:
     """Linear layers over one input as one product."""
 
+    layers: tuple[nn.Linear, ...]
     weight_OX: Tensor
     bias_O: Tensor | None
     adapter: _Adapter | None
+    quantiser: Quantiser | None = None
+    """What its input goes through; the adapter sees the input itself."""
 
     def __call__(self, x_BX: Tensor) -> Tensor:
-        out_BO = nn.functional.linear(x_BX, self.weight_OX, self.bias_O)
+        used_BX = x_BX if self.quantiser is None else self.quantiser.activation(x_BX)
+        out_BO = nn.functional.linear(used_BX, self.weight_OX, self.bias_O)
         if self.adapter is not None:
             down_BR = x_BX @ self.adapter.down_RX.T
             for outputs, ranks, up_OR, scaling in self.adapter.parts:
                 out_BO[:, outputs].addmm_(down_BR[:, ranks], up_OR.T, alpha=scaling)
         return out_BO
+
+    def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Matrix:
+        """On quantised operands, if its layers are quantised. Raises CannotFuse if only some of them are."""
+        targets = {id(layer) for layer in numerics.targets.values()}
+        found = [id(layer) in targets for layer in self.layers]
+        if all(found):
+            return replace(self, weight_OX=numerics.joined(quantiser, self.layers), quantiser=quantiser)
+        if any(found):
+            raise CannotFuse("numerics.exclude leaves some of the matrices that read one input alone")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,10 @@ class _Block:
     mlp_norm_X: Tensor
     head_norms: tuple[Tensor, Tensor, float] | None
     kind: AttentionKind
+
+    def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Block:
+        parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("qkv", "out", "gate_up", "down")}
+        return replace(self, **parts)
 
 
 @dataclass(slots=True)
@@ -95,10 +118,35 @@ class FusedDecoder:
             x_BX = block.down(ops.gate(block.gate_up(normed_BX)))
         return ops.add_norm(x_BX, residual_BX, self.norm_X, self.eps)[1]
 
+    def computing(self, numerics: ModelNumerics, numeric: str) -> FusedDecoder | None:
+        """This decoder in a numeric; itself in that of the weights, None if it can only be run layer by layer."""
+        quantiser = numerics.quantiser(numeric)
+        if quantiser is None:
+            return self
+        try:
+            blocks = [block.quantised(numerics, quantiser) for block in self.blocks]
+        except CannotFuse as reason:
+            _log_unfused(reason)
+            return None
+        return replace(self, blocks=blocks)
+
     def scalings(self) -> tuple[float, ...]:
         """Scalings of the adapters, which a captured graph holds as constants."""
         matrices = [m for b in self.blocks for m in (b.qkv, b.out, b.gate_up, b.down)]
         return tuple(part[3] for m in matrices if m.adapter for part in m.adapter.parts)
+
+
+def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:
+    """`fuse`, or None for a model that cannot be."""
+    try:
+        return fuse(base, positions)
+    except CannotFuse as reason:
+        _log_unfused(reason)
+        return None
+
+
+def _log_unfused(reason: CannotFuse) -> None:
+    log.info("decoding runs the model's own forward pass: %s", reason)
 
 
 def fuse(base: Any, positions: int) -> FusedDecoder:
@@ -134,8 +182,14 @@ def _check(layer: Any) -> None:
     for linear in linears:
         if not isinstance(_plain(linear), nn.Linear):
             raise CannotFuse(f"{type(linear).__name__} is not a linear layer")
-        if hasattr(linear, "lora_A") and (linear.merged or list(linear.active_adapters) != ["default"]):
-            raise CannotFuse("its adapter is merged, or there are several")
+        if hasattr(linear, "base_layer") and not hasattr(linear, "lora_A"):
+            raise CannotFuse(f"its adapter is {type(linear).__module__.split('.')[-2]}")
+        if hasattr(linear, "lora_A") and (linear.merged or linear.disable_adapters):
+            raise CannotFuse("its adapter is merged, or off")
+        if hasattr(linear, "lora_A") and list(linear.active_adapters) != ["default"]:
+            raise CannotFuse("there are several adapters")
+        if getattr(linear, "lora_variant", None):
+            raise CannotFuse(f"its adapter is {type(linear.lora_variant['default']).__name__}")
     for group in (linears[:3], linears[4:6]):
         if len({_plain(linear).bias is None for linear in group}) > 1:
             raise CannotFuse("only some of the matrices that read one input have a bias")
@@ -170,14 +224,14 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
     weight = _joined([p.weight for p in plain], names, fused)
     bias = None if plain[0].bias is None else _joined([p.bias for p in plain], names, fused)
     if not hasattr(linears[0], "lora_A"):
-        return _Matrix(weight, bias, None)
+        return _Matrix(tuple(plain), weight, bias, None)
     downs = [linear.lora_A["default"].weight for linear in linears]
     down = _joined(downs, names, fused)
     outputs = _slices([p.weight.shape[0] for p in plain])
     ranks = _slices([d.shape[0] for d in downs])
     ups = [linear.lora_B["default"].weight for linear in linears]
     scalings = [float(linear.scaling["default"]) for linear in linears]
-    return _Matrix(weight, bias, _Adapter(down, tuple(zip(outputs, ranks, ups, scalings, strict=True))))
+    return _Matrix(tuple(plain), weight, bias, _Adapter(down, tuple(zip(outputs, ranks, ups, scalings, strict=True))))
 
 
 def _joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]) -> Tensor:

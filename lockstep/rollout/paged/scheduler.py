@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from lockstep.errors import EngineError
 from lockstep.rollout.paged.state import PAGE
 from lockstep.types import FinishReason, Request, TokenIds
 
@@ -43,6 +44,45 @@ class Running:
 
 def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def pages_for(request: Request) -> int:
+    """Pages that a request can fill when it runs alone."""
+    return pages_of(len(request.prompt_ids)) + pages_of(request.sampling.max_tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a queue needs if it is decoded side by side."""
+
+    longest: int
+    """Pages of its longest sequence."""
+    tokens: int
+    """Most tokens that one of its requests may sample."""
+    pages: int
+    """Of all that run at once, shared prompts counted once."""
+
+
+def room_of(queue: Collection[Request], slots: int) -> Room:
+    """Of as many requests as there are slots, the largest ones."""
+    count = min(slots, len(queue))
+    longest = max(max(r.room, len(r.prompt_ids) + r.sampling.max_tokens) for r in queue)
+    own = sorted((pages_of(max(r.room, r.sampling.max_tokens)) + 1 for r in queue), reverse=True)[:count]
+    shared = {r.group: pages_of(len(r.prompt_ids)) for r in queue}
+    wanted = sum(own) + sum(sorted(shared.values(), reverse=True)[:count])
+    return Room(pages_of(longest), max(r.sampling.max_tokens for r in queue), wanted)
+
+
+def check_room(requests: Iterable[Request], pages: int) -> None:
+    """Raise EngineError for a request that a cache of so many pages cannot hold."""
+    for request in requests:
+        if (needed := pages_for(request)) > pages:
+            raise EngineError(
+                f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones need {needed} pages "
+                f"of {PAGE} tokens, the memory that is free holds {pages}",
+                where=request.id,
+                fix="lower rollout.max_tokens, or leave more memory free",
+            )
 
 
 def ended_at(

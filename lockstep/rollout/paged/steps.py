@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 PROGRAMS = 528
 """Attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's keys are
 split over several."""
+ROWS_STEP = 32
+"""From this many rows on, captured numbers of rows are multiples of it; below, powers of two."""
 
 
 class DecodeStep:
@@ -32,9 +34,14 @@ class DecodeStep:
     def __init__(self, decoder: Any, fused: FusedDecoder | None, head: Head, cache: PageCache, ops: Ops) -> None:
         self._decoder, self._fused, self._head, self._cache, self._ops = decoder, fused, head, cache, ops
         self._capturing = head.weight_VH.device.type == "cuda"
-        self._graphs: dict[tuple[str, int], Callable[[], None]] = {}
+        self._numeric = ""
+        self._graphs: dict[tuple[str, str, int], Callable[[], None]] = {}
         self._pool: Any = None
         self.logits_BV = torch.empty(0)
+
+    def use(self, numeric: str, fused: FusedDecoder | None) -> None:
+        """Run this decoder, which computes in `numeric`, from now on; steps captured for other numerics are kept."""
+        self._numeric, self._fused = numeric, fused
 
     def prepare(self, rows: Rows, stops_X: Tensor) -> None:
         """Use these rows from now on; what was captured for others is dropped."""
@@ -87,7 +94,7 @@ class DecodeStep:
         if not self._capturing:
             run(count)
             return
-        key = (name, count)
+        key = (name, self._numeric, count)
         if key not in self._graphs:
             self._graphs[key] = self._captured(name, count, run)
         self._graphs[key]()
@@ -126,3 +133,9 @@ def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
         torch.mm(hidden_BX, head.weight_VH.T, out=logits_BV)
     else:
         logits_BV.copy_(head.logits(hidden_BX))
+
+
+def captured_rows(count: int, most: int) -> int:
+    """The number of rows a step runs for `count` sequences: few different ones, because each is captured."""
+    size = 1 << max(3, (count - 1).bit_length()) if count <= ROWS_STEP else -(-count // ROWS_STEP) * ROWS_STEP
+    return min(size, most)

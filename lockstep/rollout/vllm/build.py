@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, assert_never
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError
+from lockstep.models.mxfp4 import is_mxfp4
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.requests import Decode
 from lockstep.rollout.vllm.settings import settings_of
@@ -36,6 +38,12 @@ def vllm_engine(
         raise EngineError("vLLM needs a CUDA GPU", where="rollout.engine=vllm", fix="set rollout.engine=native")
     outer: Any = model
     base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
+    if is_mxfp4(Path(folder)):
+        raise EngineError(
+            "vLLM would run this checkpoint's MXFP4 weights, and the trained ones are plain",
+            where=folder,
+            fix="set rollout.engine=native, or save the dequantised model into a folder and name that",
+        )
     settings = settings_of(
         recipe,
         folder,

@@ -19,7 +19,7 @@ from lockstep.types import RolloutEngine
 
 def main() -> None:
     started = time.time()
-    settings = codec.from_json(VllmSettings, json.loads(sys.argv[1]), "settings")
+    settings = codec.from_json(VllmSettings, json.loads(sys.argv[1]))
 
     def build() -> RolloutEngine:
         from lockstep.rollout.vllm.engine import VllmEngine

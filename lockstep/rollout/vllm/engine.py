@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lockstep.errors import EngineError, LockstepError
+from lockstep.numerics.formats import Scale
 from lockstep.rollout.requests import check_groups
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
+from lockstep.rollout.vllm.plugin import register
+from lockstep.rollout.vllm.quantised import Plan
 from lockstep.rollout.vllm.requests import (
     Decode,
     Pending,
@@ -33,7 +36,7 @@ from lockstep.rollout.vllm.requests import (
 )
 from lockstep.rollout.vllm.settings import VllmSettings
 from lockstep.rollout.vllm.worker import QUALNAME, steps_left
-from lockstep.types import Completion, Request, TokenIds, WeightStream
+from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class VllmEngine:
         Raises EngineError if vLLM is not installed, cannot run the model, or does not find room on the GPU.
         """
         self.version = -1
+        self.forward = Forward()
         self.between: Callable[[], None] | None = None
         """Called after every step; may submit, score or raise."""
         self._settings, self._decode = settings, decode
@@ -93,11 +97,13 @@ class VllmEngine:
             asked = asked_of(request, self._settings.stop_ids, seeded=self._settings.seeded)
             self._add(key, request.prompt_ids, kind, **asdict(asked))
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing runs. Reading may be broken off and taken up again."""
         while self._pending or self._done:
             while self._done:
                 yield self._done.popleft()
+            if between is not None:
+                between()
             if self._pending:
                 self._step()
         if self._settings.sleep:
@@ -128,9 +134,43 @@ class VllmEngine:
                 )
         return found
 
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Compute so from now on, on the weights that are there; every prefix is forgotten. Nothing may be running.
+
+        Raises EngineError if no layer or no norm would be touched; the engine then computes as its weights are.
+        """
+        self._check_alive()
+        if self._pending:
+            raise EngineError(f"the numerics or the noise changed while {len(self._pending)} requests run")
+        self._drain()
+        try:
+            return self._compute(forward)
+        except EngineError:
+            self._compute(Forward())
+            raise
+
+    def _compute(self, forward: Forward) -> ForwardReport:
+        with self._on_stream():
+            report: ForwardReport = self._worker("lockstep_forward", forward)
+            torch.cuda.synchronize()
+        self._forget_prefixes("another forward")
+        self.forward = forward
+        return report
+
+    def _forget_prefixes(self, why: str) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM did not empty its prefix cache", where=why, fix=FIX)
+
+    def _require_clean(self, what: str) -> None:
+        if self.forward.noise is not None:
+            raise EngineError(
+                f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first"
+            )
+
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy checkpoint tensors into vLLM's parameters, forget every prefix, and become `version`. Nothing may be running."""
         self._check_alive()
+        self._require_clean(f"weights {version} arrived")
         if self._pending:
             raise EngineError(f"weights {version} arrived while {len(self._pending)} requests run")
         self._drain()
@@ -138,12 +178,12 @@ class VllmEngine:
         with self._on_stream():
             self._worker("lockstep_load", weights, self._settings.folder)
             torch.cuda.synchronize()
-        if not self._engine.reset_prefix_cache():
-            raise EngineError("vLLM did not empty its prefix cache", where=f"weights {version}", fix=FIX)
+        self._forget_prefixes(f"weights {version}")
         self.version = version
 
     def weights(self) -> WeightStream:
-        """Views of what vLLM computes with, under the checkpoint's names and shapes."""
+        """Views of what vLLM computes with, under the checkpoint's names and shapes; what is quantised is made of them."""
+        self._require_clean("the weights were asked for")
         self._drain()
         views: WeightStream = self._worker("lockstep_views")
         return views
@@ -298,8 +338,10 @@ def _stream_of(engine: Any) -> Any:
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """The arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short rollouts."""
     slots = captured(settings.slots)
+    quantised = Plan(settings.numerics, cast(Scale, settings.scale), settings.exclude)
     return {
         "model": settings.folder,
+        "quantization": register(quantised) if settings.numerics else None,
         "skip_tokenizer_init": True,
         "trust_remote_code": settings.trust_remote_code,
         "load_format": "dummy",  # random: a tensor that is never sent must not look right

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import IO
 
@@ -23,8 +23,10 @@ from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings
 from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
-from lockstep.types import Completion, FinishReason, Request, Sampling, TokenIds, WeightStream
+from lockstep.types import Completion, FinishReason, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
 
+POLL_SECONDS = 0.01
+"""How long the channel is listened to between two looks at what `between` has to do."""
 TAIL = 2000
 """Characters of the process's output that an error shows."""
 
@@ -39,6 +41,7 @@ class EngineProcess:
         process's output if it does not start.
         """
         self.version = -1
+        self.forward = Forward()
         self.seconds = 0.0
         """What starting took."""
         self._device = device
@@ -100,12 +103,14 @@ class EngineProcess:
         self._ask(message, wire.packed(list(prompts)))
         self._running |= dict(zip(keys, requests, strict=True))
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they arrive, until nothing runs."""
         while self._running or self._done:
             while self._done:
                 yield self._done.popleft()
-            if self._running:
+            while between is not None and not self._done and self._running and not self._channel.waiting(POLL_SECONDS):
+                between()
+            if self._running and not self._done:  # else they came with the answer to a submit
                 message, payload = self._receive()
                 match message:
                     case wire.Completions(entries):
@@ -126,10 +131,26 @@ class EngineProcess:
             case other:
                 raise self._unexpected(other)
 
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Have the engine compute so from now on. Nothing may be running. Raises what the engine raises: it then computes as its
+        weights are."""
+        if self._running:
+            raise EngineError(f"the numerics or the noise changed while {len(self._running)} requests run")
+        self.forward = Forward()
+        self._channel.send(wire.Compute(forward))
+        match self._answer():
+            case wire.Computing(report):
+                self.forward = forward
+                return report
+            case other:
+                raise self._unexpected(other)
+
     def load(self, weights: WeightStream, version: int) -> None:
         """Pass weights through the bucket and let the engine become `version`. Nothing may be running."""
         if self._running:
             raise EngineError(f"weights {version} arrived while {len(self._running)} requests run")
+        if self.forward.noise is not None:
+            raise EngineError(f"weights {version} arrived while noise is on the norms", fix="set_forward without noise first")
         self.version = -1
         self._ask(wire.Load(version))
         for load in bucket.loads(weights, bucket.SIZE):

@@ -109,11 +109,13 @@ class Server:
                 if isinstance(self._engine, Sleeper):
                     (self._engine.sleep if isinstance(message, wire.Sleep) else self._engine.wake)()
                 self._channel.send(wire.Done())
+            case wire.Compute():
+                self._channel.send(wire.Computing(self._engine.set_forward(message.forward)))
             case wire.Close():
                 raise Closed
             case (
                 wire.Take() | wire.Loaded() | wire.Ready() | wire.Done() | wire.Completions() | wire.Scores()
-                | wire.Prints() | wire.Tensor() | wire.Failed()
+                | wire.Prints() | wire.Tensor() | wire.Computing() | wire.Failed()
             ):  # fmt: skip
                 raise EngineError(f"a {type(message).__name__} where none is expected", where="engine process")
             case other:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import Recipe
+from lockstep.config.vllm import quantised_numerics
 
 PROMPT_ROOM = 8192
 """Prompt tokens that fit by default beside the longest reply."""
@@ -31,6 +32,12 @@ class VllmSettings:
     enforce_eager: bool = False
     sleep: bool = True
     trust_remote_code: bool = False
+    numerics: tuple[str, ...] = ()
+    """Those with quantised layers that the engine may be asked for; with none it is built without."""
+    scale: str = "floor"
+    """Of MXFP4 blocks."""
+    exclude: tuple[str, ...] = ()
+    """Linear layers that are not quantised."""
 
 
 def settings_of(
@@ -57,6 +64,9 @@ def settings_of(
         enforce_eager=vllm.enforce_eager,
         sleep=vllm.sleep,
         trust_remote_code=recipe.model.trust_remote_code,
+        numerics=quantised_numerics(recipe.numerics),
+        scale=recipe.numerics.scale,
+        exclude=tuple(recipe.numerics.exclude),
     )
 
 

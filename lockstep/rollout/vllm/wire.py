@@ -18,7 +18,7 @@ import numpy as np
 
 from lockstep.errors import EngineError
 from lockstep.evaluate import codec
-from lockstep.types import Sampling
+from lockstep.types import Forward, ForwardReport, Sampling
 
 HEAD = struct.Struct("<IQ")
 LONGEST_HEADER = 2**28
@@ -119,6 +119,13 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute so from now on. Answered by Computing."""
+
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End. Not answered: the process ends."""
 
@@ -186,6 +193,13 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Computing:
+    """What Compute touched."""
+
+    report: ForwardReport
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was asked for last could not be done; `kind` is the error's class in lockstep.errors, "" if it has none there."""
 
@@ -196,8 +210,8 @@ class Failed:
 
 
 Message: TypeAlias = (
-    Submit | Score | Load | Open | Take | Loaded | Fingerprint | Send | Sleep | Wake | Close
-    | Ready | Done | Completions | Scores | Prints | Tensor | Failed
+    Submit | Score | Load | Open | Take | Loaded | Fingerprint | Send | Sleep | Wake | Compute | Close
+    | Ready | Done | Completions | Scores | Prints | Tensor | Computing | Failed
 )  # fmt: skip
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
@@ -237,9 +251,9 @@ class Channel:
             raise EngineError(f"an unknown message: {error}", where="engine process", fix="report this") from error
         return message, self._exactly(payload)
 
-    def waiting(self) -> bool:
-        """Whether something can be received at once (the end of the other side counts)."""
-        return bool(select.select([self._end], [], [], 0)[0])
+    def waiting(self, seconds: float = 0.0) -> bool:
+        """Whether something can be received within `seconds` (the end of the other side counts)."""
+        return bool(select.select([self._end], [], [], seconds)[0])
 
     def close(self) -> None:
         self._end.close()

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from lockstep.errors import EngineError
+from lockstep.noise.apply import NoisyNorms
 from lockstep.rollout.vllm.layout import checked, checkpoint_views
-from lockstep.types import WeightStream
+from lockstep.rollout.vllm.quantised import refresh, set_numeric
+from lockstep.types import Forward, ForwardReport, WeightStream
 
 QUALNAME = "lockstep.rollout.vllm.worker.LockstepWorker"
 
@@ -45,6 +47,20 @@ class WorkerCalls:
                 where=folder,
                 fix="set rollout.engine=native, which runs any decoder of transformers",
             ) from error
+
+        refresh(model)
+
+    def lockstep_forward(self: Any, forward: Forward) -> ForwardReport:
+        """Compute so from now on. Raises EngineError, with clean norms, if that would touch no layer or no norm.
+
+        Every rank draws the same noise: norms are replicated, and the numbers depend on the seed and the name alone.
+        """
+        model = self._lockstep_model()
+        norms: NoisyNorms | None = vars(self).get("lockstep_norms")
+        if norms is None:
+            norms = self.lockstep_norms = NoisyNorms(model, checkpoint_views)
+        count, share = norms.set(forward.noise)
+        return ForwardReport(set_numeric(model, forward.numerics), count, share, norms.lost)
 
     def _lockstep_model(self: Any) -> nn.Module:
         model: nn.Module = self.get_model()

@@ -20,12 +20,13 @@ from lockstep.config.schema import Sync
 from lockstep.errors import EngineError, StaleWeightsError, SyncError
 from lockstep.models.attention import NAME
 from lockstep.models.weights import named_weights
+from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.vllm import bucket
 from lockstep.rollout.vllm.process import EngineProcess
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.sync.proof import Remote
 from lockstep.sync.transports import CopySync, build_sync
-from lockstep.types import Batch, Loss, Metrics, Sampling, TokenIds, WeightStream
+from lockstep.types import Batch, Forward, Loss, Metrics, NormNoise, Sampling, TokenIds, WeightStream
 from tests.learner.models import logprobs_of
 from tests.rollout.engines import finish, request
 from tests.rollout.vllm import native_child
@@ -248,3 +249,37 @@ def test_an_attention_that_the_engine_shares_with_nobody(tiny_model_dir: Path):
         next(model.parameters()).zero_()
     assert engine.fingerprints() == before
     engine.close()
+
+
+# --- numerics and noise ---------------------------------------------------------------------------------------------
+def test_noise_and_numerics_reach_the_other_process_and_leave_it(engine: EngineProcess, tiny_model_dir: Path):
+    here = NativeEngine(model_of_engine(tiny_model_dir), slots=4, stop_ids=frozenset(), decode=str)
+    here.load(iter(()), 0)
+    names = ("model.layers.0.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight")
+    noise = NormNoise(0.1, 5, names, (1.0, 0.5))
+    clean, before = engine.score([PROMPT]), engine.fingerprints()
+    for forward in (Forward("mxfp4-w4a4"), Forward("", noise), Forward("mxfp4-w4a4", noise)):
+        assert engine.set_forward(forward) == here.set_forward(forward)
+        assert engine.forward == forward
+        assert engine.score([PROMPT]) == here.score([PROMPT]) != clean
+    for call in (
+        engine.fingerprints,
+        lambda: engine.load(iter(()), 1),
+        lambda: list(engine.weights(["model.norm.weight"])),
+    ):
+        with pytest.raises(EngineError, match="noise is on the norms"):
+            call()
+    engine.set_forward(Forward())
+    assert engine.score([PROMPT]) == clean
+    assert engine.fingerprints() == before
+
+
+def test_a_forward_that_touches_nothing_is_refused_over_there(engine: EngineProcess):
+    with pytest.raises(EngineError, match="no weight of this name"):
+        engine.set_forward(Forward("", NormNoise(0.1, 5, ("model.nothing",), (1.0,))))
+    assert engine.forward == Forward()
+
+
+def model_of_engine(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME, dtype=torch.float32)
+    return model.eval()

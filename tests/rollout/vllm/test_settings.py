@@ -182,3 +182,22 @@ def test_without_a_gpu_the_error_names_the_native_engine():
     with pytest.raises(EngineError, match="needs a CUDA GPU") as caught:
         VllmEngine(made({}), str)
     assert "rollout.engine=native" in caught.value.fix
+
+
+def test_numerics_reach_the_engine():
+    settings = made({}, numerics={"train": "mxfp4-w4a4", "eval": "bf16", "scale": "rceil", "exclude": ["down_proj"]})
+    assert (settings.numerics, settings.scale, settings.exclude) == (("mxfp4-w4a4",), "rceil", ("down_proj",))
+    assert made({}).numerics == ()
+    assert engine_arguments(made({}))["quantization"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"numerics": {"rollout": "mxfp4-w4a4"}, "adapter": {"kind": "lora"}}, "quantising the sum is another model"),
+        ({"numerics": {"train": "mxfp4-w4a4", "eval": "nvfp4-w4a4"}}, "quantise inputs in one format"),
+    ],
+)
+def test_numerics_that_vllm_cannot_have_are_refused(more: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        made({}, **more)

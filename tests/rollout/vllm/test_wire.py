@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import EngineError
 from lockstep.rollout.vllm import bucket, wire
-from lockstep.types import Sampling
+from lockstep.types import Forward, ForwardReport, NormNoise, Sampling
 
 MESSAGES: tuple[wire.Message, ...] = (
     wire.Submit(
@@ -30,6 +30,8 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.Send(("a", "b")),
     wire.Sleep(),
     wire.Wake(),
+    wire.Compute(Forward("mxfp4-w4a4", NormNoise(0.01, 2**62 + 1, ("a.weight", "b.weight"), (1.0, 0.5)))),
+    wire.Computing(ForwardReport(14, 2, 0.01, 0.25)),
     wire.Close(),
     wire.Ready(1.5),
     wire.Done(),

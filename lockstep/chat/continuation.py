@@ -1,0 +1,94 @@
+"""What follows a reply in a chat of several turns: ids that are appended to those already there, which are never made again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.chat.template import as_text, check_messages, control_pattern, encode, where
+from lockstep.errors import ChatError
+from lockstep.types import Message, TokenIds
+
+if TYPE_CHECKING:
+    from lockstep.chat.chat import ChatFormat
+
+_REPLY = "lockstepprobereply"
+_TOOL = re.compile(r"""['"]tool['"]|tool_response""")
+
+
+class Continuation:
+    """Turns observations into ids, as the template writes them after a reply.
+
+    The chat so far is not rendered again: a template that rewrites earlier turns (Qwen3 drops their thoughts) would then
+    give other ids than those that were sampled. Only the new turns are rendered, behind a stand-in for the reply, and what
+    the template writes after it is appended. Raises ChatError if the template leaves the reply out.
+    """
+
+    role: str
+    """How the result of a tool is said: tool if the template knows that role, else user."""
+    notes: tuple[str, ...]
+    """What a reader of the log should know about this template in chats of several turns."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._control = control_pattern(chat.tokenizer)
+        self.role = "tool" if _TOOL.search(chat.template) and self._shows_tool_results() else "user"
+        self._closing = self._closing_ids()
+        self.notes = self._notes()
+
+    def after(self, last: int, observation: Sequence[Message]) -> TokenIds:
+        """Ids from the end of a reply, whose last id is `last`, to the opening of the next one.
+
+        They begin with what ends a turn, unless `last` has ended it: a reply that was cut off is closed like any other.
+        Text that spells a control token is broken up by a space. Raises ChatError for turns that make no chat.
+        """
+        check_messages(observation)
+        ids = encode(self._chat.tokenizer, self._tail([self._said(message) for message in observation]))
+        return ids[len(self._closing) :] if last in self._chat.stop_ids else ids
+
+    def _said(self, message: Message) -> Message:
+        role = self.role if message["role"] == "tool" else message["role"]
+        text = message["content"]
+        if self._control is not None:
+            text = self._control.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
+        return Message(role=role, content=text)
+
+    def _tail(self, observation: Sequence[Message]) -> str:
+        """What the template writes after a reply when these turns follow it."""
+        probe = [Message(role="user", content="a"), Message(role="assistant", content=_REPLY), *observation]
+        tokenizer, kwargs = self._chat.tokenizer, self._chat.chat.template_kwargs
+        _, found, tail = as_text(tokenizer, self._chat.template, probe, kwargs, generate=True).partition(_REPLY)
+        if not found:
+            raise ChatError("the chat template leaves out what the assistant said before", where=where(tokenizer))
+        return tail
+
+    def _closing_ids(self) -> TokenIds:
+        """What stands between a reply and what follows, up to the token that ends the reply; empty if nothing ends it."""
+        one, other = (
+            encode(self._chat.tokenizer, self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
+        )
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        ends = [i for i in range(same) if one[i] in self._chat.stop_ids]
+        return one[: ends[0] + 1] if ends else ()
+
+    def _shows_tool_results(self) -> bool:
+        try:
+            return "42" in self._tail([Message(role="tool", content="42")])
+        except ChatError:  # it wants tool results in a form of its own: they are said as the user's turns
+            return False
+
+    def _notes(self) -> tuple[str, ...]:
+        chat = [Message(role="user", content="a"), Message(role="assistant", content=f"<think>x</think>{_REPLY}")]
+        tokenizer, kwargs = self._chat.tokenizer, self._chat.chat.template_kwargs
+        then = [*chat, Message(role="user", content="b")]
+        alone, inside = (
+            as_text(tokenizer, self._chat.template, turns, kwargs, generate=False).partition(_REPLY)[0]
+            for turns in (chat, then)
+        )
+        if alone == inside and "<think>" in inside:
+            return ()
+        return (
+            "the template rewrites earlier replies (their thoughts are dropped). Here they stay as they were sampled, in "
+            "sampling and in training: ids are only ever appended",
+        )

@@ -1,0 +1,268 @@
+"""`lockstep data`: check, measure, show, build and split data sets. Loads torch for token counts alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config.data import FILE_SUFFIXES, Data
+from lockstep.config.load import built_in, load
+from lockstep.errors import ChatError, ConfigError, DataError, LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.chat.chat import ChatFormat
+    from lockstep.config.schema import Recipe
+    from lockstep.data.build import Part
+    from lockstep.data.sets import DataSet, Loaded
+
+_TARGET = """a recipe, or a source: hub id, hf:// path, .parquet, .jsonl, .json or .csv file, folder, file.py:generator, or
+a preset's name; after it settings: of the recipe (task.data.max_rows=100), or of the source (prompt=question); options come
+last"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `data check|stats|show|build|split|filters|presets`."""
+    parser = subparsers.add_parser("data", help="check, measure, show, build and split data sets")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check", help="read every row: bad rows, filters, answers, overlap (exit 4 if not fit to train)"
+    )
+    stats = actions.add_parser("stats", help="prompt lengths in tokens, distinct prompts, what filters dropped")
+    show = actions.add_parser("show", help="print rows as they are asked, or as they are trained on (--mask)")
+    build = actions.add_parser("build", help="write the filtered sets as files, with a manifest")
+    split = actions.add_parser("split", help="divide the training rows by hash into files, with a manifest")
+    for action in (check, stats, show, build, split):
+        action.add_argument("target", nargs="+", metavar="TARGET|KEY=VALUE", help=_TARGET)
+    for action in (check, stats, build):
+        action.add_argument(
+            "--against",
+            action="append",
+            default=[],
+            metavar="SOURCE",
+            help="also compare with this evaluation set; again for more",
+        )
+    stats.add_argument("--limit", type=int, metavar="N", help="count prompts of more than N tokens")
+    show.add_argument("-n", type=int, default=3, metavar="N", help="how many rows (default 3)")
+    show.add_argument("--row", type=int, metavar="N", help="this row alone")
+    show.add_argument("--mask", action="store_true", help="as the chat format tokenises it, trained tokens marked")
+    for action in (build, split):
+        action.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+        action.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="default jsonl")
+        action.add_argument(
+            "--prompt-name", default="prompt", metavar="COLUMN", help="column of the question (default prompt)"
+        )
+        action.add_argument(
+            "--answer-name", default="answer", metavar="COLUMN", help="column of the answer (default answer)"
+        )
+    split.add_argument(
+        "--parts",
+        type=_parts,
+        required=True,
+        metavar="NAME=N,…",
+        help="sizes in order; the last may be NAME=rest: test=500,train=rest",
+    )
+    split.add_argument("--seed", type=int, default=0, metavar="N", help="another split (default 0)")
+    actions.add_parser("filters", help="list the filters and their settings")
+    actions.add_parser("presets", help="list the known data sets")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it. Raises ConfigError for a target that is neither, DataError for data that cannot be read."""
+    from lockstep.data import text
+
+    match args.action:
+        case "filters":
+            print(text.filter_table())
+            return 0
+        case "presets":
+            print(text.preset_table())
+            return 0
+    recipe = recipe_of(args.target)
+    sets = [*_sets(recipe), *_against(getattr(args, "against", []))]
+    match args.action:
+        case "check":
+            return _check(recipe, sets)
+        case "stats":
+            return _stats(recipe, sets, args.limit)
+        case "show":
+            return _show(recipe, sets[0], args)
+        case "build":
+            return _build(sets, args)
+        case _:
+            return _split(sets[0], args)
+
+
+def recipe_of(words: list[str]) -> Recipe:
+    """The recipe that is named, or one whose task reads the source that is named. Raises ConfigError."""
+    target, *overrides = words
+    if target in built_in() or target.lower().endswith((".yaml", ".yml")):
+        return load(words)
+    own = set(Data.model_fields)
+    mapped = [f"task.data.{word}" if re.split(r"[.=]", word)[0] in own else word for word in overrides]
+    return load(["task.kind=file", f"task.data.source={json.dumps(target)}", *mapped])
+
+
+def _sets(recipe: Recipe) -> tuple[DataSet, ...]:
+    from lockstep.data.sets import sets_of
+
+    return sets_of(recipe)
+
+
+def _against(sources: list[str]) -> list[DataSet]:
+    from pydantic import ValidationError
+
+    from lockstep.data.sets import DataSet
+
+    found = []
+    for number, source in enumerate(sources, start=1):
+        try:
+            data = Data(source=source)
+        except ValidationError as error:
+            raise ConfigError(
+                [f"--against {source}: {error.errors()[0]['msg'].removeprefix('Value error, ')}"]
+            ) from error
+        label = source.rstrip("/").rpartition("/")[2]
+        stem = next((label.removesuffix(suffix) for suffix in FILE_SUFFIXES if label.endswith(suffix)), label)
+        found.append(DataSet(stem or f"against_{number}", "evaluation", f"--against {source}", data, False))
+    return found
+
+
+def _parts(value: str) -> list[Part]:
+    from lockstep.data.build import Part
+
+    parts = []
+    for word in value.split(","):
+        name, _, size = word.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or not (size == "rest" or size.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{word!r} is not NAME=N or NAME=rest")
+        parts.append(Part(name, None if size == "rest" else int(size)))
+    if len({part.name for part in parts}) < len(parts):
+        raise argparse.ArgumentTypeError("two parts have the same name")
+    return parts
+
+
+def _check(recipe: Recipe, sets: list[DataSet]) -> int:
+    """Report on every set, whatever is wrong with the others."""
+    from lockstep.data import text
+    from lockstep.data.sets import load_set, overlaps
+
+    loaded: list[Loaded] = []
+    problems: list[str] = []
+    for one in sets:
+        try:
+            ready = load_set(one)
+        except DataError as error:
+            problems.append(str(error))
+            print(f"{one.where}: not fit\n")
+            continue
+        loaded.append(ready)
+        print(text.set_report(ready) + "\n")
+        problems += _references(recipe, ready)
+    found = overlaps(loaded)
+    if found:
+        print(text.overlap_table(found) + "\n")
+    problems += [
+        f"{o.normalised} of {o.items} questions of {o.evaluation} are also in {o.train}" for o in found if o.normalised
+    ]
+    print("\n".join(f"problem: {problem}" for problem in problems) if problems else "ok: fit to train")
+    return DataError.exit_code if problems else 0
+
+
+def _references(recipe: Recipe, ready: Loaded) -> list[str]:
+    """Whether the recipe's verifier can grade the answers; conversations have none to grade."""
+    from lockstep.tasks.base import check_references
+    from lockstep.verifiers.build import build_verifier
+
+    settings = getattr(recipe.task, "verifier", None)
+    if ready.set.chats or settings is None or recipe.task.kind != "file":
+        return []
+    try:
+        check_references(build_verifier(settings), ready.prompts, f"{ready.set.where} = {ready.rows.origin}")
+    except LockstepError as error:
+        return [str(error)]
+    return []
+
+
+def _stats(recipe: Recipe, sets: list[DataSet], limit: int | None) -> int:
+    from lockstep.data import text
+    from lockstep.data.sets import load_set, overlaps
+    from lockstep.data.stats import lengths, repeats
+
+    chat = chat_format(recipe)
+    loaded = [load_set(one) for one in sets]
+    for ready in loaded:
+        found = lengths(ready.prompts, lambda prompt: len(chat.render_prompt(prompt)), limit)
+        print(text.set_report(ready))
+        print(text.lengths_text(found, repeats(ready.prompts), limit, recipe.model.path) + "\n")
+    if found_overlaps := overlaps(loaded):
+        print(text.overlap_table(found_overlaps))
+    return 0
+
+
+def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
+    from lockstep.data import text
+    from lockstep.data.columns import BadRow, to_conversation, to_prompt
+    from lockstep.data.load import open_rows
+
+    rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where)
+    chat = chat_format(recipe) if args.mask else None
+    shown = 0
+    for row in rows:
+        if args.row not in (None, row.number):
+            continue
+        values = row.values or {}
+        try:
+            if chat is not None:
+                print(text.masked(row, to_conversation(values, rows.columns), chat))
+            elif one.chats:
+                print(text.conversation(row, to_conversation(values, rows.columns)))
+            else:
+                print(text.question(row, to_prompt(values, f"{rows.name}/{row.number}", rows.name, rows.columns)))
+        except (BadRow, ChatError) as error:
+            print(text.unusable(row, error))
+        shown += 1
+        if args.row is not None or shown == args.n:
+            break
+    if not shown:
+        what = f"there is no row {args.row}" if args.row is not None else "there is no row"
+        raise DataError(f"{what}, or a filter drops it", where=rows.origin, fix="give another --row, or no filters")
+    return 0
+
+
+def _build(sets: list[DataSet], args: argparse.Namespace) -> int:
+    from lockstep.data import text
+    from lockstep.data.build import Names, build
+    from lockstep.data.sets import load_set
+
+    loaded = [load_set(one) for one in sets]
+    names = Names(args.prompt_name, args.answer_name)
+    manifest = build(loaded, args.out, args.format, names)
+    print("\n\n".join([*map(text.set_report, loaded), text.built(manifest, args.out)]))
+    return 0
+
+
+def _split(one: DataSet, args: argparse.Namespace) -> int:
+    from lockstep.data import text
+    from lockstep.data.build import Names, split_set
+    from lockstep.data.sets import load_set
+
+    loaded = load_set(one)
+    names = Names(args.prompt_name, args.answer_name)
+    manifest = split_set(loaded, args.parts, args.out, args.seed, args.format, names)
+    print("\n\n".join([text.set_report(loaded), text.built(manifest, args.out)]))
+    return 0
+
+
+def chat_format(recipe: Recipe) -> ChatFormat:
+    """The chat format of the recipe's model, as a run has it; no weights are loaded."""
+    from lockstep.chat.chat import ChatFormat
+    from lockstep.models.load import load_tokenizer
+    from lockstep.models.resolve import resolve
+
+    resolved = resolve(recipe.model)
+    generation = resolved.path / "generation_config.json"
+    ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    return ChatFormat(load_tokenizer(resolved), recipe.chat, ends)

@@ -1,0 +1,65 @@
+"""`lockstep export`: a checkpoint as a folder for transformers, PEFT and vLLM, proven to be the model that trained."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+GGUF = (
+    "--format gguf is not written: its readers use their own tokenizer rules and quantisations, so that what they compute "
+    "cannot be proven here to be the model that trained"
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `export CKPT OUT`."""
+    parser = subparsers.add_parser("export", help="write a checkpoint as a verified Hugging Face folder")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="run directory, checkpoint (runs/x/checkpoints/step_000010), or adapter's folder",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--merge", action="store_true", help="a plain model, adapters merged in (the default)")
+    kind.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, in PEFT's layout, for the original base"
+    )
+    parser.add_argument("--format", choices=("hf", "gguf"), default="hf", help="hf is the one that is written")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="which checkpoint of a run that has several; 0 is its base"
+    )
+    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights (default 5)")
+    parser.add_argument(
+        "--recipe", nargs="+", default=[], metavar="RECIPE", help="for a checkpoint outside of its run, or an adapter"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="override a setting, such as device=cpu"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write and verify. Raises ConfigError if the step is a guess, ExportError if the outcome is not the trained model."""
+    if args.format == "gguf":
+        raise ConfigError([GGUF], fix="export to hf, and convert that folder with llama.cpp's convert_hf_to_gguf.py")
+    if args.shard_gb <= 0:
+        raise ConfigError([f"--shard-gb {args.shard_gb:g} holds no tensor"])
+    from lockstep.export.export import export, refuse_guess
+    from lockstep.loops.target import find_target
+
+    refuse_guess(args.checkpoint, args.step)
+    target = find_target(args.checkpoint, args.recipe, args.set, args.step)
+    for note in target.notes:
+        print(f"warning: {note}")
+    done = export(target, args.out, adapter=args.adapter, shard_bytes=int(args.shard_gb * 1e9))
+    print(f"{target.label} → {done.path}: {done.kind} in {done.dtype}, {done.bytes / 1e6:,.1f} MB of tensors")
+    print(done.verified.line)
+    for change in done.config_changes:
+        print(f"config.json is the base's own but for {change}")
+    if done.verified.equals_base and target.step:
+        print(
+            f"warning: {target.step} steps of training changed nothing that the probe can see: the export equals the base"
+        )
+    return 0

@@ -1,0 +1,258 @@
+"""Data sets as files with a manifest: what they were made of, by which settings, with which counts, and their SHA-256.
+
+The same sources and settings give the same bytes on every machine; nothing of the time or the place is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lockstep import __version__
+from lockstep.data.load import Reading, Rows
+from lockstep.data.overlap import NGRAM, Overlap, measure
+from lockstep.data.questions import data_hash, question_digest
+from lockstep.data.sets import Loaded, overlaps
+from lockstep.data.split import refuse_overlap
+from lockstep.errors import DataError
+from lockstep.models.cache import sha256_of
+from lockstep.track.files import atomic_path, write_atomic
+from lockstep.types import Prompt
+
+Format: TypeAlias = Literal["jsonl", "parquet"]
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the columns of a built file are called."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    id: str = "id"
+
+
+@dataclass(frozen=True, slots=True)
+class FileHash:
+    """A file and what is in it."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a set was read from."""
+
+    set: str
+    origin: str
+    commit: str | None
+    files: tuple[FileHash, ...]
+    settings: Mapping[str, object]
+    """The Data, without what is none."""
+    reading: Reading
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file that was written."""
+
+    part: str
+    file: FileHash
+    rows: int
+    data_hash: str
+    """Over the ids, messages and answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How one set was divided into parts, in the order of hashes of the questions."""
+
+    of: str
+    seed: int
+    distinct: int
+    repeats: int
+    """Rows left out because an earlier one asks the same."""
+    unused: int
+    """Questions that no part took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What was built."""
+
+    version: str
+    sources: tuple[Source, ...]
+    division: Division | None
+    outputs: tuple[Output, ...]
+    overlap: tuple[Overlap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a split. Example: Part("test", 500); size None takes all that is left."""
+
+    name: str
+    size: int | None
+
+
+def build(loaded: Sequence[Loaded], folder: Path, format: Format = "jsonl", names: Names | None = None) -> Manifest:
+    """Write each set as NAME.jsonl or NAME.parquet, and the manifest.
+
+    Raises DataError if an evaluation set has a question of a train set, or the folder holds files of these names.
+    """
+    for train in (one for one in loaded if one.set.side == "train"):
+        for held in (one for one in loaded if one.set.side == "evaluation"):
+            refuse_overlap(train.prompts, held.prompts, f"{train.set.where} and {held.set.where}")
+    parts = [(one.set.name, one.prompts) for one in loaded]
+    outputs = _write_parts(parts, folder, format, names or Names())
+    return _finish(Manifest(__version__, _sources(loaded), None, outputs, overlaps(loaded)), folder)
+
+
+def split_set(
+    loaded: Loaded,
+    parts: Sequence[Part],
+    folder: Path,
+    seed: int = 0,
+    format: Format = "jsonl",
+    names: Names | None = None,
+) -> Manifest:
+    """Divide a set into parts without a question in common, and write them with the manifest.
+
+    Questions are dealt to the parts in the order in which the parts are given, by a hash of the question and the seed:
+    neither the order of the rows nor the size of a later part changes what an earlier part gets. Of rows that ask the
+    same only the first is used. Raises DataError if there are too few questions.
+    """
+    first: dict[bytes, Prompt] = {}
+    for prompt in loaded.prompts:
+        first.setdefault(question_digest(prompt.messages), prompt)
+    order = sorted(first, key=lambda digest: _salted(digest, seed))
+    wanted = sum(part.size or 0 for part in parts)
+    if wanted > len(order) or any(part.size is None for part in parts[:-1]):
+        raise DataError(
+            f"the parts ask for {wanted} questions, there are {len(order)} different ones"
+            if wanted > len(order)
+            else "only the last part can take the rest",
+            where=loaded.set.where,
+            fix="ask for fewer" if wanted > len(order) else "put the part without a size last",
+        )
+    made: list[tuple[str, tuple[Prompt, ...]]] = []
+    start = 0
+    for part in parts:
+        end = len(order) if part.size is None else start + part.size
+        made.append((part.name, tuple(first[digest] for digest in order[start:end])))
+        start = end
+    division = Division(loaded.set.name, seed, len(order), len(loaded.prompts) - len(order), len(order) - start)
+    outputs = _write_parts(made, folder, format, names or Names())
+    found = tuple(measure(*made[-1], *other) for other in made[:-1])
+    return _finish(Manifest(__version__, _sources([loaded]), division, outputs, found), folder)
+
+
+def _salted(digest: bytes, seed: int) -> bytes:
+    """Seed 0 is the order of `data.split.split`, by which a task holds rows out."""
+    return digest if seed == 0 else hashlib.sha256(seed.to_bytes(8, "big") + digest).digest()
+
+
+def _sources(loaded: Sequence[Loaded]) -> tuple[Source, ...]:
+    return tuple(source_of(one.set.name, one.rows) for one in loaded)
+
+
+def source_of(name: str, rows: Rows) -> Source:
+    """The files of some rows with their SHA-256, and what reading them found."""
+    located = rows.located
+    files, labels = located.files, located.labels
+    if located.generator:
+        file = Path(located.generator.rpartition(":")[0]).expanduser()
+        files, labels = (file,), (str(file),)
+    hashes = tuple(_hash(file, label) for file, label in zip(files, labels, strict=True))
+    settings = rows.data.model_dump(mode="json", exclude_none=True)
+    return Source(name, rows.origin, located.commit, hashes, settings, rows.reading, rows.content_hash)
+
+
+def _hash(path: Path, label: str) -> FileHash:
+    return FileHash(label, path.stat().st_size, sha256_of(path))
+
+
+def _finish(manifest: Manifest, folder: Path) -> Manifest:
+    tree = {"ngram": NGRAM, **asdict(manifest)}
+    write_atomic(folder / MANIFEST, json.dumps(tree, indent=1, ensure_ascii=False, default=str) + "\n")
+    return manifest
+
+
+def _write_parts(
+    parts: Sequence[tuple[str, Sequence[Prompt]]], folder: Path, format: Format, names: Names
+) -> tuple[Output, ...]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{format}" for name, _ in parts]
+    if there := next((path for path in (*paths, folder / MANIFEST) if path.exists()), None):
+        raise DataError("it is there already", where=str(there), fix="give another folder, or remove it")
+    outputs = []
+    for path, (name, prompts) in zip(paths, parts, strict=True):
+        with atomic_path(path) as temporary:
+            if format == "jsonl":
+                _write_jsonl(temporary, prompts, names)
+            else:
+                _write_parquet(temporary, prompts, names)
+        outputs.append(Output(name, _hash(path, path.name), len(prompts), data_hash(prompts)))
+    return tuple(outputs)
+
+
+def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, object]:
+    """A prompt as a row, a lone user turn as text if `as_text`. Raises DataError if another column has one of the names."""
+    question = prompt.messages[0]["content"] if as_text and _lone(prompt) else [dict(turn) for turn in prompt.messages]
+    record: dict[str, object] = {
+        names.id: prompt.id.partition("/")[2],
+        names.prompt: question,
+        names.answer: prompt.answer,
+    }
+    if clash := next((name for name in prompt.data if name in record), None):
+        raise DataError(
+            f"another column is called {clash!r}", where=prompt.id, fix="list the columns to keep in keep (or none: [])"
+        )
+    return record | {name: _plain(value) for name, value in prompt.data.items()}
+
+
+def _lone(prompt: Prompt) -> bool:
+    return len(prompt.messages) == 1 and prompt.messages[0]["role"] == "user"
+
+
+def _plain(value: object) -> object:
+    """JSON data: what is not a finite number becomes null, what JSON has no form for becomes text."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case None | bool() | int() | str():
+            return value
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return str(value)
+
+
+def _write_jsonl(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
+    # backslashreplace: a lone surrogate becomes the escape that JSON has for it
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        for prompt in prompts:
+            file.write(json.dumps(record_of(prompt, names, as_text=True), ensure_ascii=False) + "\n")
+
+
+def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    as_text = all(map(_lone, prompts))  # a column has one type
+    try:
+        table = pa.Table.from_pylist([record_of(prompt, names, as_text=as_text) for prompt in prompts])
+        pq.write_table(table, path)
+    except (pa.ArrowException, UnicodeEncodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"a column has no single type: {reason}", where=str(path), fix="build jsonl instead") from error

@@ -1,0 +1,222 @@
+"""Rows → prompts and conversations: which columns hold what, and why a row is neither."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import assert_never
+
+from lockstep.config.data import Data, Extract
+from lockstep.data.presets import preset_of
+from lockstep.types import Message, Prompt
+from lockstep.verifiers.extract import last_boxed
+
+ROLES = ("system", "user", "assistant")
+
+
+class BadRow(Exception):
+    """Why a row is no prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns hold what. Example: Columns(prompt="input", answer="label")"""
+
+    prompt: str = "prompt"
+    """Text, or a list of messages with role and content."""
+    answer: str = "answer"
+    """Text or a number."""
+    response: str = "answer"
+    """What SFT learns."""
+    extract: Extract = "text"
+    messages: str | None = None
+    """A whole conversation."""
+    id: str | None = None
+    """None numbers the rows."""
+    keep: tuple[str, ...] | None = None
+    """Other columns for prompt.data; None is all."""
+    before: str = ""
+    after: str = ""
+
+
+def columns_of(data: Data) -> Columns:
+    """The columns that the settings and the preset say; the settings win."""
+    preset = preset_of(data)
+    return Columns(
+        prompt=data.prompt or (preset.prompt if preset else "prompt"),
+        answer=data.answer or (preset.answer if preset else "answer"),
+        response=data.answer or (preset.response if preset else "answer"),
+        extract=data.extract or (preset.extract if preset and data.answer is None else "text"),
+        messages=data.messages,
+        id=data.id or (preset.id if preset else None),
+        keep=None if data.keep is None else tuple(data.keep),
+        before=preset.before if preset else "",
+        after=preset.after if preset else "",
+    )
+
+
+def row_key(values: Mapping[str, object], number: int, columns: Columns) -> str:
+    """What tells a row from the others. Raises BadRow."""
+    if columns.id is None:
+        return str(number)
+    found = value_at(values, columns.id)
+    if isinstance(found, bool) or not isinstance(found, str | int):
+        raise BadRow(f"{columns.id!r} must be text or a whole number, this is {kind_of(found)}")
+    return _text(str(found), columns.id)
+
+
+def to_prompt(values: Mapping[str, object], id: str, task: str, columns: Columns) -> Prompt:
+    """Raises BadRow."""
+    turns = question_of(values, columns)
+    answer = answer_of(values, columns)
+    used = {path.split(".")[0] if path not in values else path for path in (columns.prompt, columns.answer)}
+    used |= {columns.id} if columns.id else set()
+    wanted = [name for name in values if name not in used] if columns.keep is None else columns.keep
+    return Prompt(id, turns, answer, task, {name: _kept(values, name) for name in wanted})
+
+
+def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
+    """The turns before the reply. Raises BadRow."""
+    if columns.messages is not None:
+        turns = _turns(value_at(values, columns.messages), columns.messages)
+        turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+        if not turns or turns[-1]["role"] != "user":
+            raise BadRow(f"{columns.messages!r} has no user message before its last reply")
+        return turns
+    value = value_at(values, columns.prompt)
+    if isinstance(value, str):
+        return (Message(role="user", content=_text(_bare(value, columns), columns.prompt)),)
+    if not isinstance(value, list):
+        raise BadRow(f"{columns.prompt!r} must be text or a list of messages, this is {kind_of(value)}")
+    turns = _turns(value, columns.prompt)
+    if turns[-1]["role"] != "user":
+        raise BadRow(f"{columns.prompt!r} must end with a user message")
+    if not (columns.before or columns.after):
+        return turns
+    last = _text(_bare(turns[-1]["content"], columns), columns.prompt)
+    return (*turns[:-1], Message(role="user", content=last))
+
+
+def answer_of(values: Mapping[str, object], columns: Columns) -> str:
+    """The reference answer. Raises BadRow."""
+    if columns.messages is not None:
+        turns = _turns(value_at(values, columns.messages), columns.messages)
+        if turns[-1]["role"] != "assistant":
+            raise BadRow(f"{columns.messages!r} must end with an assistant message, which is the answer")
+        return _extracted(turns[-1]["content"], columns.extract, columns.messages)
+    value = value_at(values, columns.answer)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{columns.answer!r} is {value}, not a finite number")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRow(f"{columns.answer!r} must be text or a number, this is {kind_of(value)}")
+    return _extracted(value if isinstance(value, str) else repr(value), columns.extract, columns.answer)
+
+
+def to_conversation(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
+    """A chat that ends with the assistant: the messages column, or the question and its response. Raises BadRow."""
+    if columns.messages is not None:
+        turns = _turns(value_at(values, columns.messages), columns.messages)
+        if turns[-1]["role"] != "assistant":
+            raise BadRow(f"{columns.messages!r} must end with an assistant message")
+        return turns
+    response = value_at(values, columns.response)
+    if isinstance(response, bool) or not isinstance(response, str | int | float):
+        raise BadRow(f"{columns.response!r} must be text or a number, this is {kind_of(response)}")
+    reply = _text(response if isinstance(response, str) else repr(response), columns.response)
+    return (*question_of(values, columns), Message(role="assistant", content=reply))
+
+
+def value_at(values: Mapping[str, object], path: str) -> object:
+    """The value of a column; of "a.b" the value b of the mapping in column a, unless there is a column "a.b".
+
+    Raises BadRow if there is none, or it is null.
+    """
+    found: object
+    if path in values or "." not in path:
+        found = _member(values, path, "column")
+    else:
+        found = values
+        for part in path.split("."):
+            if not isinstance(found, Mapping):
+                raise BadRow(f"{path!r}: {part!r} is looked for in {kind_of(found)}, not in an object")
+            found = _member(found, part, "column" if found is values else "value")
+    if found is None:
+        raise BadRow(f"{path!r} is null")
+    return found
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in words."""
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names |= {list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _member(values: Mapping[str, object], name: str, what: str) -> object:
+    if name not in values:
+        near = get_close_matches(name, values, n=1, cutoff=0.5)
+        has = ", ".join(map(repr, list(values)[:8])) or "none"
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {has}"
+        raise BadRow(f"there is no {what} {name!r}; {hint}")
+    return values[name]
+
+
+def _kept(values: Mapping[str, object], name: str) -> object:
+    return values[name] if name in values else value_at(values, name)
+
+
+def _bare(text: str, columns: Columns) -> str:
+    return text.removeprefix(columns.before).removesuffix(columns.after)
+
+
+def _extracted(text: str, extract: Extract, column: str) -> str:
+    match extract:
+        case "text":
+            found = text
+        case "after_hashes":
+            _, marks, found = text.rpartition("####")
+            if not marks:
+                raise BadRow(f"{column!r} has no ####, after which the answer is to stand")
+            found = found.strip()
+        case "last_boxed":
+            box = last_boxed(text)
+            if box is None:
+                raise BadRow(f"{column!r} has no closed \\boxed{{…}}, in which the answer is to stand")
+            found = box.content.strip()
+        case _:
+            assert_never(extract)
+    return _text(found, column)
+
+
+def _turns(value: object, column: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise BadRow(f"{column!r} must be a list of messages, this is {kind_of(value)}")
+    turns = tuple(_message(turn, f"{column}[{index}]") for index, turn in enumerate(value))
+    if not turns:
+        raise BadRow(f"{column!r} must end with a user message")
+    return turns
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict) or set(value) != {"role", "content"}:
+        raise BadRow(f"{place} must have role and content, and nothing else")
+    role, content = value["role"], value["content"]
+    if role not in ROLES:
+        raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}")
+    if not isinstance(content, str):
+        raise BadRow(f"{place}.content must be text, this is {kind_of(content)}")
+    return Message(role=role, content=_text(content, f"{place}.content"))
+
+
+def _text(text: str, column: str) -> str:
+    if not text.strip():
+        raise BadRow(f"{column!r} is empty")
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{column!r} has a lone surrogate at character {error.start}") from error
+    return text

@@ -1,0 +1,249 @@
+"""Data → rows, prompts and conversations. One reading of the sources at a time, in their order, whatever their size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.config.data import Data
+from lockstep.data.columns import BadRow, Columns, columns_of, row_key, to_conversation, to_prompt
+from lockstep.data.filters import Pipeline, Stage, stages_of
+from lockstep.data.locate import Located, locate
+from lockstep.data.sources import Row, generated_rows, read_rows
+from lockstep.errors import DataError
+from lockstep.types import Message, Prompt
+
+SHOWN_ROWS = 10
+HOPELESS = 1000
+"""Bad rows without a good one among them after which no more are read: a column is misnamed."""
+_LINE = 300
+"""Longest line about a bad row."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat that ends with the assistant's turn."""
+
+    id: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one whole reading found."""
+
+    read: int
+    """Rows in the sources."""
+    bad: int
+    """Of them unreadable, or without what a prompt needs."""
+    problems: tuple[str, ...]
+    """file:row and reason of the first ten bad ones."""
+    stages: tuple[Stage, ...]
+    """What each filter dropped."""
+    kept: int
+    whole: bool = True
+    """False: max_rows ended the reading."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts while the sources are read."""
+
+    read: int = 0
+    kept: int = 0
+    bad: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, row: Row, reason: object) -> None:
+        self.bad += 1
+        if len(self.problems) < SHOWN_ROWS:
+            self.problems.append(f"{row.file.name}:{row.place}: {reason}"[:_LINE])
+
+    @property
+    def hopeless(self) -> bool:
+        return self.bad == self.read >= HOPELESS
+
+
+class Rows:
+    """The rows of a Data after its filters. Each iteration reads the sources anew and gives the same.
+
+    `origin` says where they are from, `content_hash` (16 hex digits over the rows' numbers and values) what they are:
+    it is the same on every machine, and for jsonl and parquet of the same rows.
+    """
+
+    def __init__(self, data: Data, located: Located, where: str) -> None:
+        self.data, self.located, self.where = data, located, where
+        self.columns: Columns = columns_of(data)
+        self._stages = stages_of(data, self.columns, where)
+        self._reading: Reading | None = None
+        self._hash: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Short; begins the ids of prompts and conversations."""
+        return self.located.name
+
+    @property
+    def origin(self) -> str:
+        return self.located.origin
+
+    @property
+    def content_hash(self) -> str:
+        """Reads the sources if no iteration came to its end yet."""
+        if self._hash is None:
+            for _ in self:
+                pass
+        assert self._hash is not None  # an iteration sets it, or raises
+        return self._hash
+
+    @property
+    def reading(self) -> Reading:
+        """What the last whole reading found; reads the sources if there was none."""
+        if self._reading is None:
+            for _ in self:
+                pass
+        assert self._reading is not None  # as above
+        return self._reading
+
+    def __iter__(self) -> Iterator[Row]:
+        """Rows that could be read and passed the filters.
+
+        Raises DataError: with on_bad_row = stop at the end, if there were bad rows (it names the first ten); always if
+        there was no row, or a generator gives other rows than last time.
+        """
+        for row, _ in self._mapped(lambda row: row):
+            yield row
+
+    def prompts(self, name: str = "", task: str = "") -> tuple[Prompt, ...]:
+        """All rows as prompts, with ids "name/row", or "name/id" with an id column. `task` is what they say asked them.
+
+        Without a name the source's; without a task the name. Raises DataError as iteration does, and for rows that are
+        no prompt or repeat an id.
+        """
+        name = name or self.name
+        seen: dict[str, int] = {}
+
+        def convert(row: Row) -> Prompt:
+            assert row.values is not None  # unreadable rows are not converted
+            return to_prompt(row.values, self._id(name, row, seen), task or name, self.columns)
+
+        return tuple(prompt for _, prompt in self._mapped(convert))
+
+    def conversations(self) -> Iterator[Conversation]:
+        """All rows as chats: the messages column, or prompt and answer as a user's and an assistant's turn.
+
+        Raises DataError as `prompts` does.
+        """
+        seen: dict[str, int] = {}
+
+        def convert(row: Row) -> Conversation:
+            assert row.values is not None  # as above
+            return Conversation(self._id(self.name, row, seen), to_conversation(row.values, self.columns))
+
+        for _, conversation in self._mapped(convert):
+            yield conversation
+
+    def _id(self, name: str, row: Row, seen: dict[str, int]) -> str:
+        """ "name/row", or "name/id" with an id column. Raises BadRow if an id column has it twice."""
+        key = row_key(row.values or {}, row.number, self.columns)
+        if self.columns.id is not None:  # numbers are unique anyway
+            if key in seen:
+                raise BadRow(f"its id {key!r} is already the id of row {seen[key]}")
+            seen[key] = row.place
+        return f"{name}/{key}"
+
+    def _mapped(self, convert: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
+        """Every row that passes the filters and can be converted."""
+        tally, pipeline, digest = _Tally(), Pipeline(self._stages), hashlib.sha256()
+        whole = True
+        for row in self._raw():
+            tally.read += 1
+            try:
+                if row.values is None:
+                    raise BadRow(row.problem)
+                if not pipeline.keeps(row):
+                    continue
+                made = convert(row)
+            except BadRow as bad:
+                tally.note(row, bad)
+                if tally.hopeless:
+                    break
+                continue
+            digest.update(_canonical(row))
+            tally.kept += 1
+            yield row, made
+            if tally.kept == self.data.max_rows:
+                whole = False
+                break
+        self._finish(tally, pipeline, digest.hexdigest()[:16], whole)
+
+    def _finish(self, tally: _Tally, pipeline: Pipeline, digest: str, whole: bool) -> None:
+        stages = pipeline.report()
+        if tally.bad and (self.data.on_bad_row == "stop" or not tally.kept):
+            raise self._refusal(tally)
+        if not tally.read:
+            raise DataError("the source has no rows", where=self._place(), fix="give one with at least one row")
+        if not tally.kept:
+            worst = max(stages, key=lambda stage: stage.dropped)
+            raise DataError(
+                f"no row passes the filters: of {tally.read}, {worst.name} drops {worst.dropped}",
+                where=self._place(),
+                fix=f"correct the filters; lockstep data check shows what {worst.name} drops",
+            )
+        if self.located.generator and self._hash not in (None, digest):
+            raise DataError(
+                "the generator gives other rows the second time",
+                where=self.located.generator,
+                fix="let its rows depend on its arguments alone (seed its random numbers)",
+            )
+        self._reading = Reading(tally.read, tally.bad, tuple(tally.problems), stages, tally.kept, whole)
+        self._hash = digest
+
+    def _refusal(self, tally: _Tally) -> DataError:
+        shown = "\n".join(f"  {line}" for line in tally.problems)
+        more = f"; the first {SHOWN_ROWS}" if tally.bad > SHOWN_ROWS else ""
+        first = "the first " if tally.hopeless else ""
+        return DataError(
+            f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}",
+            where=self._place(),
+            fix="correct or remove these rows, or correct the column names"
+            + ("" if tally.hopeless else ", or set on_bad_row: drop"),
+        )
+
+    def _place(self) -> str:
+        return f"{self.where} = {self.origin}"
+
+    def _raw(self) -> Iterator[Row]:
+        if self.located.generator:
+            yield from generated_rows(self.located.generator, self.data.settings)
+            return
+        several = len(self.located.files) > 1
+        count = 0
+        for file, label in zip(self.located.files, self.located.labels, strict=True):
+            for row in read_rows(file):
+                count += 1
+                if several:
+                    yield Row(count, row.values, row.problem, Path(label), row.place)
+                else:
+                    yield row
+
+
+def open_rows(data: Data, *, where: str) -> Rows:
+    """The rows that `data` means; hub files are fetched now, and read when they are iterated.
+
+    `where` is the setting's path, for errors. Raises DataError for a source that cannot be found or fetched.
+    """
+    located = locate(data, where)
+    return Rows(located.data or data, located, where)
+
+
+def _canonical(row: Row) -> bytes:
+    """A row as the same bytes whatever format it was read from."""
+    text = json.dumps([row.number, row.values], sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=repr)
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,300 @@
+"""What a source means: files on this machine (fetched from the hub if need be), or a generator."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+
+import yaml
+
+from lockstep.config.data import FILE_SUFFIXES, Data
+from lockstep.data.presets import PRESETS, completed
+from lockstep.errors import DataError
+
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in file and folder names that say which split a file is of, as the datasets library has them."""
+
+MOST_FILES = 100_000
+"""Of a local folder; more is somebody's disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where rows are. Example: Located("gsm8k", "openai/gsm8k@e53f048 main/train", (Path("…/train-0000.parquet"),))"""
+
+    name: str
+    """Short; begins the ids of the rows."""
+    origin: str
+    """As a person would cite it."""
+    files: tuple[Path, ...] = ()
+    """In the order in which they are read."""
+    labels: tuple[str, ...] = ()
+    """What to call each file: its path in the repository or folder, or as it was given."""
+    generator: str | None = None
+    """file.py:function, instead of files."""
+    commit: str | None = None
+    """Of a hub data set."""
+    data: Data | None = field(default=None, compare=False)
+    """The settings with the preset's source, subset and split filled in."""
+
+
+def locate(data: Data, where: str) -> Located:
+    """Find, and if need be fetch, the files of a source. `where` is the setting that errors name.
+
+    An existing file or folder wins over a hub id of the same name. Raises DataError, which names the right form or the
+    nearest name.
+    """
+    text = data.source
+    if ".py:" in text:
+        return Located(Path(text.rpartition(":")[0]).stem, text, generator=text, data=data)
+    if text.startswith("hf://"):
+        return _of_hf_path(text, data, where)
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, nobody's home
+        raise DataError(f"{text[:100]!r} can be no path: {error}", where=where, fix="correct it") from error
+    if is_folder:
+        return _of_folder(path, data, where)
+    if is_file:
+        if path.suffix.lower() not in FILE_SUFFIXES:
+            raise DataError(
+                f"cannot read {path.suffix or 'a file without suffix'}", where=text, fix=f"use {_or(FILE_SUFFIXES)}"
+            )
+        return Located(path.stem, text, (path,), (text,), data=data)
+    filled = completed(data, folder_exists=False)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not _looks_local(text):
+        return _of_hub(filled, where)
+    raise _no_such(text, path, where)
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.lower().endswith(FILE_SUFFIXES)
+
+
+def _no_such(text: str, path: Path, where: str) -> DataError:
+    """The error for a text that is no file, folder, preset or hub id."""
+    if text.lower().endswith(FILE_SUFFIXES):
+        parent = path.parent
+        while not parent.is_dir():
+            parent = parent.parent
+        beside = sorted(p.name for p in parent.iterdir() if p.suffix.lower() in FILE_SUFFIXES or p.is_dir())
+        wanted = path.relative_to(parent).parts[0]
+        near = get_close_matches(wanted, beside, n=3, cutoff=0.3)
+        nearest = f"; nearest: {_or([str(parent / name) for name in near])}" if near else ""
+        return DataError(
+            f"{text} looks like a file but does not exist{nearest}",
+            where=where,
+            fix=f"give a path that exists from {Path.cwd()}, or a hub file as hf://datasets/org/name/{path.name}",
+        )
+    if text.startswith((".", "/", "~")):
+        return DataError(f"there is no folder {text}", where=where, fix=f"give a path that exists from {Path.cwd()}")
+    org, _, rest = text.partition("/")
+    name, _, subset = rest.partition("/")
+    if subset:
+        return DataError(
+            f"{text} is no folder, and a hub id has the form org/name",
+            where=where,
+            fix=f"write {org}/{name} with subset: {subset}, or hf://datasets/{text} for a file in it",
+        )
+    names = {known.lower(): preset for preset, record in PRESETS.items() for known in (preset, record.source)}
+    near = get_close_matches(text.lower(), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {names[near[0]]} ({PRESETS[names[near[0]]].source})?" if near else ""
+    return DataError(
+        f"{text} is no file or folder, and a hub id has the form org/name{hint}",
+        where=where,
+        fix=f"write org/name, a path to {_or(FILE_SUFFIXES)}, file.py:function, or a preset ({', '.join(PRESETS)})",
+    )
+
+
+def _of_folder(path: Path, data: Data, where: str) -> Located:
+    names = _files_below(path, where)
+    card = (path / "README.md").read_text(encoding="utf-8", errors="replace") if (path / "README.md").is_file() else ""
+    chosen = choose_files(names, card, data, f"{where} = {data.source}")
+    files = tuple(path / name for name in chosen)
+    return Located(path.resolve().name, data.source, files, chosen, data=data)
+
+
+def _files_below(folder: Path, where: str) -> list[str]:
+    """Paths of all files in a folder, without hidden ones. Raises DataError if they are too many to be a data set."""
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(f"it cannot be read: {error.strerror}", where=str(error.filename), fix="give another folder")
+
+    names: list[str] = []
+    for root, folders, files in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(root).relative_to(folder)
+        names += [(inside / name).as_posix() for name in files if not name.startswith(".")]
+        if len(names) > MOST_FILES:
+            raise DataError(
+                f"{folder} holds more than {MOST_FILES:,} files", where=where, fix="give the folder with the data alone"
+            )
+    return sorted(names)
+
+
+def _of_hub(data: Data, where: str) -> Located:
+    from lockstep.data.hub import fetch, open_repo
+
+    repo = open_repo(data.source, data.revision, where)
+    chosen = choose_files(repo.names, repo.card, data, f"{where} = {data.source}")
+    place = "/".join(part for part in (data.subset, data.split or "train") if part)
+    origin = f"{data.source}@{repo.commit[:12]} {place}"
+    name = data.preset or data.source.rpartition("/")[2].lower()
+    return Located(name, origin, fetch(repo, chosen), chosen, commit=repo.commit, data=data)
+
+
+def _of_hf_path(text: str, data: Data, where: str) -> Located:
+    from lockstep.data.hub import fetch, open_repo
+
+    org, name, *rest = text.removeprefix("hf://datasets/").split("/")
+    name, _, revision = name.partition("@")
+    repo = open_repo(f"{org}/{name}", revision or None, where)
+    pattern = "/".join(rest).rstrip("/")
+    if not pattern:
+        chosen = choose_files(repo.names, repo.card, data, text)
+    else:
+        readable = [known for known in repo.names if known.lower().endswith(FILE_SUFFIXES)]
+        chosen = tuple(known for known in readable if known == pattern or known.startswith(pattern + "/"))
+        chosen = chosen or tuple(known for known in readable if fnmatch.fnmatchcase(known, pattern))
+        if not chosen:
+            near = get_close_matches(pattern, readable, n=3, cutoff=0.3) or readable[:3]
+            nearest = f"; nearest: {_or([f'hf://datasets/{org}/{name}/{known}' for known in near])}" if near else ""
+            raise DataError(
+                f"the data set has no {pattern} that is {_or(FILE_SUFFIXES)}{nearest}",
+                where=text,
+                fix="correct the path",
+            )
+    origin = f"hf://datasets/{org}/{name}@{repo.commit[:12]}/{pattern}"
+    label = PurePosixPath(pattern).stem if pattern.lower().endswith(FILE_SUFFIXES) else name.lower()
+    return Located(label, origin, fetch(repo, chosen), chosen, commit=repo.commit, data=data)
+
+
+def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tuple[str, ...]:
+    """The files of a subset and split: by the configs of the data card, else by words in folder and file names.
+
+    Without names that say so all files are train. Raises DataError naming the subsets or splits that there are.
+    """
+    readable = sorted(name for name in names if name.lower().endswith(FILE_SUFFIXES) and _is_data(name))
+    if not readable:
+        raise DataError(
+            f"there is no {_or(FILE_SUFFIXES)} file",
+            where=where,
+            fix="give another source; of a hub data set that is a script try revision: refs/convert/parquet",
+        )
+    configs = _configs(card)
+    if configs:
+        splits = _patterns(_config(configs, data.subset, where), where)
+        by_split = {split: _matching(readable, patterns) for split, patterns in splits.items()}
+    else:
+        by_split = _by_words(_in_subset(readable, data.subset, where))
+    split = data.split or ("train" if "train" in by_split or len(by_split) != 1 else next(iter(by_split)))
+    if not by_split.get(split):
+        raise DataError(
+            f"there is no split {split!r}{_near(split, [name for name, files in by_split.items() if files])}",
+            where=where,
+            fix="set split to one that there is",
+        )
+    return by_split[split]
+
+
+def _is_data(name: str) -> bool:
+    """Whether a .json file may hold rows: repositories have others that describe them."""
+    known = ("dataset_infos.json", "dataset_info.json", "state.json", "manifest.json")
+    return not name.endswith((*known, ".manifest.json"))
+
+
+def _configs(card: str) -> list[dict[str, object]]:
+    """The list `configs` of a data card's front matter; [] if there is none."""
+    front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", card, re.DOTALL)
+    try:
+        tree = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:  # a card is written by hand, and the files are there without it
+        return []
+    configs = tree.get("configs") if isinstance(tree, dict) else None
+    found = configs if isinstance(configs, list) else []
+    return [config for config in found if isinstance(config, dict) and config.get("data_files")]
+
+
+def _config(configs: list[dict[str, object]], subset: str | None, where: str) -> dict[str, object]:
+    names = [str(config.get("config_name", "default")) for config in configs]
+    if subset is None and "default" in names:
+        subset = "default"
+    if subset is None and len(names) == 1:
+        subset = names[0]
+    if subset is None:
+        raise DataError(
+            f"it has {len(names)} subsets: {', '.join(names[:20])}", where=where, fix="set subset to one of them"
+        )
+    if subset not in names:
+        raise DataError(
+            f"there is no subset {subset!r}{_near(subset, names)}", where=where, fix="set subset to one that there is"
+        )
+    return configs[names.index(subset)]
+
+
+def _patterns(config: dict[str, object], where: str) -> dict[str, list[str]]:
+    """File patterns by split."""
+    base = str(config.get("data_dir") or "").strip("/")
+    files = config["data_files"]
+    entries = (
+        files if isinstance(files, list) and all(isinstance(entry, dict) for entry in files) else [{"path": files}]
+    )
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        path = entry.get("path")
+        paths = [one for one in (path if isinstance(path, list) else [path]) if isinstance(one, str)]
+        if not paths:
+            raise DataError(
+                "the configs of its data card cannot be read", where=where, fix="give an hf:// path instead"
+            )
+        found.setdefault(str(entry.get("split", "train")), []).extend(f"{base}/{one}" if base else one for one in paths)
+    return found
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(
+        name for name in names if any(name == p or fnmatch.fnmatchcase(name, p.replace("**/", "*")) for p in patterns)
+    )
+
+
+def _in_subset(names: Sequence[str], subset: str | None, where: str) -> Sequence[str]:
+    if subset is None or (subset == "default" and not any(name.startswith("default/") for name in names)):
+        return names
+    inside = [name for name in names if subset in PurePosixPath(name).parts[:-1]]
+    if not inside:
+        folders = sorted({part for name in names for part in PurePosixPath(name).parts[:-1]})
+        raise DataError(
+            f"there is no subset {subset!r}{_near(subset, folders)}", where=where, fix="leave subset out, or correct it"
+        )
+    return inside
+
+
+def _by_words(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        words = re.split(r"[^a-z]+", PurePosixPath(name).name.lower())
+        words += [part.lower() for part in PurePosixPath(name).parts[:-1]]
+        split = next((split for split, known in SPLITS.items() if any(word in known for word in words)), "")
+        found.setdefault(split, []).append(name)
+    if set(found) == {""}:
+        return {"train": tuple(found[""])}
+    return {split: tuple(files) for split, files in found.items() if split}
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(known[:20]) or 'none'}"
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(([", ".join(names[:-1])] if len(names) > 1 else []) + [names[-1]])

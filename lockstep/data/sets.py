@@ -1,0 +1,93 @@
+"""The data sets of a recipe: what trains, what evaluates, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.config.data import Data
+from lockstep.config.schema import FileTask, Recipe
+from lockstep.config.section import Section
+from lockstep.data.load import Rows, open_rows
+from lockstep.data.overlap import Overlap, measure
+from lockstep.errors import ConfigError
+from lockstep.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """One Data of a recipe. Example: DataSet("id_probe", "evaluation", "task.heldout.id_probe", Data(…), False)"""
+
+    name: str
+    """What its file is called when it is built: train, id_probe, validation …"""
+    side: Literal["train", "evaluation"]
+    where: str
+    """The setting."""
+    data: Data
+    chats: bool
+    """Rows are conversations to learn from (sft), not questions with answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A data set in memory. Of a conversation the question is all but its last turn, which is the answer."""
+
+    set: DataSet
+    rows: Rows
+    prompts: tuple[Prompt, ...]
+
+
+def sets_of(recipe: Recipe) -> tuple[DataSet, ...]:
+    """Every Data of the recipe that its run would read. Raises ConfigError if there is none."""
+    if recipe.loop == "sft" and recipe.sft is not None:
+        found = [DataSet("train", "train", "sft.data", recipe.sft.data, True)] if recipe.sft.data is not None else []
+        if recipe.sft.validation is not None:
+            found.append(DataSet("validation", "evaluation", "sft.validation", recipe.sft.validation, True))
+    else:
+        tasks = list(_file_tasks(recipe.task, "task"))
+        found = [one for at, task in tasks for one in _of_task(task, at, several=len(tasks) > 1)]
+    if not found:
+        raise ConfigError(
+            [f"the recipe reads no data: its task is of kind {recipe.task.kind}"],
+            fix="give a recipe with a task of kind file, one of loop sft, or a source",
+        )
+    return tuple(found)
+
+
+def _of_task(task: FileTask, at: str, *, several: bool) -> Iterator[DataSet]:
+    place = at.removeprefix("task.").replace(".", "_") + "_" if several else ""
+    yield DataSet(f"{place}train", "train", f"{at}.data", task.data, False)
+    for role, data in task.heldout.items():
+        yield DataSet(f"{place}{role}", "evaluation", f"{at}.heldout.{role}", data, False)
+
+
+def _file_tasks(section: object, at: str) -> Iterator[tuple[str, FileTask]]:
+    """The tasks of kind file in a section: itself, or those that a mixture holds."""
+    if isinstance(section, FileTask):
+        yield at, section
+    elif isinstance(section, Section):
+        for name in type(section).model_fields:
+            yield from _file_tasks(getattr(section, name), f"{at}.{name}")
+    elif isinstance(section, list | tuple):
+        for number, item in enumerate(section):
+            yield from _file_tasks(item, f"{at}.{number}")
+    elif isinstance(section, dict):
+        for name, item in section.items():
+            yield from _file_tasks(item, f"{at}.{name}")
+
+
+def load_set(one: DataSet) -> Loaded:
+    """Read a data set. Raises DataError."""
+    rows = open_rows(one.data, where=one.where)
+    if not one.chats:
+        return Loaded(one, rows, rows.prompts())
+    chats = rows.conversations()
+    return Loaded(one, rows, tuple(Prompt(c.id, c.messages[:-1], c.messages[-1]["content"], rows.name) for c in chats))
+
+
+def overlaps(loaded: Sequence[Loaded]) -> tuple[Overlap, ...]:
+    """Every train set against every evaluation set."""
+    train = [one for one in loaded if one.set.side == "train"]
+    evaluation = [one for one in loaded if one.set.side == "evaluation"]
+    return tuple(measure(a.set.name, a.prompts, b.set.name, b.prompts) for a in train for b in evaluation)

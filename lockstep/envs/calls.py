@@ -1,0 +1,92 @@
+"""Tool calls in a reply, in the formats that models use."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, assert_never
+
+Format: TypeAlias = Literal["hermes", "plain"]
+
+MAX_CALLS = 16
+"""Calls of one reply that are read."""
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PLAIN = re.compile(r"^[ \t]*([A-Za-z_][A-Za-z0-9_]*)[ \t]*\((.*)\)[ \t]*\.?[ \t]*$")
+_END_THINK = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as it was read. Example: Call("calculator", {"expression": "3 + 4"})"""
+
+    name: str
+    arguments: Mapping[str, object] | str
+    """By name; or as text, of a plain call: the tool's only argument, or a list of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something that begins as a call and is none; `why` is for the model to read."""
+
+    why: str
+
+
+def read_calls(reply: str, format: Format, names: Collection[str]) -> tuple[Call | BadCall, ...]:
+    """The calls of a reply in order, at most MAX_CALLS; empty if it calls nothing and so is an answer.
+
+    Of a reply that thinks aloud, what comes after the thinking is read. `names` are the tools that there are: a plain line
+    counts as a call only if it begins with one of them. Time grows linearly with the reply.
+    """
+    said = reply.rpartition(_END_THINK)[2]
+    match format:
+        case "hermes":
+            return _tagged(said) or _bare(said)
+        case "plain":
+            found = (_PLAIN.match(line) for line in said.splitlines() if len(line) <= 4096)
+            calls = [Call(line.group(1), line.group(2).strip()) for line in found if line and line.group(1) in names]
+            return tuple(calls[:MAX_CALLS])
+        case _:
+            assert_never(format)
+
+
+def _tagged(said: str) -> tuple[Call | BadCall, ...]:
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen write it."""
+    calls: list[Call | BadCall] = []
+    for piece in said.split(_OPEN)[1 : MAX_CALLS + 1]:
+        body, closed, _ = piece.partition(_CLOSE)
+        # The end of the turn closes the last one as well: a template may end a reply inside the tag.
+        calls += _of_json(body) if closed or body.strip().endswith("}") else [BadCall(f"a {_OPEN} is not closed")]
+    return tuple(calls)
+
+
+def _bare(said: str) -> tuple[Call | BadCall, ...]:
+    """The whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
+    text = said.strip()
+    if not text.startswith(("{", "[")) or '"name"' not in text:
+        return ()
+    calls = _of_json(text)
+    return tuple(calls[:MAX_CALLS]) if all(isinstance(call, Call) for call in calls) else ()
+
+
+def _of_json(text: str) -> list[Call | BadCall]:
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return [BadCall(f"the call is not JSON: {error}")]
+    return [_of_object(one) for one in (found if isinstance(found, list) else [found])]
+
+
+def _of_object(found: object) -> Call | BadCall:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return BadCall('a call is an object with "name" and "arguments"')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as a text that holds JSON
+        try:
+            arguments = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError) as error:
+            return BadCall(f"the arguments are not JSON: {error}")
+    if not isinstance(arguments, dict):
+        return BadCall('"arguments" is not an object')
+    return Call(found["name"], arguments)

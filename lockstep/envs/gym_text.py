@@ -1,0 +1,136 @@
+"""Gymnasium environments that can be played in words (https://gymnasium.farama.org)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.config import schema
+from lockstep.errors import TaskError
+from lockstep.types import Message, Turn
+from lockstep.user_code import load_object
+
+_NUMBER = re.compile(r"-?\d{1,9}(?!\d)")
+
+
+class GymText:
+    """A gymnasium.Env behind text. A reply's last action counts; one that names none is told so and costs a turn.
+
+    Said are observations that are text, numbers, choices or short arrays of them; an environment with render_mode "ansi" is
+    shown as it renders itself.
+    """
+
+    def __init__(self, env: Any, instructions: str, actions: list[str], solved: float) -> None:
+        self._env, self._instructions, self._actions, self._solved = env, instructions, actions, solved
+        self._total = 0.0
+
+    def start(self, seed: int) -> Turn:
+        observation, _ = self._env.reset(seed=seed % 2**31)
+        self._env.action_space.seed(seed % 2**31)
+        text = "\n\n".join(part for part in (self._instructions, self._said(observation), self._choices()) if part)
+        return Turn((Message(role="user", content=text),))
+
+    def step(self, reply: str) -> Turn:
+        action, name = self._action(reply)
+        if action is None:
+            return Turn(
+                (Message(role="user", content=f"That is no action. {self._choices()}"),), metrics={"tool_errors": 1.0}
+            )
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        self._total += float(reward)
+        done = bool(terminated or truncated)
+        metrics = {"correct": float(self._total >= self._solved)} if done else {}
+        said = () if done else (Message(role="user", content=self._said(observation)),)
+        return Turn(said, float(reward), done, metrics=metrics, extracted=name)
+
+    def _said(self, observation: object) -> str:
+        if getattr(self._env.unwrapped, "render_mode", None) == "ansi":
+            return re.sub(r"\x1b\[[0-9;]*m", "*", str(self._env.render()))  # colours mark where one stands
+        return observation if isinstance(observation, str) else str(_plain(observation))
+
+    def _choices(self) -> str:
+        from gymnasium.spaces import Discrete
+
+        space = self._env.action_space
+        if not isinstance(space, Discrete):
+            return ""
+        first, last = int(space.start), int(space.start + space.n - 1)
+        return f"Actions: {', '.join(self._actions) if self._actions else f'{first} to {last}'}."
+
+    def _action(self, reply: str) -> tuple[object, str]:
+        """The action that a reply names, and its name; None if it names none."""
+        from gymnasium.spaces import Discrete
+
+        space = self._env.action_space
+        if not isinstance(space, Discrete):
+            text = reply.strip()
+            return (text, text) if space.contains(text) else (None, "")
+        if self._actions:
+            places = [(reply.lower().rfind(name.lower()), len(name), i) for i, name in enumerate(self._actions)]
+            place, _, index = max(places)
+            return (None, "") if place < 0 else (space.dtype.type(space.start + index), self._actions[index])
+        numbers = _NUMBER.findall(reply)
+        number = int(numbers[-1]) if numbers else None
+        inside = number is not None and int(space.start) <= number < int(space.start + space.n)
+        return (space.dtype.type(number), str(number)) if inside and number is not None else (None, "")
+
+
+def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
+    """Raises TaskError for an environment that is not there, or whose spaces cannot be said in words."""
+    gymnasium = _gymnasium()
+    factory: Callable[..., Any]
+    if ".py:" in settings.env:
+        found = load_object(settings.env)
+        if not callable(found):
+            raise TaskError("it is no class", where=settings.env, fix="name a class with reset and step")
+        factory = found
+    else:
+
+        def factory(**arguments: Any) -> Any:
+            return gymnasium.make(settings.env, **arguments)
+
+    def make() -> GymText:
+        solved = 1.0 if settings.solved is None else settings.solved
+        return GymText(factory(**settings.settings), settings.instructions, settings.actions, solved)
+
+    _check(make()._env, settings)
+    return make
+
+
+def _check(env: Any, settings: schema.GymnasiumTask) -> None:
+    from gymnasium.spaces import Box, Discrete, Text
+
+    where, action, seen = f"task.env = {settings.env}", env.action_space, env.observation_space
+    if not isinstance(action, Discrete | Text):
+        raise TaskError(f"its actions are {action}, neither text nor a choice", where=where, fix="wrap the environment")
+    if isinstance(action, Discrete) and settings.actions and len(settings.actions) != action.n:
+        raise TaskError(
+            f"it has {action.n} actions, task.actions names {len(settings.actions)}", where=where, fix="name each one"
+        )
+    shown = getattr(env.unwrapped, "render_mode", None) == "ansi"
+    if not shown and isinstance(seen, Box) and len(seen.shape) > 1:
+        raise TaskError(
+            f"its observations are arrays of shape {seen.shape}, not words",
+            where=where,
+            fix="set task.settings.render_mode=ansi if it has that, or wrap it",
+        )
+
+
+def _plain(observation: object) -> object:
+    """Numbers and lists instead of NumPy's."""
+    if isinstance(observation, dict):
+        return {key: _plain(value) for key, value in observation.items()}
+    if isinstance(observation, tuple):
+        return tuple(_plain(value) for value in observation)
+    return observation.tolist() if hasattr(observation, "tolist") else observation
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise TaskError(
+            "gymnasium is not installed", where="task.kind = gymnasium", fix="pip install 'lockstep-rl[envs]'"
+        ) from error
+    return gymnasium

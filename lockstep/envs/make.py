@@ -1,0 +1,117 @@
+"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it reads no data and no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never, cast
+
+from lockstep.config import schema
+from lockstep.envs.guess import GuessNumber
+from lockstep.envs.tool_env import ToolEnv
+from lockstep.envs.tools import build_tools
+from lockstep.errors import TaskError
+from lockstep.types import Env, EnvTask, Prompt, Turn
+from lockstep.user_code import describe, load_object
+from lockstep.verifiers.python import check_call
+
+Make = Callable[[Prompt], Env]
+ENV_METHODS = {"start": ("seed",), "step": ("reply",)}
+SEED = "seed"
+"""The key of a prompt's data that holds the seed of its episode."""
+
+
+class Seeded:
+    """An environment whose opening is a function of its prompt's seed: all samples of the prompt meet the same episode."""
+
+    def __init__(self, env: Env, seed: int) -> None:
+        self._env, self._seed = env, seed
+
+    def start(self, seed: int) -> Turn:
+        return self._env.start(self._seed)
+
+    def step(self, reply: str) -> Turn:
+        return self._env.step(reply)
+
+
+def env_maker(settings: schema.Task) -> Make:
+    """What makes the environments of a task. Raises TaskError if the code or game that it names is not there."""
+    match settings:
+        case schema.ToolTask():
+            tools = build_tools(settings.tools)
+            return lambda prompt: ToolEnv(tools, settings.format)
+        case schema.GuessNumberTask():
+            return lambda prompt: GuessNumber(int(prompt.answer), settings.low, settings.high, settings.progress)
+        case schema.EnvTask():
+            return _own(settings)
+        case schema.GymnasiumTask():
+            from lockstep.envs.gym_text import gym_maker
+
+            return _seeded(gym_maker(settings))
+        case schema.TextArenaTask():
+            from lockstep.envs.arena import arena_maker
+
+            return _seeded(arena_maker(settings))
+        case schema.OpenSpielTask():
+            from lockstep.envs.spiel.game import spiel_maker
+
+            return spiel_maker(settings)
+        case schema.ReasoningGymTask() | schema.FileTask() | schema.PythonTask() | schema.MixedTask():
+            raise TaskError("it has no environment", where=f"task.kind = {settings.kind}", fix="report this")
+        case _:
+            assert_never(settings)
+
+
+def is_env_task(made: type) -> bool:
+    """Whether a class has the methods of an EnvTask, rather than those of a single Env."""
+    return callable(getattr(made, "env", None))
+
+
+def own_class(path: str) -> type:
+    """The user's class. Raises TaskError unless it is one, with the methods of an Env or of an EnvTask."""
+    made = load_object(path)
+    if not inspect.isclass(made):
+        raise TaskError(f"it is a {type(made).__name__}, not a class", where=path, fix="name a class")
+    methods: dict[str, tuple[str, ...]] = {"env": ("prompt",)} if is_env_task(made) else dict(ENV_METHODS)
+    for method, parameters in methods.items():
+        function = getattr(made, method, None)
+        if not callable(function):
+            raise TaskError(
+                f"it has no method {method}",
+                where=path,
+                fix="define start(self, seed) and step(self, reply) for an Env, or env(self, prompt) for an EnvTask",
+            )
+        check_call(function, ("self", *parameters), f"{path}.{method}")
+    return made
+
+
+def made_with(made: type, settings: schema.EnvTask) -> object:
+    """An object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
+    try:
+        return made(**settings.settings)
+    except Exception as error:
+        raise TaskError(
+            f"it cannot be made with {settings.settings}: {describe(error, Path(settings.path.rpartition(':')[0]))}",
+            where=settings.path,
+            fix="correct task.settings",
+        ) from error
+
+
+def _own(settings: schema.EnvTask) -> Make:
+    made = own_class(settings.path)
+    if not is_env_task(made):
+        return _seeded(lambda: cast(Env, made_with(made, settings)))
+    task = cast(EnvTask, made_with(made, settings))
+
+    def make(prompt: Prompt) -> Env:
+        env = task.env(prompt)
+        if env is None:
+            raise TaskError("env gave None", where=settings.path, fix="give an Env for every prompt")
+        return env
+
+    return make
+
+
+def _seeded(make: Callable[[], Env]) -> Make:
+    return lambda prompt: Seeded(make(), int(cast(int, prompt.data[SEED])))

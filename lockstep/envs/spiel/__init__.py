@@ -1,0 +1,1 @@
+"""Games of OpenSpiel: states to move in, and whole games."""

@@ -1,0 +1,200 @@
+"""Which games of OpenSpiel (https://github.com/google-deepmind/open_spiel) a task plays: names → cases."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from lockstep.config import schema
+from lockstep.config.section import Json
+from lockstep.errors import TaskError
+
+BOARD = (
+    "tic_tac_toe",
+    "connect_four",
+    "hex(board_size=5)",
+    "hex(board_size=7)",
+    "hex(board_size=9)",
+    "go(board_size=9)",
+    "go(board_size=13)",
+    "breakthrough(columns=6,rows=6)",
+    "breakthrough(columns=8,rows=8)",
+    "dots_and_boxes(num_cols=3,num_rows=3)",
+    "dots_and_boxes(num_cols=4,num_rows=4)",
+    "dots_and_boxes(num_cols=5,num_rows=5)",
+    "clobber(columns=5,rows=5)",
+    "clobber(columns=6,rows=6)",
+    "clobber(columns=7,rows=7)",
+    "othello",
+    "chess",
+    "checkers",
+)
+"""The default suite, as load strings in the form in which OpenSpiel prints them."""
+TRIAL_SECONDS = 60
+_TRIAL = """
+import random, sys, pyspiel
+state, numbers = pyspiel.load_game(sys.argv[1]).new_initial_state(), random.Random(1)
+for _ in range(200):
+    if state.is_terminal() or state.current_player() < -1:
+        break
+    chance = state.is_chance_node()
+    actions = [a for a, p in state.chance_outcomes() if p > 0] if chance else state.legal_actions()
+    state.apply_action(numbers.choice(actions))
+    str(state)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One game with its parameters. Example: Case("hex-5", "hex(board_size=5)")"""
+
+    name: str
+    """In ids and in metrics."""
+    game: str
+    """OpenSpiel's load string."""
+
+
+def pyspiel() -> Any:
+    """The package. Raises TaskError if it is not installed."""
+    try:
+        import pyspiel as package
+    except ImportError as error:
+        raise TaskError(
+            "open_spiel is not installed", where="task.kind = open_spiel", fix="pip install 'lockstep-rl[envs]'"
+        ) from error
+    return package
+
+
+def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
+    """The cases of a task, each once, in the order in which they are named.
+
+    Raises TaskError for a name that there is not, with the nearest; for one that begins several games outside the suite, with
+    all of them; and for a game that cannot be loaded or played by one reply at a time.
+    """
+    if settings.game_list:
+        texts = _configured(settings.game_list, settings.game_configs)
+    elif settings.games:
+        texts = [text for name in settings.games for text in _named(name)]
+    else:
+        texts = list(BOARD)
+    games = list(dict.fromkeys(str(_tried(text)).removesuffix("()") for text in texts))
+    short = [_short(game) for game in games]
+    names = [name if short.count(name) == 1 else _plain(game) for name, game in zip(short, games, strict=True)]
+    return tuple(Case(name, game) for name, game in zip(names, games, strict=True))
+
+
+@lru_cache(maxsize=256)
+def load(game: str) -> Any:
+    """The game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
+    package, where = pyspiel(), f"task.games: {game}"
+    try:
+        found = package.load_game(game)
+    except (package.SpielError, IndexError, ValueError) as error:
+        raise TaskError(f"OpenSpiel refuses it: {_first_line(error)}", where=where, fix=_hint(game)) from error
+    if why := _unplayable(package, found):
+        raise TaskError(why, where=where, fix="choose a game in which players move one after the other")
+    return found
+
+
+def _unplayable(package: Any, game: Any) -> str:
+    """Why no single move can be asked for in a game; empty if it can."""
+    kind, utilities = game.get_type(), (game.min_utility(), game.max_utility())
+    if kind.dynamics != package.GameType.Dynamics.SEQUENTIAL:
+        return "its players move at the same time, or without end"
+    if kind.chance_mode == package.GameType.ChanceMode.SAMPLED_STOCHASTIC:
+        return "its chances are drawn inside OpenSpiel: no state of it can be made again from its moves"
+    if not all(map(math.isfinite, utilities)) or utilities[0] >= utilities[1]:
+        return f"its utilities are from {utilities[0]} to {utilities[1]}: no reward can be made of them"
+    if kind.information == package.GameType.Information.PERFECT_INFORMATION:
+        return ""
+    if not (kind.provides_information_state_string or kind.provides_observation_string):
+        return "it does not say in words what a player sees"
+    return ""
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+def _named(name: str) -> list[str]:
+    """The load strings that a name stands for: all of the suite that begin with it, or one other game."""
+    if "(" in name:
+        return [name]
+    if found := [game for game in BOARD if game.startswith(name)]:
+        return found
+    registered = pyspiel().registered_names()
+    matches = [name] if name in registered else [known for known in registered if known.startswith(name)]
+    if len(matches) > 1:
+        raise TaskError(
+            f"{name!r} begins the names of {len(matches)} games: {', '.join(matches)}",
+            where="task.games",
+            fix="write out the one that is meant",
+        )
+    if not matches:
+        raise TaskError(f"OpenSpiel has no game that begins with {name!r}", where="task.games", fix=_nearest(name))
+    return matches
+
+
+def _configured(names: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Json]]]) -> list[str]:
+    """One load string for each set of parameters of each game; a game without any has its own defaults."""
+    registered = pyspiel().registered_names()
+    for name in names:
+        if name not in registered:
+            raise TaskError(f"OpenSpiel has no game {name!r}", where="task.game_list", fix=_nearest(name))
+    return [_load_string(name, config) for name in names for config in configs.get(name, [{}])]
+
+
+def _load_string(name: str, config: Mapping[str, Json]) -> str:
+    values = {key: str(value) for key, value in sorted(config.items())}  # OpenSpiel writes booleans as Python does
+    return f"{name}({','.join(f'{key}={value}' for key, value in values.items())})" if values else name
+
+
+def _nearest(name: str) -> str:
+    near = get_close_matches(name, [*BOARD, *pyspiel().registered_names()], n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else "see pyspiel.registered_names()"
+
+
+def _hint(game: str) -> str:
+    name = game.partition("(")[0]
+    if name in pyspiel().registered_names():
+        return f"give parameters that {name} has, as in {BOARD[2]}"
+    return _nearest(name)
+
+
+def _tried(text: str) -> Any:
+    """A game that has been played in a process of its own: with some parameters OpenSpiel ends its process.
+
+    The suite is known to be sound.
+    """
+    if text in BOARD:
+        return load(text)
+    game = load(text)
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIAL, text], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        why = lines[-1][:200] if lines and done.returncode > 0 else f"its process ends with {done.returncode}"
+        raise TaskError(
+            f"it cannot be played with these parameters: {why}", where=f"task.games: {text}", fix="use others"
+        )
+    return game
+
+
+def _short(game: str) -> str:
+    """hex(board_size=5) → hex-5, breakthrough(columns=6,rows=6) → breakthrough-6x6; nested games in full."""
+    name, _, rest = game.partition("(")
+    values = re.findall(r"=([^,()=]+)", rest)
+    return _plain(f"{name}-{'x'.join(values)}" if values and rest.count("=") == len(values) else game)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,88 @@
+"""A whole game, one move a reply."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from lockstep.config import schema
+from lockstep.envs.spiel.play import Mover, mover_of, paid, value
+from lockstep.envs.spiel.states import moves_of, play_chances, state_at
+from lockstep.envs.spiel.text import question, read_move
+from lockstep.seeds import seed_for
+from lockstep.types import Message, Prompt, Turn
+
+GAME, CASE, HISTORY = "game", "case", "history"
+"""Keys of a prompt's data: OpenSpiel's load string, the case's name, and the moves that lead to its state."""
+
+
+class SpielGame:
+    """One game from a given state, against one opponent in all other seats.
+
+    The first reply is charged the lowest reward, and the end of the game pays the rest: a game that is never ended, because
+    turns or tokens run out, has earned what a lost one has.
+    """
+
+    def __init__(self, settings: schema.OpenSpielTask, case: str, state: Any, opponent: Mover) -> None:
+        self._settings, self._case, self._state, self._opponent = settings, case, state, opponent
+        self._player = state.current_player()
+        self._numbers = random.Random()
+        self._low = paid(0.0, settings.reward_range)
+        self._due = self._low
+        self._forgiven = settings.illegal_moves
+
+    def start(self, seed: int) -> Turn:
+        self._numbers.seed(seed_for("open_spiel game", seed))
+        return Turn(self._question())
+
+    def step(self, reply: str) -> Turn:
+        moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
+        if read.text is None or read.text not in moves:
+            return self._illegal(read.text)
+        self._state.apply_action(moves[read.text])
+        self._others_move()
+        metrics = {"legal_moves": 1.0}
+        if not self._state.is_terminal():
+            return Turn(self._question(), self._charge(), metrics=metrics, extracted=read.text)
+        share = value(self._state, self._player)
+        metrics |= {"correct": float(share > 0.5), "finished": 1.0, "value": share}
+        return self._over(paid(share, self._settings.reward_range), metrics, read.text)
+
+    def _illegal(self, text: str | None) -> Turn:
+        metrics = {"tool_errors": 1.0}
+        if self._forgiven == 0:
+            return self._over(self._low, metrics | {"correct": 0.0, "finished": 0.0, "value": 0.0}, text)
+        self._forgiven -= 1
+        (asked,) = self._question()
+        again = Message(role="user", content=f"That is no legal move.\n{asked['content']}")
+        return Turn((again,), self._charge(), metrics=metrics, extracted=text)
+
+    def _over(self, reward: float, metrics: dict[str, float], text: str | None) -> Turn:
+        """Ended with this as the sum of all its rewards."""
+        return Turn((), self._charge() + reward - self._low, True, metrics=metrics, extracted=text)
+
+    def _charge(self) -> float:
+        due, self._due = self._due, 0.0
+        return due
+
+    def _others_move(self) -> None:
+        play_chances(self._state, self._numbers)
+        while not self._state.is_terminal() and self._state.current_player() != self._player:
+            self._state.apply_action(self._opponent(self._state, self._numbers))
+            play_chances(self._state, self._numbers)
+
+    def _question(self) -> tuple[Message, ...]:
+        s = self._settings
+        return question(self._state, self._case, s.answer, show_moves=s.show_moves)
+
+
+def spiel_maker(settings: schema.OpenSpielTask) -> Callable[[Prompt], SpielGame]:
+    """Raises TaskError if the opponent is not there."""
+    opponent = mover_of(settings.opponent, settings.simulations)
+
+    def make(prompt: Prompt) -> SpielGame:
+        history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
+        return SpielGame(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), opponent)
+
+    return make

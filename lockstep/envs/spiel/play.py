@@ -1,0 +1,90 @@
+"""Moves by chance and by search, and what a game was worth. Every random number comes from a seed that is given."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lockstep.envs.spiel.cases import pyspiel
+from lockstep.envs.spiel.states import play_chances
+from lockstep.errors import TaskError
+from lockstep.user_code import load_object
+from lockstep.verifiers.python import check_call
+
+Mover = Callable[[Any, random.Random], int]
+"""Chooses an action in a state in which a player is to move."""
+EXPLORATION = 2.0
+"""UCT's constant."""
+MEMORY_MB = 64
+SEED_BITS = 31
+
+
+def random_mover(state: Any, numbers: random.Random) -> int:
+    return int(numbers.choice(state.legal_actions()))
+
+
+def mcts_mover(simulations: int) -> Mover:
+    """Monte Carlo tree search with random playouts, OpenSpiel's own; a new tree for every move."""
+    package = pyspiel()
+
+    def move(state: Any, numbers: random.Random) -> int:
+        seed = numbers.getrandbits(SEED_BITS)
+        evaluator = package.RandomRolloutEvaluator(1, seed)
+        game = state.get_game()
+        bot = package.MCTSBot(game, evaluator, EXPLORATION, simulations, MEMORY_MB, True, seed, False)
+        return int(bot.step(state))
+
+    return move
+
+
+def own_mover(path: str) -> Mover:
+    """A function of the user's, file.py:function. Raises TaskError if it is none, or in play if it gives no legal action."""
+    found = load_object(path)
+    if not callable(found):
+        raise TaskError("it is no function", where=path, fix="define it as (state, numbers)")
+    check_call(found, ("state", "numbers"), path)
+    function = cast(Callable[[Any, random.Random], object], found)
+
+    def move(state: Any, numbers: random.Random) -> int:
+        chosen, legal = function(state.clone(), numbers), state.legal_actions()
+        if isinstance(chosen, str):
+            named = {state.action_to_string(action): action for action in legal}
+            chosen = named.get(chosen, chosen)
+        if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen not in legal:
+            raise TaskError(
+                f"it moved {chosen!r}, which is not legal",
+                where=path,
+                fix=f"give one of state.legal_actions(): {legal}",
+            )
+        return chosen
+
+    return move
+
+
+def mover_of(name: str, simulations: int) -> Mover:
+    """random, mcts, or file.py:function."""
+    if name == "random":
+        return random_mover
+    return mcts_mover(simulations) if name == "mcts" else own_mover(str(Path(name).expanduser()))
+
+
+def play_out(state: Any, move: Mover, numbers: random.Random) -> None:
+    """Play to the end of the game, both sides alike."""
+    play_chances(state, numbers)
+    while not state.is_terminal():
+        state.apply_action(move(state, numbers))
+        play_chances(state, numbers)
+
+
+def value(state: Any, player: int) -> float:
+    """What a game that is over brought a player: 0 is the least that the game can bring, 1 the most."""
+    low, high = state.get_game().min_utility(), state.get_game().max_utility()
+    share = float((state.returns()[player] - low) / (high - low))
+    return min(1.0, max(0.0, share))  # rounding in games whose utilities are sums
+
+
+def paid(share: float, reward_range: Literal["zero_one", "signed"]) -> float:
+    """A share of the best as a reward."""
+    return share if reward_range == "zero_one" else 2 * share - 1

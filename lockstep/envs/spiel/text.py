@@ -1,0 +1,101 @@
+"""What a model is told of a state, and how its move is read: exactly, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, assert_never
+
+from lockstep.envs.spiel.states import moves_of, shown
+from lockstep.types import Message
+from lockstep.verifiers.base import MAX_SHOWN
+
+Format: TypeAlias = Literal["tag", "line", "reply"]
+
+OPEN, CLOSE = "<move>", "</move>"
+MARKS: Mapping[str, tuple[str, ...]] = {
+    "breakthrough": ("b", "w"),
+    "checkers": ("o", "+"),
+    "chess": ("black", "white"),  # of FEN: lower and upper case
+    "clobber": ("o", "x"),
+    "connect_four": ("x", "o"),
+    "dots_and_boxes": ("P1", "P2"),
+    "go": ("B, shown as X", "W, shown as O"),
+    "hex": ("x", "o"),
+    "othello": ("x", "o"),
+    "tic_tac_toe": ("x", "o"),
+}
+"""What OpenSpiel's first and second player are called on the board. Other games go by the player's number."""
+_ANSWERS: Mapping[Format, str] = {
+    "tag": f"End with your move, written as it is listed: {OPEN}…{CLOSE}",
+    "line": "Put your move alone in the last line, written as it is listed.",
+    "reply": "Answer with one move only, written as it is listed.",
+}
+_UNLISTED: Mapping[Format, str] = {
+    "tag": f"End with your move in OpenSpiel's notation: {OPEN}…{CLOSE}",
+    "line": "Put your move alone in the last line, in OpenSpiel's notation.",
+    "reply": "Answer with one move only, in OpenSpiel's notation.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was found in a reply: the text in the move's place, None if there is no such place, and why not."""
+
+    text: str | None
+    why: str = ""
+
+
+def described(state: Any, case: str, answer: Format, *, show_moves: bool) -> str:
+    """The whole question: game, board, side to move, legal moves, and how to answer."""
+    lines = [f"Game: {case}", shown(state), f"To move: {mover(state)}"]
+    if show_moves:
+        lines.append(f"Legal moves: {', '.join(moves_of(state))}")
+    lines.append((_ANSWERS if show_moves else _UNLISTED)[answer])
+    return "\n".join(lines)
+
+
+def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tuple[Message, ...]:
+    return (Message(role="user", content=described(state, case, answer, show_moves=show_moves)),)
+
+
+def mover(state: Any) -> str:
+    """The side to move. Example: "o (player 2 of 2)" """
+    game, player = state.get_game(), state.current_player()
+    number = f"player {player + 1} of {game.num_players()}"
+    marks = MARKS.get(game.get_type().short_name)
+    return f"{marks[player]} ({number})" if marks is not None else number
+
+
+def read_move(reply: str, answer: Format) -> Read:
+    """The text in the place of the move, without spaces around it. Whether it is a legal move is not asked here.
+
+    A reply that offers two moves offers none; nor does one that goes on after its tag. Time grows linearly with the reply.
+    """
+    match answer:
+        case "tag":
+            found = _tagged(reply)
+        case "line":
+            found = Read(reply.rstrip().rpartition("\n")[2].strip())
+        case "reply":
+            found = Read(reply.strip())
+        case _:
+            assert_never(answer)
+    if found.text is not None and len(found.text) > MAX_SHOWN:
+        return Read(None, "too long for a move")
+    return Read(None, found.why or "nothing there") if not found.text else found
+
+
+def written(move: str, answer: Format) -> str:
+    """A reply that gives this move."""
+    return f"{OPEN}{move}{CLOSE}" if answer == "tag" else move
+
+
+def _tagged(reply: str) -> Read:
+    if reply.count(OPEN) != 1 or reply.count(CLOSE) != 1:
+        return Read(None, f"not exactly one {OPEN}…{CLOSE}")
+    before, _, rest = reply.partition(OPEN)
+    inside, _, after = rest.partition(CLOSE)
+    if CLOSE in before or after.strip():
+        return Read(None, f"something after {CLOSE}")
+    return Read(inside.strip())

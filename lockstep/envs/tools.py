@@ -1,0 +1,198 @@
+"""Tools: Python functions that replies may call, with the schema that tells the model how."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from lockstep.config import schema
+from lockstep.envs.calculator import calculator
+from lockstep.envs.calls import BadCall, Call
+from lockstep.errors import TaskError
+from lockstep.user_code import describe, load_object
+
+MAX_RESULT = 8000
+"""Characters of a result that the model is shown."""
+BUILT_IN: Mapping[str, Callable[..., object]] = {"calculator": calculator}
+"""Tools that need no file, and no process of their own: they end in microseconds, whatever they are given."""
+
+Check = Callable[[Mapping[str, object]], Mapping[str, object]]
+"""Arguments as they were called, to arguments as the function takes them; raises ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function with its schema."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: an object."""
+    function: Callable[..., object]
+    check: Check
+    file: Path | None = None
+    """Where the function is from, for messages."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a call gave, as the model reads it."""
+
+    text: str
+    failed: bool = False
+
+
+def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
+    """The tools by name. Raises TaskError for a file or function that is not there, and for two of one name."""
+    tools: dict[str, Tool] = {}
+    for one in settings:
+        tool = build_tool(one)
+        if tool.name in tools:
+            raise TaskError(f"two tools are called {tool.name}", where="task.tools", fix="give one another name")
+        tools[tool.name] = tool
+    return tools
+
+
+def build_tool(settings: schema.Tool) -> Tool:
+    """A function with its schema from the settings, or else from its signature and docstring."""
+    if settings.path in BUILT_IN:
+        function, file = BUILT_IN[settings.path], None
+    else:
+        found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
+        if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
+            raise TaskError("it is no plain function", where=settings.path, fix="name a function defined by def")
+        function = found
+    summary, described = _docstring(function)
+    if settings.parameters is None:
+        model = _model_of(function, described, settings.path)
+        parameters, check = model.model_json_schema(), _by_model(model)
+        parameters.pop("title", None)
+    else:
+        parameters, check = settings.parameters, _by_schema(settings.parameters, settings.path)
+    name = settings.name or str(getattr(function, "__name__", "tool"))
+    return Tool(name, settings.description or summary, parameters, function, check, file)
+
+
+def run_call(tools: Mapping[str, Tool], call: Call | BadCall) -> Result:
+    """Run a call. What goes wrong is told to the model: a wrong name or argument, and what the function raises."""
+    if isinstance(call, BadCall):
+        return Result(f"error: {call.why}", failed=True)
+    tool = tools.get(call.name)
+    if tool is None:
+        return Result(f"error: there is no tool {call.name!r}; there are {', '.join(tools)}", failed=True)
+    try:
+        arguments = tool.check(_by_name(tool, call.arguments))
+    except ValueError as error:
+        return Result(f"error: {error}", failed=True)
+    try:
+        return Result(_as_text(tool.function(**arguments)))
+    except (Exception, SystemExit) as error:
+        return Result(f"error: {describe(error, None)}", failed=True)
+
+
+def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, object]:
+    """Arguments of a plain call by name: an object, name=value pairs, the only argument as it stands, or a list in order."""
+    if not isinstance(arguments, str):
+        return arguments
+    names = list(tool.parameters.get("properties", {}))
+    if not arguments:
+        return {}
+    if len(names) == 1:
+        text = arguments.partition("=")[2] if re.match(rf"{re.escape(names[0])}\s*=", arguments) else arguments
+        return {names[0]: _value(text.strip(), as_text=tool.parameters["properties"][names[0]].get("type") == "string")}
+    try:
+        values = json.loads(f"[{arguments}]")
+    except (json.JSONDecodeError, RecursionError):
+        values = [part.strip() for part in arguments.split(",")]
+    if len(values) == 1 and isinstance(values[0], dict):
+        return values[0]
+    if len(values) > len(names):
+        raise ValueError(f"{tool.name} takes {len(names)} arguments, not {len(values)}")
+    return dict(zip(names, values, strict=False))
+
+
+def _value(text: str, *, as_text: bool) -> object:
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return text
+    return text if as_text and not isinstance(value, str) else value
+
+
+def _model_of(function: Callable[..., object], described: Mapping[str, str], where: str) -> type[BaseModel]:
+    """A model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
+    from pydantic import Field
+
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise TaskError(f"its annotations cannot be read: {error}", where=where, fix="import what they name") from error
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TaskError(
+                f"its parameter {parameter} cannot be given by name", where=where, fix="give each argument a name"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints.get(name, str), Field(default, description=described.get(name)))
+    model: type[BaseModel] = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+    return model
+
+
+def _by_model(model: type[BaseModel]) -> Check:
+    def check(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        try:
+            found = model.model_validate(dict(arguments))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        return {name: getattr(found, name) for name in model.model_fields}
+
+    return check
+
+
+def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(dict(parameters))
+    except jsonschema.SchemaError as error:
+        raise TaskError(f"its parameters are no JSON schema: {error.message}", where=where, fix="correct it") from error
+    validator = jsonschema.Draft202012Validator(dict(parameters))
+
+    def check(arguments: Mapping[str, object]) -> Mapping[str, object]:
+        for error in validator.iter_errors(dict(arguments)):
+            raise ValueError(f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}")
+        return arguments
+
+    return check
+
+
+def _docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
+    """The first paragraph, and the lines of `Args:` by parameter."""
+    text = inspect.getdoc(function) or ""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?)+)", text, re.MULTILINE)
+    lines = arguments.group(1).splitlines() if arguments else []
+    named = (re.match(r"\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line) for line in lines)
+    return summary, {found.group(1): found.group(2) for found in named if found}
+
+
+def _as_text(result: object) -> str:
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}… ({len(text)} characters)"

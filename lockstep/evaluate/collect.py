@@ -1,0 +1,135 @@
+"""Score files by what a user names: a file, a run or a folder of them. Reads no more of each than a comparison needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import EvaluationError
+from lockstep.evaluate.brief import Brief
+from lockstep.evaluate.compare import differences
+from lockstep.evaluate.records import read_brief
+
+STEP = re.compile(r"(.+)@(\d+)")
+RECORD = re.compile(r"step_(\d+)_.+\.json|.+_step_(\d+)_.+\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A score file and what was read of it."""
+
+    path: Path
+    brief: Brief
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Scores of one key are of the same items in the same mode."""
+        return self.brief.score.conditions.task, self.brief.score.conditions.mode
+
+    @property
+    def label(self) -> str:
+        """Example: "runs/mine at step 40"; the file's name for a record that does not say."""
+        return self.brief.score.source or str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two records to compare."""
+
+    before: Record
+    after: Record
+
+
+def records_of(name: str) -> list[Record]:
+    """Every score that NAME or NAME@STEP means: a file, a run's own scores, or those of a folder.
+
+    Raises EvaluationError, naming the file, for one that is missing, damaged or no score record.
+    """
+    path, step = _split(name)
+    if path.is_file():
+        files = [path]
+    else:
+        folder = path / "scores" if (path / "scores").is_dir() else path
+        files = sorted(folder.glob("*.json"))
+    files = [file for file in files if step is None or _step_of(file) in (None, step)]
+    found = [Record(file, read_brief(file)) for file in files]
+    found = [record for record in found if step is None or record.brief.score.step == step]
+    if not found:
+        at = "" if step is None else f" of step {step}"
+        raise EvaluationError(
+            f"there are no scores{at}",
+            where=str(path),
+            fix="give a score's file, a run that was evaluated, or their folder",
+        )
+    return found
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Of each task and mode the one of the last step."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in records:
+        other = found.get(record.key)
+        if other is None or record.brief.score.step > other.brief.score.step:
+            found[record.key] = record
+    return list(found.values())
+
+
+def base_and_last(records: Sequence[Record]) -> list[Pair]:
+    """A run's base against its last score, in every mode. Raises EvaluationError if there are no two."""
+    last = {record.key: record for record in newest(records)}
+    base = [record for record in records if record.brief.score.step == 0]
+    pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
+    if not pairs:
+        raise EvaluationError("there is no base and a later score to compare", fix="name two scores, runs or folders")
+    return pairs
+
+
+def pair(before: Sequence[Record], after: Sequence[Record], *, by_step: bool = False) -> list[Pair]:
+    """Pair two sides by task and mode, with `by_step` by step too; one score on each side is a pair whatever it is of.
+
+    Raises EvaluationError if nothing pairs, or if a side has two scores of one key; it names what differs.
+    """
+    if len(before) == 1 and len(after) == 1:
+        return [Pair(before[0], after[0])]
+    left, right = _by_key(before, by_step=by_step), _by_key(after, by_step=by_step)
+    common = [key for key in left if key in right]
+    if not common:
+        a, b = before[0].brief.score.conditions, after[0].brief.score.conditions
+        raise EvaluationError(
+            f"the two sides have no task and mode in common; their first scores differ in {differences(a, b)}",
+            where="compare",
+            fix="name two score files to compare them all the same",
+        )
+    return [Pair(left[key], right[key]) for key in common]
+
+
+def unpaired(before: Sequence[Record], after: Sequence[Record], pairs: Sequence[Pair]) -> list[Record]:
+    """What was left out."""
+    used = {id(record) for one in pairs for record in (one.before, one.after)}
+    return [record for record in (*before, *after) if id(record) not in used]
+
+
+def _by_key(records: Sequence[Record], *, by_step: bool) -> dict[tuple[object, ...], Record]:
+    found: dict[tuple[object, ...], Record] = {}
+    for record in records:
+        key = (*record.key, *([record.brief.score.step] if by_step else []))
+        if key in found:
+            raise EvaluationError(
+                f"{found[key].path} and {record.path} are both {record.key[1]} of {record.key[0]}",
+                where="compare",
+                fix="name the file that is meant, or a step: FOLDER@STEP",
+            )
+        found[key] = record
+    return found
+
+
+def _split(name: str) -> tuple[Path, int | None]:
+    match = STEP.fullmatch(name)
+    return (Path(match[1]), int(match[2])) if match and not Path(name).exists() else (Path(name), None)
+
+
+def _step_of(path: Path) -> int | None:
+    match = RECORD.fullmatch(path.name)
+    return int(match[1] or match[2]) if match else None

@@ -1,0 +1,177 @@
+"""`lockstep import`: another trainer's checkpoint as a folder that everything here takes: a model, or an adapter for PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.export.files import copy_model_files
+from lockstep.export.shards import SHARD_BYTES, write_sharded
+from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
+from lockstep.models.folder import check_config
+from lockstep.models.foreign import Foreign, Kind
+from lockstep.models.torch_files import joined, module_states
+
+RECORD = "lockstep_import.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
+"""What trainers put into the names of a state dict."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was written."""
+
+    path: Path
+    kind: Kind
+    source: Path
+    step: int
+    parameters: int
+    dtype: str
+    base: str
+    """Of an adapter: the model that it says it was made for."""
+    left: tuple[str, ...]
+    """Files that only the other trainer can use."""
+
+
+def bring_in(found: Foreign, out: Path, *, config: Path | None = None, dtype: str | None = None) -> Imported:
+    """Write `found` to the new folder `out`. `config` is a folder with config.json and tokenizer, where it has none itself.
+
+    `dtype` (bf16, fp32) rounds; by default numbers stay as they were saved. Raises CheckpointError, and leaves nothing, unless
+    names and shapes are just those of the model that config.json describes.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError([f"{out} is there already"], fix="name a new folder")
+    folder = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        done = _adapter(found, folder, out) if found.kind is Kind.ADAPTER else _model(found, folder, out, config, dtype)
+        facts = asdict(done) | {"path": str(out), "source": str(done.source)}
+        (folder / RECORD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
+
+
+def _adapter(found: Foreign, folder: Path, out: Path) -> Imported:
+    adapter = read_adapter(found.path)
+    for name in (CONFIG, TENSORS):
+        shutil.copyfile(found.path / name, folder / name)
+    if found.config is not None:
+        copy_model_files(found.config, folder, "", whole=False)
+    base = str(adapter.config.get("base_model_name_or_path") or "")
+    first = next(iter(adapter.weights.values()))
+    count = sum(tensor.numel() for tensor in adapter.weights.values())
+    return Imported(out, found.kind, found.path, found.step, count, _name(first.dtype), base, found.beside)
+
+
+def _model(found: Foreign, folder: Path, out: Path, config: Path | None, dtype: str | None) -> Imported:
+    place = config or found.config
+    if place is None or not (place / "config.json").is_file():
+        raise CheckpointError(
+            "no config.json beside the weights",
+            where=str(found.path),
+            fix="give the folder of the model that was trained (config and tokenizer) with --config",
+        )
+    check_config(place, str(place), False)
+    weights = fitted(_read(found), place, found.path)
+    if dtype is not None:
+        weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+    kinds = sorted({_name(tensor.dtype) for tensor in weights.values()})
+    if len(kinds) > 1:
+        raise CheckpointError(f"weights in {' and '.join(kinds)}", where=str(found.path), fix="say one with --dtype")
+    copy_model_files(place, folder, kinds[0], whole=True)
+    write_sharded(folder, weights.items(), SHARD_BYTES)
+    count = sum(tensor.numel() for tensor in weights.values())
+    return Imported(out, found.kind, found.path, found.step, count, kinds[0], "", found.beside)
+
+
+def _read(found: Foreign) -> Mapping[str, Tensor]:
+    from safetensors.torch import load_file
+
+    match found.kind:
+        case Kind.FSDP:
+            return joined(found.shards)
+        case Kind.DEEPSPEED:
+            if len(found.shards) > 1:
+                what = f"{len(found.shards)} files of model states: tensor-parallel or ZeRO 3"
+                fix = "run zero_to_fp32.py, which DeepSpeed left beside it, with --safe_serialization, and give the outcome"
+                raise CheckpointError(what, where=str(found.path), fix=fix)
+            return module_states(found.shards[0])
+        case _:
+            files = sorted(found.path.glob("model*.safetensors"))
+            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str, Tensor]:
+    """The weights by the checkpoint's names, tied ones once.
+
+    Raises CheckpointError unless they are just those of the model that config.json describes.
+    """
+    expected, tied = _shapes(config)
+    own = {_plain_name(name): tensor for name, tensor in weights.items()}
+    if len(own) < len(weights):
+        raise CheckpointError("two tensors have one name once wrappers are taken off", where=str(where))
+    if tied and HEAD in own and EMBEDDING in own:
+        if not torch.equal(own[HEAD], own[EMBEDDING]):
+            what = "head and embedding differ, but config.json says that they are one"
+            raise CheckpointError(what, where=str(where), fix="set tie_word_embeddings to false in that config.json")
+        del own[HEAD]
+    lora = sorted(name for name in own if ".lora_" in name or ".base_layer." in name)
+    if lora:
+        what = f"shards of a model under an adapter ({len(lora)} tensors such as {lora[0]})"
+        raise CheckpointError(
+            what, where=str(where), fix="give the folder lora_adapter beside them, which is the adapter"
+        )
+    for names, what in (
+        (expected.keys() - own.keys(), "lacks"),
+        (own.keys() - expected.keys(), "has, which the model has not,"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"it {what} {len(names)} tensors such as {sorted(names)[0]}",
+                where=str(where),
+                fix="give the config.json of the model that was trained, with --config",
+            )
+    for name, shape in expected.items():
+        if tuple(own[name].shape) != shape:
+            what = f"{name} is {tuple(own[name].shape)}, by config.json {shape}"
+            raise CheckpointError(what, where=str(where), fix="give the config.json of the model that was trained")
+    return own
+
+
+def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Names and shapes of the model's published checkpoints, tied weights once; and whether head and embedding are one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    settings: Any = AutoConfig.from_pretrained(config, local_files_only=True)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(settings)
+    weights = dict(revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()}))
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}, bool(
+        settings.get_text_config().tie_word_embeddings
+    )
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
+    return name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,143 @@
+"""The model card of an export: what it is, where it comes from, how it scored, how it was verified, how to load it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lockstep
+from lockstep.config.adapter import adapter_name
+from lockstep.evaluate.records import read_brief
+from lockstep.evaluate.table import estimate_line
+from lockstep.export.verify import Verified
+from lockstep.loops.target import Target
+from lockstep.models.builtin import BUILTINS
+from lockstep.track.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an export comes from."""
+
+    label: str
+    base: str
+    revision: str | None
+    step: int
+    loop: str
+    adapter: str
+    numerics: str
+    """In which training computed."""
+    weights: str
+    """Fingerprint of the trained weights, adapters apart from the base, as the checkpoint has it; "" for an untrained model."""
+    architecture: str
+    lineage: tuple[str, ...]
+    """What the run started from, newest first."""
+
+
+def source_of(target: Target, architecture: str) -> Source:
+    recipe, info = target.recipe, target.checkpoint
+    meta: Any = info.meta if info is not None else {}
+    saved = str(meta.get("numerics", recipe.model.dtype))
+    return Source(
+        label=target.label,
+        base=recipe.model.path,
+        revision=recipe.model.revision,
+        step=target.step,
+        loop=recipe.loop,
+        adapter=adapter_name(recipe.adapter),
+        numerics=recipe.numerics.label("train", "bf16" if saved == "bf16" else "fp32"),
+        weights=str(meta.get("fingerprint", "")),
+        architecture=architecture,
+        lineage=tuple(_lineage(target.run)),
+    )
+
+
+def _lineage(run: Path | None) -> list[str]:
+    parent: Any = RunDirectory.open(run).manifest().get("parent") if run is not None else None
+    lines = []
+    while isinstance(parent, dict):
+        lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+        parent = parent.get("parent")
+    return lines
+
+
+def model_card(
+    target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter"], dtype: str
+) -> str:
+    """README.md of the folder."""
+    sections = [
+        _front(source, kind),
+        f"# {target.run.name if target.run else Path(target.label).name}",
+        *_about(source, dtype),
+    ]
+    sections += ["## Scores", *_scores(target), "## Verified", f"{verified.line}.", _HOW_VERIFIED]
+    if formula := _formula(target.run):
+        sections += ["## Objective", f"```\n{formula}\n```"]
+    return "\n\n".join([*sections, "## Use", _use(source, kind)]) + "\n"
+
+
+def _front(source: Source, kind: str) -> str:
+    hub = "/" in source.base and not source.base.startswith((".", "/", "~"))
+    lines = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
+    lines += [f"base_model: {source.base}"] if hub else []
+    return "\n".join([*lines, "pipeline_tag: text-generation", "tags: [lockstep]", "---"])
+
+
+def _about(source: Source, dtype: str) -> list[str]:
+    revision = f" at revision {source.revision}" if source.revision else ""
+    rows = [
+        ("Base", f"{source.base}{revision}"),
+        ("Trained by", f"lockstep {lockstep.__version__}, loop {source.loop}, {source.step} steps, {source.adapter}"),
+        ("Source", f"{source.label}{f', weights {source.weights}' if source.weights else ''}"),
+        ("Computed in", f"{source.numerics} (training); the files hold {dtype}"),
+    ]
+    rows += [("Started from", line) for line in source.lineage]
+    return ["\n".join(f"- **{name}**: {text}" for name, text in rows)]
+
+
+def _scores(target: Target) -> list[str]:
+    """Scores of these very weights that the run has on record, with the base's beside them."""
+    folder = target.run / "scores" if target.run else None
+    if folder is None or not folder.is_dir():
+        return ["None on record. `lockstep eval` measures it."]
+    own = [read_brief(path).score for path in sorted(folder.glob(f"step_{target.step:06d}_*.json"))]
+    base = [read_brief(path).score for path in sorted(folder.glob("step_000000_*.json"))] if target.step else []
+    weights = str(target.checkpoint.meta["fingerprint"]) if target.checkpoint else None
+    rows = []
+    for score in own:
+        c = score.conditions
+        if weights is not None and c.weights != weights:
+            continue
+        before = [s for s in base if (s.conditions.task, s.conditions.mode) == (c.task, c.mode)]
+        told = estimate_line(before[0].estimates[0]) if before else "–"
+        rows.append(f"| {c.task} | {c.mode} | {c.numerics} | {told} | {estimate_line(score.estimates[0])} |")
+    if not rows:
+        return [f"None on record for step {target.step}. `lockstep eval` measures it."]
+    return ["\n".join(["| task | mode | numerics | base | this model |", "|---|---|---|---|---|", *rows])]
+
+
+def _formula(run: Path | None) -> str:
+    return str(RunDirectory.open(run).manifest().get("formula", "")) if run is not None else ""
+
+
+_HOW_VERIFIED = (
+    "A fresh process loaded this folder with plain transformers (and PEFT for an adapter) and computed log-probabilities in "
+    "fp32; they were compared with those of the model in training. `lockstep_export.json` has the figures."
+)
+
+
+def _use(source: Source, kind: str) -> str:
+    base = "the folder of the built-in model" if source.base in BUILTINS else source.base
+    if kind == "adapter":
+        load = f"base = AutoModelForCausalLM.from_pretrained(...)  # {base}\nmodel = PeftModel.from_pretrained(base, FOLDER)"
+        extra, serve = "from peft import PeftModel\n", "vllm serve BASE --enable-lora --lora-modules tuned=FOLDER"
+        lm = "pretrained=BASE,peft=FOLDER"
+    else:
+        load, extra, serve = "model = AutoModelForCausalLM.from_pretrained(FOLDER)", "", "vllm serve FOLDER"
+        lm = "pretrained=FOLDER"
+    return (
+        f"```python\n{extra}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n{load}\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
+        f"```\n{serve}\nlm_eval --model hf --model_args {lm} --tasks gsm8k --apply_chat_template\n```"
+    )

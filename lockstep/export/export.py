@@ -1,0 +1,232 @@
+"""`lockstep export`: a trained checkpoint as a folder for transformers, PEFT and vLLM, verified before it gets its name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.manifest import COMMIT
+from lockstep.checkpoint.store import list_checkpoints
+from lockstep.config.adapter import Lora
+from lockstep.errors import ConfigError, ExportError
+from lockstep.export.card import Source, model_card, source_of
+from lockstep.export.check import Request
+from lockstep.export.files import copy_model_files
+from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noise, wide_logprobs
+from lockstep.export.shards import SHARD_BYTES, tensor_names, write_sharded
+from lockstep.export.verify import Check, Expected, Verified, in_fresh_process, verify
+from lockstep.learner.adapter_files import CONFIG, save_adapter
+from lockstep.learner.adapters import facts_of
+from lockstep.learner.learner import base_model
+from lockstep.learner.merge import merged_weights
+from lockstep.loops.parts import Policy, build_policy
+from lockstep.loops.target import Target, read_adapter_folder, read_checkpoint
+from lockstep.models import load_model, resolve, resolve_dtype
+from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.resolve import Source as From
+from lockstep.models.weights import load_weights, named_weights
+from lockstep.sync.fingerprint import fingerprint
+
+RECORD = "lockstep_export.json"
+ROUNDED = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    kind: Literal["model", "adapter"]
+    dtype: str
+    bytes: int
+    fingerprint: str
+    """Of the weights in the files; of an adapter's folder that of its base."""
+    verified: Verified
+    config_changes: tuple[str, ...]
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    expected: Expected
+    request: Request
+    bytes: int
+    config_changes: list[str]
+
+
+def refuse_guess(name: str, step: int | None) -> None:
+    """Raise ConfigError for a run of several checkpoints if none was named. A single one is no guess."""
+    path = Path(name)
+    if step is not None or not (path / "manifest.json").is_file() or (path / COMMIT).is_file():
+        return
+    steps = [info.step for info in list_checkpoints(path) if info.complete]
+    if len(steps) > 1:
+        raise ConfigError(
+            [f"{name} has {len(steps)} checkpoints: steps {', '.join(map(str, steps))}"],
+            fix=f"say which with --step, for instance --step {steps[-1]}",
+        )
+
+
+def export(
+    target: Target,
+    out: Path,
+    *,
+    adapter: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    check: Check = in_fresh_process,
+) -> Exported:
+    """Write `target` to the new folder `out`: a plain model, or with `adapter` PEFT's layout.
+
+    Everything is written beside `out`, read back by `check`, and renamed when it was found to be the model that trained. Raises
+    ExportError, and leaves nothing, if it is not.
+    """
+    _refuse(target, out, adapter=adapter)
+    folder = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        written = _write(target, folder, adapter=adapter, shard_bytes=shard_bytes)
+        written = replace(written, expected=_with_base(written.expected, target, written.request))
+        _free()
+        found = check(written.request)
+        verified = verify(written.expected, found, tensor_names(folder), str(out))
+        source = source_of(target, found.architecture)
+        exported = Exported(
+            out, "adapter" if adapter else "model", written.expected.dtype, written.bytes,
+            written.expected.fingerprint, verified, tuple(written.config_changes), source,
+        )  # fmt: skip
+        (folder / RECORD).write_text(_record(exported), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(target, source, verified, exported.kind, exported.dtype), "utf-8")
+        if out.exists():
+            out.rmdir()  # empty: _refuse looked
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return exported
+
+
+def _refuse(target: Target, out: Path, *, adapter: bool) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError([f"{out} is there already"], fix="name a new folder")
+    settings = target.recipe.adapter
+    if not adapter:
+        return
+    if settings.kind == "none":
+        raise ConfigError([f"--adapter: {target.label} has no adapter: all weights were trained"], fix="leave it out")
+    if target.recipe.warm_start is not None:
+        raise ConfigError(
+            [f"--adapter: the base of {target.label} is what {target.recipe.warm_start} trained, no published model"],
+            fix="export it merged (--merge)",
+        )
+    if isinstance(settings, Lora) and settings.base == "nf4":
+        raise ConfigError(
+            [f"--adapter: {target.label} was trained over a base in 4 bits"], fix="export it merged (--merge)"
+        )
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> _Written:
+    """Files, and what the trained model is; the model is gone when this returns."""
+    policy = _trained(target)
+    model, source = policy.model, policy.resolved.path
+    dtype = "bfloat16" if policy.numerics == "bf16" else "float32"
+    changes = copy_model_files(source, folder, dtype, whole=not adapter)
+    if adapter:
+        identity, total = _write_adapter(policy, target, folder)
+    else:
+        identity, total = _write_model(model, folder, shard_bytes)
+    sequences = probe_sequences(model, policy.tokenizer.all_special_ids)
+    device = str(next(model.parameters()).device)
+    trained = wide_logprobs(model, sequences)
+    rounded = dtype == ROUNDED and target.recipe.adapter.kind != "none"
+    noise = rounding_noise(model, sequences) if rounded else None
+    tokenizer: Any = policy.tokenizer
+    chat = TEXT if getattr(tokenizer, "chat_template", None) else ""
+    expected = Expected(
+        trained, (), noise, 0, False, frozenset(), identity, dtype,
+        tuple(tokenizer(TEXT)["input_ids"]), tuple(_rendered(tokenizer, chat)) if chat else (),
+    )  # fmt: skip
+    request = Request(str(folder), str(source) if adapter else "", dtype, device, sequences, TEXT, chat)
+    return _Written(expected, request, total, changes)
+
+
+def _write_model(model: nn.Module, folder: Path, shard_bytes: int) -> tuple[str, int]:
+    """Fingerprint and bytes of the merged weights."""
+    merged = dict(merged_weights(model))
+    identity = fingerprint(iter(merged.items())).combined
+    return identity, write_sharded(folder, _published(base_model(model), merged).items(), shard_bytes)
+
+
+def _trained(target: Target) -> Policy:
+    """The model with the target's weights in place, proven to be those that were saved."""
+    policy = build_policy(target.recipe)
+    if target.checkpoint is not None:
+        saved = read_checkpoint(policy, target.checkpoint)
+    elif target.adapter is not None:
+        saved = read_adapter_folder(policy, target.adapter)
+    else:
+        return policy
+    load_weights(policy.model, iter(saved.weights.items()))
+    found = fingerprint(named_weights(policy.model)).combined
+    if found != saved.fingerprint:
+        raise ExportError(f"in memory are weights {found}, saved were {saved.fingerprint}", where=target.label)
+    return policy
+
+
+def _published(plain: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as the family's published checkpoints name and shape them: transformers joins experts when it loads."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(plain, weights))
+
+
+def _write_adapter(policy: Policy, target: Target, folder: Path) -> tuple[str, int]:
+    """Fingerprint of the base, bytes of the adapter."""
+    facts = facts_of(policy.model)
+    assert facts is not None
+    save_adapter(folder, policy.model, target.recipe.adapter, facts.base)
+    if policy.resolved.source is From.BUILTIN:  # PEFT finds a folder, not our name
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = str(policy.resolved.path)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    return facts.base.fingerprint, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _with_base(expected: Expected, target: Target, request: Request) -> Expected:
+    """What the model that the recipe names says, loaded anew: names, size and tying of weights, and its log-probabilities."""
+    resolved = resolve(target.recipe.model)
+    dtype = resolve_dtype("bf16" if request.dtype == ROUNDED else "fp32", request.device)
+    base: nn.Module = load_model(resolved, dtype=dtype, device=request.device, attention=ATTENTION)
+    weights = dict(named_weights(base))
+    return replace(
+        expected,
+        names=frozenset() if request.base else frozenset(_published(base, weights)),
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        tied=is_tied(base),
+        base=wide_logprobs(base, request.sequences),
+    )
+
+
+def _rendered(tokenizer: Any, chat: str) -> list[int]:
+    messages = [{"role": "user", "content": chat}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _record(exported: Exported) -> str:
+    facts = asdict(exported) | {"path": str(exported.path), "equals_base": exported.verified.equals_base}
+    return json.dumps(facts, indent=2) + "\n"

@@ -1,0 +1,55 @@
+"""What stands beside exported weights: the model's own config, generation config, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ExportError
+from lockstep.models.folder import INDEX, read_json
+
+KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+NOT_OURS = (INDEX, "adapter_config.json", "adapter_base.json", "state.json", "COMMIT.json", "lockstep_export.json")
+"""Weights' index and other folders' records."""
+TOKENIZER = ("token", "vocab", "merges", "special", "chat_template", "spiece", "tekken")
+"""Beginnings of the names of a tokenizer's files."""
+
+
+def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
+    """Copy them; returns the settings of config.json that are not the source's, as "name: old → new".
+
+    `whole`: with config and generation config; else the tokenizer's files alone (an adapter's folder). Python files are never
+    copied. Raises ExportError for a model that needs code of its own.
+    """
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if not path.is_file() or path.suffix not in KEPT or name in NOT_OURS or name == "config.json":
+            continue
+        if whole or name.startswith(TOKENIZER):
+            shutil.copyfile(path, folder / name)
+    if not whole:
+        return []
+    config = read_json(source / "config.json")
+    changed = _change(config, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return changed
+
+
+def _change(config: dict[str, Any], dtype: str) -> list[str]:
+    """What the written weights make necessary, and nothing else."""
+    if "auto_map" in config:
+        raise ExportError(
+            "the model comes with Python code of its own, which is not exported",
+            where="config.json",
+            fix="copy the checkpoint's weights beside that code by hand, once you have read it",
+        )
+    changed = []
+    name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    if config.get(name) != dtype:
+        changed.append(f"{name}: {config.get(name)} → {dtype}")
+        config[name] = dtype
+    if config.pop("quantization_config", None) is not None:
+        changed.append("quantization_config: removed, the weights are plain")
+    return changed

@@ -1,0 +1,68 @@
+"""What an export is compared with: log-probabilities of the trained model and of its base, on fixed random sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.export.verify import Difference, Logprobs, difference
+from lockstep.learner.learner import base_model, plain_logprobs
+from lockstep.learner.merge import adapter_layers
+
+SEQUENCES, TOKENS, SEED = 4, 48, 20260
+TEXT = "The answer is \\boxed{42}, because 6 * 7 = 42.\n"
+BUDGET = 4096
+HALF_ULP = 2.0**-8
+"""Relative spacing of bf16 numbers: a rounded weight is off by a uniform number of at most half of it."""
+
+
+def probe_sequences(model: nn.Module, special: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Random ids of the model's whole vocabulary, special ones left out."""
+    vocab = int(base_model(model).config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(SEED)
+    allowed = torch.tensor(sorted(set(range(vocab)) - set(special)))
+    drawn = torch.randint(len(allowed), (SEQUENCES, TOKENS), generator=generator)
+    return tuple(tuple(row.tolist()) for row in allowed[drawn])
+
+
+def wide_logprobs(model: nn.Module, sequences: tuple[tuple[int, ...], ...]) -> Logprobs:
+    """By the forward pass of training in fp32: the model is made wide, which changes none of its numbers."""
+    return plain_logprobs(model.float(), sequences, BUDGET)
+
+
+def rounding_noise(model: nn.Module, sequences: tuple[tuple[int, ...], ...]) -> Difference:
+    """How far the log-probabilities of a wide model with an adapter move when its adapted weights are off as bf16 rounds them.
+
+    The errors are drawn, not those of any merge, so that a wrong merge cannot excuse itself.
+    """
+    before = plain_logprobs(model, sequences, BUDGET)
+    with _jittered([layer.get_base_layer() for layer in adapter_layers(model).values()]):
+        after = plain_logprobs(model, sequences, BUDGET)
+    return difference(after, before)
+
+
+@contextmanager
+def _jittered(layers: list[Any]) -> Iterator[None]:
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+    generator = torch.Generator().manual_seed(SEED)
+    try:
+        for layer in layers:
+            parameter = next(p for p in layer.parameters() if p.is_floating_point())
+            kept.append((parameter, parameter.data))
+            off = torch.rand(parameter.shape, generator=generator).sub_(0.5).to(parameter.device)
+            parameter.data = parameter.data * (1 + HALF_ULP * off)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head's matrix is the embedding's."""
+    plain = base_model(model)
+    head = plain.get_output_embeddings()
+    return head is not None and head.weight is plain.get_input_embeddings().weight

@@ -1,0 +1,203 @@
+"""An adapter as a folder in PEFT's layout, and the base that it was made for.
+
+    adapter_config.json          PEFT's
+    adapter_model.safetensors    PEFT's names; fits the original base with PEFT or vLLM
+    adapter_base.json            ours: name and fingerprint of that base, and the residual start if there is one
+
+An adapter with a residual start (adapter_start.py) is written as a LoRA of twice the rank over the original base: A above A₀, B
+beside -B₀.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora
+from lockstep.errors import ModelError
+from lockstep.learner.adapter_start import START_A, START_B, lora_layers, start_of
+from lockstep.models.weights import named_weights
+from lockstep.sync.fingerprint import dtype_name, fingerprint
+from lockstep.types import WeightStream
+
+CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
+PREFIX = "base_model.model."
+_MODULES = (".lora_A", ".lora_B")
+"""Parts that PEFT's files name with a .weight at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The weights that an adapter is for. Example: Base("Qwen/Qwen3-4B", "9f…", "bfloat16")"""
+
+    name: str
+    fingerprint: str
+    """Of all its weights in this precision, before any adapter."""
+    dtype: str
+
+    @staticmethod
+    def of(model: nn.Module, name: str) -> Base:
+        """`model` without adapters."""
+        weights = dict(named_weights(model))
+        return Base(name, fingerprint(iter(weights.items())).combined, dtype_name(next(iter(weights.values()))))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A saved adapter. Tensor names are those of lockstep.models.weights, starts included."""
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    base: Base | None
+    """None for a folder that other programs wrote."""
+    residual: str = ""
+    """pissa or olora if the weights have such a start."""
+
+
+# --- write ----------------------------------------------------------------------------------------------------------
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The active adapter under PEFT's file names, for the original base."""
+    starts = {name: start for name, layer in lora_layers(model).items() if (start := start_of(layer)) is not None}
+    tensors = {}
+    for name, tensor in trained_tensors(model):
+        start = starts.get(name.rsplit(".lora_", 1)[0])
+        if start is not None and name.endswith(".lora_A"):
+            tensor = torch.cat([tensor, start[0].to(tensor.device)])
+        elif start is not None and name.endswith(".lora_B"):
+            tensor = torch.cat([tensor, -start[1].to(tensor.device)], 1)
+        tensors[file_name(name)] = tensor
+    return tensors
+
+
+def trained_tensors(model: nn.Module) -> WeightStream:
+    """Parameters of the active adapter."""
+    return ((n, t) for n, t in named_weights(model, trainable_only=True) if not n.endswith(".lora_scaling"))
+
+
+def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str]:
+    """The two JSON files beside the tensors."""
+    config: Any = model.peft_config["default"]  # type: ignore[index]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        content = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    content["base_model_name_or_path"] = base.name
+    content["target_modules"] = sorted(content["target_modules"]) if content.get("target_modules") else None
+    content["inference_mode"] = True
+    residual = ""
+    if isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS:
+        residual = adapter.init
+        content |= {"r": 2 * adapter.rank, "lora_alpha": adapter.scaling * 2 * adapter.rank, "use_rslora": False}
+    ours = asdict(base) | {"residual": residual}
+    return {CONFIG: json.dumps(content, indent=2, sort_keys=True), BASE: json.dumps(ours, indent=2, sort_keys=True)}
+
+
+def save_adapter(folder: Path, model: nn.Module, adapter: Adapter, base: Base) -> None:
+    """Write the three files into `folder`, which is made if need be."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in saved_texts(model, adapter, base).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in saved_tensors(model).items()}
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+
+
+# --- read -----------------------------------------------------------------------------------------------------------
+def read_adapter(folder: Path) -> AdapterFolder:
+    """Raises ModelError unless it is an adapter in PEFT's layout with safetensors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if missing := [name for name in (CONFIG, TENSORS) if not (folder / name).is_file()]:
+        raise ModelError(
+            f"{' and '.join(missing)} not found: no adapter in PEFT's layout",
+            where=str(folder),
+            fix="give a folder that PEFT's save_pretrained wrote, or a checkpoint of an adapter run",
+        )
+    config = _json(folder / CONFIG)
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{TENSORS} cannot be read: {error}", where=str(folder)) from error
+    base, residual = read_base(folder)
+    live = live_tensors(tensors, residual=bool(residual))
+    return AdapterFolder(folder, config, live, base, residual)
+
+
+def read_base(folder: Path) -> tuple[Base | None, str]:
+    """What adapter_base.json says; (None, "") if there is none."""
+    if not (folder / BASE).is_file():
+        return None, ""
+    content = _json(folder / BASE)
+    try:
+        return Base(content["name"], content["fingerprint"], content["dtype"]), str(content["residual"])
+    except KeyError as error:
+        raise ModelError(
+            f"{BASE} lacks {error}", where=str(folder), fix="delete that file, or save the adapter again"
+        ) from error
+
+
+def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, Tensor]:
+    """From PEFT's file names to those of lockstep.models.weights; with `residual` the start is told apart again."""
+    live: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = live_name(name)
+        if residual and own.endswith(".lora_A"):
+            live[own], live[own.removesuffix(".lora_A") + START_A] = tensor.chunk(2)
+        elif residual and own.endswith(".lora_B"):
+            trained, start = tensor.chunk(2, 1)
+            live[own], live[own.removesuffix(".lora_B") + START_B] = trained, -start
+        else:
+            live[own] = tensor
+    return live
+
+
+def check_base(found: AdapterFolder, base: Base) -> str:
+    """A warning if it cannot be told whether an adapter fits, else "". Raises ModelError if it was made for another base."""
+    if found.base is None:
+        made_for = found.config.get("base_model_name_or_path") or "an unnamed base"
+        return f"warning: {found.path} does not say which weights it was made for (it names {made_for}); base is {base.name}"
+    if found.base.dtype != base.dtype:
+        return (
+            f"warning: adapter made for {found.base.name} in {found.base.dtype}, base is {base.name} in {base.dtype}: "
+            "their fingerprints cannot be compared"
+        )
+    if found.base.fingerprint != base.fingerprint:
+        raise ModelError(
+            f"adapter made for {found.base.name} (weights {found.base.fingerprint}), base is {base.name} ({base.fingerprint})",
+            where=str(found.path),
+            fix="give the model that the adapter was trained on as model.path and model.revision",
+        )
+    return ""
+
+
+def file_name(name: str) -> str:
+    """model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
+    return f"{PREFIX}{name}{'.weight' if name.endswith(_MODULES) else ''}"
+
+
+def live_name(name: str) -> str:
+    """The inverse of file_name; other names stay as they are."""
+    if not name.startswith(PREFIX):
+        return name
+    own = name.removeprefix(PREFIX)
+    short = own.removesuffix(".weight")
+    return short if short.endswith(_MODULES) else own
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
+    return content

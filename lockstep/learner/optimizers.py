@@ -1,0 +1,185 @@
+"""The optimizers that act on fp32 masters: torch's AdamW and Muon, 8-bit AdamW, or a class of the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol, assert_never, get_type_hints
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from lockstep.config.schema import AdamW, Muon, Optimizer, PythonOptimizer
+from lockstep.errors import LearnerError
+from lockstep.learner.adamw8bit import AdamW8bit
+from lockstep.user_code import describe, load_object
+
+ADAMW_KEYS = {
+    "fp32": ("step", "exp_avg", "exp_avg_sq"),
+    "8bit": ("step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+}
+"""What AdamW keeps of a weight, by its setting `states`."""
+MUON_KEYS = ("momentum_buffer",)
+NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
+"""Parts of the names of matrices that are tables of tokens or positions, which Muon is not meant for."""
+PLACEHOLDER_RATE = 1e-3
+"""Until the first step sets the schedule's."""
+
+
+class Steps(Protocol):
+    """What MasterOptimizer needs of torch.optim.Optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = ...) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """An optimizer over some of the masters."""
+
+    optimizer: Steps
+    names: frozenset[str]
+    """Of its masters."""
+    keys: tuple[str, ...] | None
+    """What it keeps of each; None is known after a step only."""
+    rate: float = 1.0
+    """Its learning rate as a multiple of the schedule's."""
+    path: str = ""
+    """The user's class, for messages."""
+
+    def step(self, lr: float) -> None:
+        """Raises LearnerError for whatever a class of the user's own raises."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * lr
+        if not self.path:
+            self.optimizer.step()
+            return
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            file = Path(self.path.rpartition(":")[0]).expanduser()
+            what = f"its step fails: {describe(error, file)}"
+            raise LearnerError(what, where=self.path, fix="correct the class") from error
+
+
+def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
+    """The optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
+    match settings:
+        case AdamW():
+            return (_adamw(settings, masters),)
+        case Muon():
+            return _muon(settings, masters)
+        case PythonOptimizer():
+            return (_python(settings, masters),)
+        case _:
+            assert_never(settings)
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon is meant for it: a matrix between hidden states, not a table of tokens, nor a single row."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1 and not any(word in name for word in NOT_HIDDEN)
+
+
+def describe_inner(inner: Sequence[Inner], masters: Mapping[str, nn.Parameter]) -> str:
+    """Which optimizer has what, where there are several or one is the user's."""
+
+    def share(one: Inner) -> str:
+        count = sum(masters[name].numel() for name in one.names)
+        kind = one.path or type(one.optimizer).__name__
+        return f"{kind} for {len(one.names)} tensors ({count / 1e6:.3g}e6 parameters)"
+
+    own = any(one.path for one in inner)
+    return f"optimizer: {', '.join(map(share, inner))}" if own or len(inner) > 1 else ""
+
+
+def _groups(masters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    decayed = [m for m in masters.values() if m.dim() >= 2]
+    others = [m for m in masters.values() if m.dim() < 2]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _adamw(settings: AdamW, masters: Mapping[str, nn.Parameter]) -> Inner:
+    groups = _groups(masters, settings.weight_decay)
+    optimizer: Steps
+    if settings.states == "8bit":
+        optimizer = AdamW8bit(groups, betas=settings.betas, eps=settings.eps)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    return Inner(optimizer, frozenset(masters), ADAMW_KEYS[settings.states])
+
+
+def _muon(settings: Muon, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
+    """Raises LearnerError if there is no matrix for Muon."""
+    matrices = {name: m for name, m in masters.items() if is_hidden_matrix(name, m)}
+    rest = {name: m for name, m in masters.items() if name not in matrices}
+    if not matrices:
+        raise LearnerError("no matrix is trained that Muon is meant for", where="optimizer.kind", fix="choose adamw")
+    muon = torch.optim.Muon(
+        matrices.values(),
+        lr=0.0,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        ns_steps=settings.iterations,
+        adjust_lr_fn=settings.scale,
+    )
+    found = [Inner(muon, frozenset(matrices), MUON_KEYS)]
+    if rest:
+        groups = _groups(rest, settings.weight_decay)
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        found.append(Inner(adamw, frozenset(rest), ADAMW_KEYS["fp32"], settings.rest_lr_ratio))
+    return tuple(found)
+
+
+# --- the user's own -------------------------------------------------------------------------------------------------
+def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> Inner:
+    found = load_object(settings.path, LearnerError)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        what = f"it is {found!r:.80}, not a subclass of torch.optim.Optimizer"
+        raise LearnerError(what, where=settings.path, fix="name a class that derives from torch.optim.Optimizer")
+    given = checked_settings(found, settings)
+    groups = _groups(masters, settings.weight_decay)
+    if not settings.weight_decay:
+        groups = [{"params": group["params"]} for group in groups]
+    make: Callable[..., torch.optim.Optimizer] = found
+    try:
+        optimizer = make([group for group in groups if group["params"]], lr=PLACEHOLDER_RATE, **given)
+    except Exception as error:
+        file = Path(settings.path.rpartition(":")[0]).expanduser()
+        what = f"it cannot be built: {describe(error, file)}"
+        raise LearnerError(what, where=settings.path, fix="it is called as Class(groups, lr=…, **settings)") from error
+    if settings.weight_decay and "weight_decay" not in optimizer.defaults:
+        what = f"optimizer.weight_decay = {settings.weight_decay} would have no effect: the class has no weight_decay"
+        raise LearnerError(what, where=settings.path, fix="leave weight_decay out, or give the class one")
+    return Inner(optimizer, frozenset(masters), None, path=settings.path)
+
+
+def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
+    """The settings as the class's signature types them: it is the one definition. Raises LearnerError with every mistake."""
+    parameters = inspect.signature(found).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = get_type_hints(found.__init__)  # type: ignore[misc]  # of a class, not of an instance
+    known = [name for name in parameters if name not in ("params", "lr")]
+    given, mistakes = {}, []
+    for name, value in settings.settings.items():
+        if name not in parameters and not open_ended:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            mistakes.append(f"{name}: no such setting; {hint}")
+            continue
+        try:
+            given[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            mistakes.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
+    if mistakes:
+        raise LearnerError("; ".join(mistakes), where=settings.path, fix="correct optimizer.settings")
+    return given

@@ -1,0 +1,32 @@
+"""The learning rate over a run's optimizer steps. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from lockstep.config.schema import Optimizer
+
+
+def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> float:
+    """The rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor.
+
+    wsd is warm-up, stable, decay (MiniCPM, arXiv 2404.06395): the peak until the last `decay_share` of all steps, then
+    linear to the floor. All schedules reach their floor where step `total` would be.
+    """
+    if step < settings.warmup_steps:
+        return peak * (step + 1) / settings.warmup_steps
+    floor = peak * settings.min_lr_ratio
+    done = min(1.0, (step - settings.warmup_steps) / max(1, total - settings.warmup_steps))
+    match settings.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak + (floor - peak) * done
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+        case "wsd":
+            start = max(total - round(total * settings.decay_share), settings.warmup_steps)
+            return peak + (floor - peak) * min(1.0, max(0, step - start) / max(1, total - start))
+        case _:
+            assert_never(settings.schedule)

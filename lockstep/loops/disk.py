@@ -1,0 +1,66 @@
+"""The disk that a run will take: forecast before it starts, and compared with the first checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.config.schema import PythonOptimizer, Recipe
+from lockstep.errors import CheckpointError, ModelError
+from lockstep.learner.device import choose_device
+from lockstep.models import resolve
+from lockstep.plan.disk import (
+    DiskPlan,
+    beside_bytes,
+    disk_lines,
+    free_bytes,
+    judge_first,
+    plan_disk,
+    require_room,
+    size,
+)
+from lockstep.plan.shapes import read_shape
+
+
+def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
+    """None where sizes cannot be told before the first step: an unknown model, an optimizer or method that is not ours."""
+    if isinstance(recipe.optimizer, PythonOptimizer) or recipe.adapter.kind == "peft":
+        return None
+    try:
+        shape = read_shape(model)
+    except ModelError:
+        return None  # the memory plan has said so
+    device = "cuda" if choose_device(recipe.device).type == "cuda" else "cpu"
+    return plan_disk(recipe, shape, device, beside_bytes(model))  # type: ignore[arg-type]
+
+
+def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
+    """Print the forecast. Raises DoesNotFitError if it does not fit; what the run has written already counts as its own."""
+    plan = forecast(recipe, resolve(recipe.model).path)
+    if plan is None:
+        return
+    own = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    free = free_bytes(run) + own
+    for line in disk_lines(plan, free):
+        say(line)
+    require_room(plan, free, run)
+
+
+def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
+    """A warning if the first checkpoint is not of the planned size, else "".
+
+    Raises CheckpointError for one that is more than twice that: it holds what it should not, as the base beside an adapter.
+    """
+    plan = forecast(recipe, model)
+    if plan is None:
+        return ""
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    verdict, told = judge_first(plan, sum(sizes.values()))
+    if verdict == "leak":
+        largest = ", ".join(f"{name} {size(sizes[name])}" for name in sorted(sizes, key=lambda n: -sizes[n])[:3])
+        raise CheckpointError(
+            f"{told}; the largest files are {largest}",
+            where=str(checkpoint),
+            fix="report this: it holds more than was trained",
+        )
+    return told if verdict == "off" else ""

@@ -1,0 +1,105 @@
+"""What a folder of weights is: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.adapter import Adapter, Lora, OtherPeft
+from lockstep.errors import CheckpointError, ModelError
+
+ADAPTER = "adapter_config.json"
+NESTED = ("lora_adapter", "actor/lora_adapter", "adapter")
+"""Where trainers put an adapter inside of a step's folder (verl: global_step_29/actor/lora_adapter)."""
+SHARDS = {
+    "model_world_size_*_rank_*.pt": "FSDP shards of verl",
+    "*.distcp": "a torch.distributed checkpoint",
+    "pytorch_model_fsdp*": "FSDP shards of accelerate",
+    "mp_rank_*": "Megatron shards",
+    "*zero_pp_rank_*": "DeepSpeed ZeRO shards",
+}
+"""File names of sharded training folders, and whose they are."""
+_UNREAD = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "fan_in_fan_out",
+    "lora_bias", "target_parameters", "exclude_modules", "trainable_token_indices", "use_qalora", "megatron_config",
+)  # fmt: skip
+"""Settings of PEFT's LoRA that change what an adapter computes and that the recipe's adapter does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """An adapter in PEFT's layout. Example: AdapterTarget(Path("out/lora"), "Qwen/Qwen3-4B", {…})"""
+
+    path: Path
+    base: str
+    """The model that it says it was made for; "" if it does not say."""
+    config: Mapping[str, Any]
+
+
+def find_adapter(path: Path) -> AdapterTarget | None:
+    """The adapter in a folder, or in a folder inside where trainers put it; None if there is none."""
+    for place in (path, *(path / name for name in NESTED)):
+        if (place / ADAPTER).is_file():
+            config = _read(place / ADAPTER)
+            return AdapterTarget(place, str(config.get("base_model_name_or_path") or ""), config)
+    return None
+
+
+def refuse_sharded(path: Path) -> None:
+    """Raise CheckpointError for a folder of training shards: nothing here reads them, and a part must not pass for the whole."""
+    for place in (path, path / "actor", path / "model", *sorted(path.glob("global_step*"))[-1:]):
+        for pattern, whose in SHARDS.items():
+            if files := sorted(place.glob(pattern)):
+                raise CheckpointError(
+                    f"a sharded training folder ({whose}: {len(files)} files such as {files[0].name}), which is not read",
+                    where=str(path),
+                    fix=f"bring it in with lockstep import {path} OUT, and give OUT",
+                )
+
+
+def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
+    """The recipe's settings for a saved adapter. `asked`, the recipe's own, says what PEFT's methods besides LoRA are.
+
+    Raises ModelError for an adapter that they cannot say, naming why.
+    """
+    config, method = found.config, str(found.config.get("peft_type", "LORA")).lower()
+    if method != "lora":
+        if isinstance(asked, OtherPeft) and asked.method == method:
+            return asked
+        raise _unread(found, f"its method is {method}", f"adapter={{kind: peft, method: {method}, options: {{…}}}}")
+    if strange := [name for name in _UNREAD if config.get(name)]:
+        raise _unread(found, f"it uses {', '.join(strange)}")
+    if config.get("bias", "none") != "none":
+        raise _unread(found, f"it trains biases (bias: {config['bias']})")
+    targets = config.get("target_modules")
+    if not targets:
+        raise _unread(found, "it names no target_modules")
+    return Lora(
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")),
+        targets=f"re:{targets}".split("\n") if isinstance(targets, str) else sorted(targets),
+    )
+
+
+def _unread(found: AdapterTarget, why: str, setting: str = "") -> ModelError:
+    fix = f"say how it was made with --set {setting}, or " if setting else ""
+    return ModelError(
+        f"the adapter cannot be rebuilt from its settings: {why}",
+        where=str(found.path),
+        fix=f"{fix}merge it into its base with the program that made it, and give the merged folder",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
+    return content

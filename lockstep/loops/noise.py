@@ -1,0 +1,83 @@
+"""Noise around the rollouts of a step: on while the engine samples, proven to be gone before anything else reads the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import SyncError
+from lockstep.loops.forward import computing
+from lockstep.loops.parts import Parts
+from lockstep.noise.describe import noise_lines
+from lockstep.noise.schedule import Stage, stage_of
+from lockstep.noise.targets import Targets, find_targets
+from lockstep.seeds import seed_for
+from lockstep.sync.fingerprint import TensorPrint, fingerprint
+from lockstep.sync.proof import Remote
+from lockstep.types import ForwardReport, Metrics, NormNoise, RolloutEngine, WeightStream
+
+
+def noise_targets(parts: Parts, recipe: Recipe) -> Targets | None:
+    """The norms that the recipe's noise is put on; None without noise. Raises as find_targets does."""
+    return None if recipe.noise is None else find_targets(parts.policy.model, recipe.noise)
+
+
+def describe_noise(parts: Parts, recipe: Recipe) -> list[str]:
+    """Start lines; none without noise."""
+    targets = noise_targets(parts, recipe)
+    return [] if targets is None else noise_lines(recipe, targets)
+
+
+@contextmanager
+def noisy_rollouts(parts: Parts, recipe: Recipe, targets: Targets | None, step: int) -> Iterator[Metrics]:
+    """Within it the engine samples with the noise of `step`; yields the metrics of the noise.
+
+    Afterwards the engine computes as before, and the fingerprints of its norms are those that the learner's had. Raises SyncError
+    if they are not. If the body raises, noise is taken off as far as the engine still can.
+    """
+    if recipe.noise is None or targets is None:
+        yield {}
+        return
+    stage, engine = stage_of(recipe, step), parts.engine
+    if not stage.sigma:
+        yield _metrics(stage, ForwardReport())
+        return
+    clean = _prints(parts.learner.weights(), targets)
+    seed = seed_for(recipe.seed, "noise", parts.learner.version)
+    noise = NormNoise(stage.sigma, seed, targets.names, targets.scales)
+    with computing(engine, replace(engine.forward, noise=noise)) as report:
+        yield _metrics(stage, report)
+    _check_removed(engine, clean, targets)
+
+
+def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets: Targets) -> None:
+    """The engine's norms are the learner's again."""
+    if isinstance(engine, Remote):
+        tensors = engine.fingerprints().tensors
+        found = {name: tensors[name] for name in targets.names if name in tensors}
+    else:
+        found = _prints(engine.weights(), targets)
+    wrong = [name for name in targets.names if found.get(name) != clean.get(name)]
+    if engine.forward.noise is not None or wrong:
+        raise SyncError(
+            f"noise is left on {len(wrong)} of {len(targets.names)} norms" + (f", first {wrong[0]}" if wrong else ""),
+            where="noise",
+            fix="use no score of this engine; resume from the last checkpoint and report the norms named",
+        )
+
+
+def _prints(weights: WeightStream, targets: Targets) -> dict[str, TensorPrint]:
+    wanted = frozenset(targets.names)
+    return dict(fingerprint((name, tensor) for name, tensor in weights if name in wanted).tensors)
+
+
+def _metrics(stage: Stage, report: ForwardReport) -> Metrics:
+    return {
+        "noise/sigma": stage.sigma,
+        "noise/stage": float(stage.index),
+        "noise/norms": float(report.noisy_norms),
+        "noise/share": report.noise_share,
+        "noise/lost": report.noise_lost,
+    }

@@ -1,0 +1,143 @@
+"""Folders that other trainers leave, and where in them the weights are. Reads names and JSON only; loads no torch.
+
+    verl       global_step_29/actor/{model_world_size_4_rank_0.pt …, fsdp_config.json, huggingface/, lora_adapter/}
+    OpenRLHF   the folder of --save_path, or ckpt/_actor/{latest, global_step20/…_model_states.pt, global_step20_hf/}
+    TRL        checkpoint-100/{model.safetensors | adapter_model.safetensors, trainer_state.json}
+
+Sources: verl/utils/checkpoint/fsdp_checkpoint_manager.py, openrlhf/utils/deepspeed/deepspeed.py, transformers' Trainer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lockstep.errors import CheckpointError
+from lockstep.models.folder import INDEX, read_json
+
+SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+STEP = re.compile(r"(?:global_step_?|checkpoint-)(\d+)(_hf)?")
+ADAPTER = "adapter_model.safetensors"
+LEFT = ("optim_", "extra_state_", "optimizer", "scheduler", "rng_")
+"""Beginnings of the names of what only the trainer itself can use."""
+
+
+class Kind(StrEnum):
+    """What the weights are stored as."""
+
+    FSDP = "FSDP shards of verl"
+    ADAPTER = "an adapter in PEFT's layout"
+    MODEL = "a model in safetensors"
+    DEEPSPEED = "model states of DeepSpeed"
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Weights in another trainer's folder. Example: Foreign(Kind.FSDP, actor, actor/huggingface, 29, shards)"""
+
+    kind: Kind
+    path: Path
+    """Folder of the weights."""
+    config: Path | None
+    """Folder of config.json and tokenizer; None for an adapter without either."""
+    step: int
+    """0 if the folder does not say."""
+    shards: tuple[Path, ...] = ()
+    """FSDP: by rank. DeepSpeed: the one file of model states."""
+    beside: tuple[str, ...] = ()
+    """What else is there and is not taken."""
+
+
+def find_foreign(path: Path, step: int | None = None) -> Foreign:
+    """What of another trainer is in `path`: a step's folder, one inside of it, or the folder of all steps.
+
+    Raises CheckpointError, listing the steps, if there are several and none is asked for; or if nothing is known there.
+    """
+    if not path.is_dir():
+        raise CheckpointError("no such folder", where=str(path), fix="give a trainer's folder")
+    if steps := _steps(path):
+        return find_foreign(_chosen(path, steps, step))
+    if step is not None and step != step_of(path):
+        raise CheckpointError(
+            f"it has no step {step}", where=str(path), fix="give the folder of all steps, or leave --step out"
+        )
+    for place in (path, path / "actor", path / "_actor"):
+        if place != path and place.is_dir() and (inner := _steps(place)):
+            return find_foreign(_chosen(place, inner, step))
+        if found := _in(place, step_of(path)):
+            return found
+    names = ", ".join(sorted(one.name for one in path.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"no checkpoint of verl, OpenRLHF or TRL is known by its files ({names})",
+        where=str(path),
+        fix="give the folder of a step, such as global_step_29, global_step_29/actor or checkpoint-100",
+    )
+
+
+def step_of(path: Path) -> int:
+    """From the names of the folder and those around it; 0 if they say nothing."""
+    found = [int(match[1]) for part in path.resolve().parts if (match := STEP.fullmatch(part))]
+    return found[-1] if found else 0
+
+
+def _steps(path: Path) -> dict[int, Path]:
+    """Folders of steps. OpenRLHF's Hugging Face copy of a step is preferred to its DeepSpeed states."""
+    steps: dict[int, Path] = {}
+    for inner in sorted(path.iterdir()) if path.is_dir() else []:
+        match = STEP.fullmatch(inner.name)
+        if match and inner.is_dir():
+            steps[int(match[1])] = inner  # sorted: global_step20_hf comes after global_step20
+    return steps
+
+
+def _chosen(path: Path, steps: dict[int, Path], step: int | None) -> Path:
+    listed = ", ".join(map(str, sorted(steps)))
+    fix = f"say which with --step, such as --step {max(steps)}"
+    if step is None and len(steps) > 1:
+        raise CheckpointError(f"{len(steps)} steps: {listed}", where=str(path), fix=fix)
+    wanted = step if step is not None else next(iter(steps))
+    if wanted not in steps:
+        raise CheckpointError(f"no step {wanted}; there are {listed}", where=str(path), fix="choose one of them")
+    return steps[wanted]
+
+
+def _in(place: Path, step: int) -> Foreign | None:
+    if not place.is_dir():
+        return None
+    beside = tuple(sorted(path.name for path in place.iterdir() if path.name.startswith(LEFT)))
+    for adapter in (place / "lora_adapter", place):
+        if (adapter / ADAPTER).is_file():
+            config = next(
+                (p for p in (place / "huggingface", adapter) if (p / "tokenizer_config.json").is_file()), None
+            )
+            return Foreign(Kind.ADAPTER, adapter, config, step, beside=beside)
+    if any(SHARD.fullmatch(path.name) for path in place.iterdir()):
+        return Foreign(Kind.FSDP, place, place / "huggingface", step, _shards(place), beside)
+    if (place / "model.safetensors").is_file() or (place / INDEX).is_file():
+        return Foreign(Kind.MODEL, place, place, step, beside=beside)
+    states = sorted(place.glob("*mp_rank_*_model_states.pt"))
+    if states:
+        config = next((p for p in (place, place.parent) if (p / "config.json").is_file()), None)
+        return Foreign(Kind.DEEPSPEED, place, config, step, tuple(states), beside)
+    return None
+
+
+def _shards(place: Path) -> tuple[Path, ...]:
+    """All ranks' files in order. Raises CheckpointError if one is missing or two world sizes are mixed."""
+    found = {(int(m[1]), int(m[2])): p for p in place.iterdir() if (m := SHARD.fullmatch(p.name))}
+    worlds = {world for world, _ in found}
+    if len(worlds) > 1:
+        raise CheckpointError(
+            f"shards of {len(worlds)} world sizes: {sorted(worlds)}", where=str(place), fix="keep one run's"
+        )
+    world = worlds.pop()
+    said = read_json(place / "fsdp_config.json").get("world_size") if (place / "fsdp_config.json").is_file() else world
+    missing = [rank for rank in range(world) if (world, rank) not in found]
+    what = f"rank {missing[0]} of {world} is missing" if missing else ""
+    if said != world:
+        what = f"fsdp_config.json says world_size {said}, the files {world}"
+    if what:
+        raise CheckpointError(what, where=str(place), fix="copy the whole folder again")
+    return tuple(found[world, rank] for rank in range(world))

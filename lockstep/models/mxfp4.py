@@ -1,0 +1,114 @@
+"""Checkpoints with MXFP4 weights (gpt-oss), read into plain tensors: expert by expert, all in one dtype.
+
+Such a checkpoint stores a parameter X of shape [experts, inputs, outputs] as X_blocks, uint8 [experts, outputs, inputs / 32, 16],
+and X_scales, uint8 [experts, outputs, inputs / 32]. A byte holds two E2M1 codes, the earlier number in its low four bits; a scale
+s stands for 2^(s - 127) and belongs to 32 numbers along the inputs (OCP Microscaling Formats v1.0; the layout is that of
+transformers.integrations.mxfp4). E2M1 times a power of two is exact in bf16 and fp32: nothing is lost by reading it so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ModelError
+from lockstep.models.folder import INDEX, MXFP4, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lockstep.types import WeightStream
+
+BLOCKS, SCALES = "_blocks", "_scales"
+NUMBERS = 32
+"""Of one block."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""By code: the sign is the highest bit."""
+NAN_SCALE = 255
+_SHARD = re.compile(r"[^/\\]+\.safetensors")
+
+
+def is_mxfp4(folder: Path) -> bool:
+    """Whether the model's config says that its weights are stored in MXFP4."""
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == MXFP4
+
+
+def read_weights(folder: Path, dtype: torch.dtype) -> WeightStream:
+    """Every parameter of a checkpoint once, on the CPU, in `dtype`; what is stored in MXFP4 is dequantised.
+
+    At most one expert is in memory beside what was yielded. Raises ModelError for blocks without scales, another layout, or a
+    scale that is no number.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as stack:
+        places: dict[str, Any] = {}
+        for path in _files(folder):
+            try:
+                file: Any = stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"cannot be read: {error}", where=str(path), fix="fetch the model again") from error
+            places |= dict.fromkeys(file.keys(), file)
+        for name in sorted(places):
+            base = name.removesuffix(BLOCKS)
+            if name.endswith(BLOCKS) and base + SCALES in places:
+                scales = places[base + SCALES].get_tensor(base + SCALES)
+                yield base, _read(base, places[name].get_slice(name), scales, dtype)
+            elif name.endswith(BLOCKS) or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS not in places):
+                raise ModelError(
+                    "blocks without scales or scales without blocks", where=name, fix="fetch the model again"
+                )
+            elif not name.endswith(SCALES):
+                yield name, places[name].get_tensor(name).to(dtype)
+
+
+def dequantise(blocks_ORG: Tensor, scales_OR: Tensor, dtype: torch.dtype) -> Tensor:
+    """One matrix [inputs, outputs] of uint8 blocks [outputs, R, 16] and scales [outputs, R], R = inputs / 32."""
+    import torch
+
+    from lockstep.numerics.formats import power_of_two
+
+    codes = torch.tensor(E2M1)
+    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], -1)  # by byte: low four bits, then high
+    numbers_OR = pairs[blocks_ORG.int()].flatten(-2)  # [outputs, R, 32]
+    factors_OR1 = power_of_two(scales_OR.int() - 127, torch.float32)[..., None]
+    return (numbers_OR * factors_OR1).flatten(-2).t().to(dtype)
+
+
+def _read(name: str, stored: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The parameter [experts, inputs, outputs], one expert at a time."""
+    import torch
+
+    shape, kind = list(stored.get_shape()), stored.get_dtype()
+    fits = len(shape) == 4 and shape[3] * 2 == NUMBERS and kind == "U8" and scales.dtype == torch.uint8
+    if not fits or list(scales.shape) != shape[:3]:
+        raise ModelError(
+            f"blocks {kind} {shape} with scales {scales.dtype} {list(scales.shape)}: expected uint8 [experts, outputs, "
+            "inputs / 32, 16] and [experts, outputs, inputs / 32]",
+            where=name,
+            fix="dequantise the model into a folder with the tool that wrote it",
+        )
+    if (scales == NAN_SCALE).any():
+        raise ModelError("a scale is NaN", where=name + SCALES, fix="fetch the model again")
+    experts, outputs, blocks, _ = shape
+    result = torch.empty(experts, blocks * NUMBERS, outputs, dtype=dtype)
+    for expert in range(experts):
+        result[expert] = dequantise(stored[expert : expert + 1][0], scales[expert], dtype)
+        if not result[expert].isfinite().all():  # expert by expert: the check makes copies
+            raise ModelError("a number is too large for its dtype", where=name, fix="fetch the model again")
+    return result
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    if not (folder / INDEX).is_file():
+        yield folder / "model.safetensors"
+        return
+    for shard in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
+        if not _SHARD.fullmatch(shard):
+            raise ModelError(f"a shard called {shard!r}", where=str(folder / INDEX), fix="fetch the model again")
+        yield folder / shard

@@ -1,0 +1,127 @@
+"""The one place that reads files of torch.save: other trainers' shards. Nothing else in Lockstep reads or writes any.
+
+A file of torch.save is a pickle, which could name any function to call. `torch.load(weights_only=True)` runs an interpreter of
+its own, that builds tensors, containers and numbers and nothing whose class is not on a list; here that list is torch's own and
+the classes of sharded tensors below. Anything else is refused by name, and nothing of it has been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's part of a tensor."""
+
+    local: Tensor
+    shape: tuple[int, ...] | None
+    """Of the whole; None where the file does not say."""
+    dim: int | None
+    """Along which it was cut; None if every rank has all of it."""
+
+
+def load_torch_file(path: Path) -> dict[str, Any]:
+    """A mapping of tensors, on the CPU. Raises CheckpointError for anything that is no plain data."""
+    try:
+        with torch.serialization.safe_globals(_allowed()):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+        raise _refused(path, error) from error
+    except Exception as error:  # pickle.UnpicklingError, which cannot be named without importing pickle
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        raise _refused(path, error) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"holds a {type(content).__name__}, not named tensors", where=str(path))
+    return content
+
+
+def _allowed() -> list[Any]:
+    """What FSDP's sharded state dicts are made of. Their constructors set fields; none opens, imports or runs anything."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return [DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate, Partial]
+
+
+def joined(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The whole tensors of a state dict that was saved by rank. Raises CheckpointError for ranks that do not fit together."""
+    ranks = [{name: _piece(name, value, path) for name, value in load_torch_file(path).items()} for path in files]
+    names = ranks[0].keys()
+    for path, rank in zip(files, ranks, strict=True):
+        if odd := sorted(rank.keys() ^ names):
+            raise CheckpointError(f"{path.name} and {files[0].name} differ in {odd[0]}", where=str(path.parent))
+    return {name: _join(name, [rank[name] for rank in ranks], files[0].parent) for name in names}
+
+
+def _piece(name: str, value: Any, path: Path) -> Piece:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        # A mesh of (ddp, fsdp) replicates along its first axis; verl saves the ranks of one replica under the lowest numbers.
+        cuts = [p for p in value.placements if not p.is_replicate()]
+        if len(cuts) > 1 or any(not p.is_shard() for p in cuts):
+            raise CheckpointError(
+                f"{name} is placed as {value.placements}", where=str(path), fix="save it with FSDP alone"
+            )
+        dim = getattr(cuts[0], "dim", None) if cuts else None
+        return Piece(value._local_tensor, tuple(value.shape), dim)
+    if isinstance(value, Tensor):
+        return Piece(value, None, None)
+    raise CheckpointError(f"{name} is a {type(value).__name__}, no tensor", where=str(path))
+
+
+def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
+    first = pieces[0]
+    if any((p.shape, p.dim) != (first.shape, first.dim) for p in pieces):
+        raise CheckpointError(f"ranks disagree on shape or placement of {name}", where=str(where))
+    if first.dim is None:
+        if any(not torch.equal(p.local, first.local) for p in pieces[1:]):
+            raise CheckpointError(f"ranks hold different {name}, and do not say how it was cut", where=str(where))
+        return first.local.clone()
+    assert first.shape is not None
+    whole, size = [], 0
+    for piece in pieces:  # of several replicas the first that is complete
+        if size < first.shape[first.dim]:
+            whole.append(piece.local)
+            size += piece.local.shape[first.dim] if piece.local.dim() > first.dim else 0
+    tensor = torch.cat([part for part in whole if part.numel() or part.dim() == len(first.shape)], first.dim)
+    if tuple(tensor.shape) != first.shape:
+        raise CheckpointError(
+            f"{name}: parts make {tuple(tensor.shape)} of {first.shape}", where=str(where), fix="copy it again"
+        )
+    return tensor
+
+
+def module_states(path: Path) -> Mapping[str, Tensor]:
+    """DeepSpeed's mp_rank_00_model_states.pt of ZeRO 0 to 2: the whole module. Raises CheckpointError if it is not there."""
+    content = load_torch_file(path)
+    module = content.get("module")
+    if not isinstance(module, dict) or not module or not all(isinstance(v, Tensor) for v in module.values()):
+        raise CheckpointError(
+            "it has no whole module",
+            where=str(path),
+            fix="with ZeRO 3 run zero_to_fp32.py beside it, and give the outcome",
+        )
+    return module
+
+
+def _refused(path: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    named = reason.partition("GLOBAL ")[2].split(" ")[0]
+    what = f"it names {named}, which is not plain data" if named else reason[:200]
+    return CheckpointError(
+        f"cannot be read as tensors: {what}",
+        where=str(path),
+        fix="convert it with the program that wrote it (verl: python -m verl.model_merger merge), where you trust it",
+    )

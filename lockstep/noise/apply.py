@@ -1,0 +1,165 @@
+"""Noise on the norms of a model in memory: clean copy + noise, in place, and the clean copy back to the bit.
+
+In place, because fused kernels and captured graphs read the weights where they lie. The memory may be the learner's own (the
+native engine, vLLM with shared weights): whoever trains, saves or proves asks `require_clean` first, and is refused while noise
+is on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError
+from lockstep.models.weights import named_weights
+from lockstep.seeds import seed_for
+from lockstep.types import NormNoise, WeightStream
+
+ZERO_CENTRED = ("Gemma", "Qwen3Next", "Qwen3_5", "NemotronLayerNorm1P", "MiniMaxM3")
+"""Beginnings of the names of norm classes that multiply by 1 + w. Noise is added to w, which is the same; ‖1 + w‖ is what it is
+compared with."""
+NOT_CENTRED = ("Gemma3n", "Gemma4")
+
+_NOISY: set[tuple[str, int]] = set()
+"""Where the tensors lie, of this process, that hold noise now: device and address."""
+
+
+class Outcome(NamedTuple):
+    """What `NoisyNorms.set` did."""
+
+    norms: int
+    """With noise."""
+    share: float
+    """‖w' - w‖ / ‖w‖ over all of them: what is in the weights, after rounding to their dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    live: Tensor
+    clean: Tensor
+
+
+class NoisyNorms:
+    """The norms of one model, with or without noise."""
+
+    def __init__(self, model: nn.Module, read: Callable[[nn.Module], WeightStream] = named_weights) -> None:
+        """`read` yields the model's live tensors under the checkpoint's names."""
+        self._model, self._read = model, read
+        self._held: dict[str, _Held] = {}
+        # Whoever forgets this object with noise on still gets clean weights, and no address stays marked.
+        weakref.finalize(self, _restore, self._held).atexit = False
+        self.lost = 0.0
+        """Share of the numbers that rounding to the weights' dtype left as they were."""
+
+    def set(self, noise: NormNoise | None) -> Outcome:
+        """Take earlier noise off, to the bit, and put `noise` on; None leaves the weights clean.
+
+        Raises EngineError, with clean weights, if a target is missing, is no vector of floats, or holds another's noise.
+        """
+        _restore(self._held)
+        self.lost = 0.0
+        if noise is None:
+            return Outcome(0, 0.0)
+        found = self._find(noise)
+        offsets = _offsets(self._model)
+        moved = total = 0.0
+        same = count = 0
+        with torch.no_grad():
+            for name, scale in zip(noise.targets, noise.scales, strict=True):
+                live = found[name]
+                clean = live.detach().clone()
+                self._held[name] = _Held(live, clean)
+                _NOISY.add(_place(live))
+                z = noise_vector(noise.seed, name, clean.numel()).to(live.device)
+                live.copy_(clean.float() + noise.sigma * scale * z)  # in fp32, rounded once
+                effective = clean.double() + offsets.get(live.data_ptr(), 0.0)
+                step = live.double() - clean.double()
+                moved += float(step.square().sum())
+                total += float(effective.square().sum())
+                same += int((step == 0).sum())
+                count += step.numel()
+        self.lost = same / count
+        return Outcome(len(self._held), math.sqrt(moved / total) if total else math.inf)
+
+    def _find(self, noise: NormNoise) -> dict[str, Tensor]:
+        weights = dict(self._read(self._model))
+        if not noise.targets or len(set(noise.targets)) < len(noise.targets):
+            raise EngineError(
+                "noise on no norm, or on one of them twice",
+                where="noise.targets",
+                fix="name each norm of the model once",
+            )
+        for name in noise.targets:
+            live = weights.get(name)
+            if live is None:
+                near = [other for other in weights if "norm" in other]
+                raise EngineError(
+                    f"no weight of this name to put noise on; the model has {len(near)} with norm in their names"
+                    + (f", such as {near[0]}" if near else ""),
+                    where=name,
+                    fix="choose norms that the engine knows in noise.targets, or remove noise",
+                )
+            if live.dim() != 1 or not live.is_floating_point():
+                raise EngineError(
+                    f"{tuple(live.shape)} {live.dtype} is not the weight of a norm",
+                    where=name,
+                    fix="choose norms in noise.targets",
+                )
+            if _place(live) in _NOISY:
+                raise EngineError("another engine's noise is on this norm", where=name, fix="take it off first")
+        return weights
+
+
+def _restore(held: dict[str, _Held]) -> None:
+    with torch.no_grad():
+        for one in held.values():
+            one.live.copy_(one.clean)
+            _NOISY.discard(_place(one.live))
+    held.clear()
+
+
+def noise_vector(seed: int, name: str, size: int) -> Tensor:
+    """Standard normal numbers, fp32 on the CPU, from (seed, name) alone: Philox (Salmon et al., SC 2011) under their hash."""
+    generator = np.random.Generator(np.random.Philox(key=seed_for(seed, "norm noise", name)))
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
+
+
+def is_noisy(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of these tensors holds noise now."""
+    return bool(_NOISY) and any(_place(tensor) in _NOISY for tensor in tensors)
+
+
+def require_clean(model: nn.Module, what: str) -> None:
+    """Raise EngineError if a weight of the model holds noise: `what` must see the weights as they were trained."""
+    if is_noisy(model.parameters()):
+        raise EngineError(
+            f"{what} was asked for while the engine's noise is on the norms",
+            where="noise",
+            fix="set the engine's noise to none first (engine.set_forward)",
+        )
+
+
+def _place(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.data_ptr()
+
+
+def _offsets(model: nn.Module) -> dict[int, float]:
+    """By the address of a norm's weight w: 1 where the norm multiplies by 1 + w."""
+    return {
+        weight.data_ptr(): 1.0
+        for module in model.modules()
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and zero_centred(module)
+    }
+
+
+def zero_centred(norm: nn.Module) -> bool:
+    """Whether a norm's stored weight is what is added to 1."""
+    kind = type(norm).__name__
+    return "Norm" in kind and kind.startswith(ZERO_CENTRED) and not kind.startswith(NOT_CENTRED)

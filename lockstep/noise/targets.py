@@ -1,0 +1,158 @@
+"""Which norms get noise, by the names of their weights in the checkpoint.
+
+The noise stands for the rounding of quantised linear layers: on the weight of an RMSNorm it is noise on the input channels of the
+matrices behind it (q, k and v share one vector, gate and up another). `all` therefore means the norms of a layer whose output
+goes straight into such matrices: the one before attention and the one before the MLP. Not among them are norms whose output goes
+into the residual stream (Gemma's and OLMo's post-norms), norms of queries and keys (Qwen3, Gemma 3), the last norm (the head
+behind it is never quantised), and norms whose output also chooses experts: a router's input stays clean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.schema import Noise
+from lockstep.errors import ConfigError, ModelError
+from lockstep.models.weights import clean_name
+
+BEFORE_ATTENTION = "input_layernorm"
+BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
+"""In this order: where a layer has the first, the second is a post-norm (Gemma 2 and 3)."""
+ROUTERS = frozenset({"gate", "router"})
+"""Last parts of the names of what chooses experts; the gate of a plain MLP is called gate_proj."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The norms that get noise."""
+
+    names: tuple[str, ...]
+    """Of their weights, as in `weights()`, sorted."""
+    scales: tuple[float, ...]
+    """A factor on sigma for each."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    name: str
+    before_mlp: bool
+    routes: bool
+
+
+def find_targets(model: nn.Module, noise: Noise) -> Targets:
+    """Choose the norms of a transformers model, with or without adapters.
+
+    Raises ModelError if none is chosen, ConfigError for a pattern of noise.targets or noise.layer_scale that fits no norm.
+    """
+    notes: list[str] = []
+    if isinstance(noise.targets, list):
+        names = _by_patterns(norm_names(model), noise.targets)
+    else:
+        names, notes = _by_role(list(_feeding(model)), only_before_mlp=noise.targets == "post_attention")
+    if not names:
+        raise ModelError(
+            f"noise.targets = {noise.targets} finds no norm that feeds linear layers among {len(norm_names(model))} norms",
+            where=type(model).__name__,
+            fix="name norms by regular expressions in noise.targets, or remove noise",
+        )
+    scales = _scales(names, noise.layer_scale)
+    kept = [(name, scale) for name, scale in zip(names, scales, strict=True) if scale > 0]
+    if not kept:
+        raise ConfigError(["noise.layer_scale is 0 for every norm: there would be no noise"], fix="remove noise")
+    return Targets(tuple(name for name, _ in kept), tuple(scale for _, scale in kept), tuple(notes))
+
+
+def norm_names(model: nn.Module) -> tuple[str, ...]:
+    """The weights of all normalisation layers, sorted: modules whose class is called …Norm… and that have a vector `weight`."""
+    found = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+            found.append(clean_name(f"{name}.weight"))
+    return tuple(sorted(found))
+
+
+def _feeding(model: nn.Module) -> Iterator[_Norm]:
+    """The norms of each layer that feed linear layers."""
+    norms = set(norm_names(model))
+    for name, module in model.named_modules():
+        children: Mapping[str, Any] = dict(module.named_children())
+        first, second = children.get(BEFORE_ATTENTION), next((c for c in BEFORE_MLP if c in children), None)
+        if first is None:
+            continue
+        routes = _routes(module)
+        if (own := clean_name(f"{name}.{BEFORE_ATTENTION}.weight")) in norms:
+            # Without a second norm attention and MLP read the first one's output side by side (Phi, Cohere).
+            yield _Norm(own, before_mlp=False, routes=routes and second is None)
+        if second is not None and (own := clean_name(f"{name}.{second}.weight")) in norms:
+            yield _Norm(own, before_mlp=True, routes=routes)
+
+
+def _routes(layer: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] in ROUTERS for name, _ in layer.named_modules())
+
+
+def _by_role(norms: Sequence[_Norm], *, only_before_mlp: bool) -> tuple[list[str], list[str]]:
+    routing = [norm.name for norm in norms if norm.routes]
+    if only_before_mlp:
+        chosen = [norm.name for norm in norms if norm.before_mlp]
+        note = (
+            f"noise also reaches the routers behind {len(routing)} norms, because noise.targets asks for them by role"
+        )
+    else:
+        chosen = [norm.name for norm in norms if not norm.routes]
+        note = f"{len(routing)} norms get no noise because routers read them: experts are chosen from a clean input"
+    return sorted(chosen), [note] if routing else []
+
+
+def _by_patterns(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in names if re.search(pattern, name)]
+        if not found:
+            raise _fits_nothing("noise.targets", pattern, names)
+        chosen.update(found)
+    return sorted(chosen)
+
+
+def _scales(names: Sequence[str], layer_scale: Mapping[str, float]) -> list[float]:
+    """A whole name wins over patterns; of these one may fit a name."""
+    for pattern in layer_scale:
+        if not any(_fits(pattern, name) for name in names):
+            raise _fits_nothing("noise.layer_scale", pattern, names)
+    return [_scale(name, layer_scale) for name in names]
+
+
+def _scale(name: str, layer_scale: Mapping[str, float]) -> float:
+    whole = [factor for key, factor in layer_scale.items() if _is_whole(key, name)]
+    if whole:
+        return whole[0]
+    found = {key: factor for key, factor in layer_scale.items() if re.search(key, name)}
+    if len(set(found.values())) > 1:
+        text = " and ".join(f"{key!r} ({factor:g})" for key, factor in found.items())
+        raise ConfigError([f"noise.layer_scale: {text} both fit {name}"], fix="write patterns that do not overlap")
+    return next(iter(found.values()), 1.0)
+
+
+def _fits(key: str, name: str) -> bool:
+    return _is_whole(key, name) or re.search(key, name) is not None
+
+
+def _is_whole(key: str, name: str) -> bool:
+    return key in (name, name.removesuffix(".weight"))
+
+
+def _fits_nothing(setting: str, pattern: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        [
+            f"{setting}: {pattern!r} fits none of the {len(names)} norms, the first of which is {min(names, default='none')}"
+        ],
+        fix=f"correct the pattern in {setting}",
+    )

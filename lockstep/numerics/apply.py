@@ -1,0 +1,293 @@
+"""Which linear layers of a model are quantised, and in which numeric they compute now.
+
+The learner and the native engine run the same modules, so the numeric is a switch of the model and not of a layer: the learner
+settles the one that holds unless somebody says otherwise, an engine says otherwise around each of its passes. Weights are never
+touched: a layer multiplies by a quantised copy, which carries the address and the count of writes (torch's `_version`) of what
+it was made from and is made again when these are others. `verify` makes every copy again and compares the bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.numerics import Numerics, Phase
+from lockstep.errors import EngineError, LearnerError, ModelError
+from lockstep.numerics.formats import Scale
+from lockstep.numerics.linear import Quantiser, quantised_linear
+
+_ATTRIBUTE = "lockstep_numerics"
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Last parts of the names of linear layers that choose experts; the gate of a plain MLP is called gate_proj."""
+
+
+def numerics_of(model: nn.Module, scale: Scale = "floor", exclude: Sequence[str] = ()) -> ModelNumerics:
+    """The one object of a transformers model, with or without PEFT around it; made now, with these settings, if there is none."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    there: ModelNumerics | None = base.__dict__.get(_ATTRIBUTE)
+    if there is None:
+        there = ModelNumerics(base, scale, exclude)
+        base.__dict__[_ATTRIBUTE] = there
+    return there
+
+
+def settle(model: nn.Module, settings: Numerics, phase: Phase = "train") -> ModelNumerics:
+    """Have a model compute as a recipe says for a phase. Raises as ModelNumerics and its `settle` do."""
+    numerics = numerics_of(model, settings.scale, settings.exclude)
+    numerics.settle(settings.of(phase))
+    return numerics
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A quantised weight."""
+
+    tensor: Tensor
+    made_of: tuple[object, ...] = ()
+    """What the weight was when it was quantised: address, count of writes."""
+
+
+class ModelNumerics:
+    """The linear layers of a model's decoder and the numeric that they compute in."""
+
+    def __init__(self, base: Any, scale: Scale = "floor", exclude: Sequence[str] = ()) -> None:
+        """`base` is a transformers model without PEFT around it. Nothing of it changes before a numeric quantises something.
+
+        Raises ModelError for an entry of `exclude` that names no linear layer.
+        """
+        self._scale: Scale = scale
+        self.targets, self.excluded = _linear_layers(base, exclude)
+        """By the checkpoint's name of the layer: those that a numeric quantises, and the linear layers that none does."""
+        self._experts = _experts(base, exclude)
+        self._settled = self._current = ""
+        self._copies: dict[tuple[str, nn.Linear], _Copy] = {}
+        self._wholes: dict[tuple[str, tuple[nn.Linear, ...]], Tensor] = {}
+        self._wired = False
+        self._last: tuple[str, weakref.ref[Tensor], int, Tensor] | None = None
+
+    # --- switch ---------------------------------------------------------------------------------------------------
+    def settle(self, numeric: str) -> int:
+        """From now on compute in `numeric` (empty: as the weights are); returns the number of quantised layers.
+
+        Raises LearnerError if a numeric would touch none, ModelError for a model whose layers it cannot quantise.
+        """
+        count = self.prepare(numeric)
+        if numeric and not count:
+            raise LearnerError(_nothing(numeric), where="numerics", fix=_FIX)
+        self._settled = self._current = numeric
+        return count
+
+    def serve(self, numeric: str) -> int:
+        """Get ready for `computing(numeric)`; returns the number of quantised layers. Raises EngineError if that is 0."""
+        count = self.prepare(numeric)
+        if numeric and not count:
+            raise EngineError(_nothing(numeric), where="numerics", fix=_FIX)
+        return count
+
+    def prepare(self, numeric: str) -> int:
+        """As `serve`, with 0 for the caller to judge."""
+        if self.quantiser(numeric) is None:
+            return 0
+        if self._experts:
+            raise ModelError(
+                f"{numeric} quantises linear layers, and the model's experts are stacked tensors without such",
+                where=", ".join(self._experts[:2]),
+                fix="train it in the precision of its weights, or list these in numerics.exclude to leave the experts alone",
+            )
+        if not self._wired:
+            for layer in self.targets.values():
+                replaced: Any = layer
+                replaced.forward = _Forward(self, layer)
+            self._wired = True
+        return len(self.targets)
+
+    @contextmanager
+    def computing(self, numeric: str) -> Iterator[None]:
+        """Within it the model computes in `numeric`, which was prepared."""
+        before, self._current = self._current, numeric
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @property
+    def current(self) -> str:
+        """The numeric that holds now; empty is the precision of the weights."""
+        return self._current
+
+    def quantiser(self, numeric: str) -> Quantiser | None:
+        """None for the precision of the weights. Raises ValueError for an unknown name."""
+        quantiser = Quantiser(numeric, self._scale)
+        return None if quantiser.spec.plain else quantiser
+
+    # --- operands -------------------------------------------------------------------------------------------------
+    def operands(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """DQ(Q(x)) and DQ(Q(W)) of a target in the numeric that holds; None where it computes as its weights are."""
+        quantiser = self.quantiser(self._current)
+        if quantiser is None:
+            return None
+        return self._activation(quantiser, x), self.weight(quantiser, layer)
+
+    def weight(self, quantiser: Quantiser, layer: nn.Linear) -> Tensor:
+        """DQ(Q(W)) of a layer as its weight is now. Always the same memory, so that captured graphs may read it."""
+        key = (quantiser.spec.weights or "", layer)
+        copy = self._copies.get(key)
+        made_of = _state(layer.weight)
+        if copy is None:
+            copy = self._copies[key] = _Copy(torch.empty_like(layer.weight, requires_grad=False))
+        if copy.made_of != made_of:
+            quantiser.weight(layer.weight.detach(), out=copy.tensor)
+            copy.made_of = made_of
+        return copy.tensor
+
+    def joined(self, quantiser: Quantiser, layers: Sequence[nn.Linear]) -> Tensor:
+        """The quantised weights of layers over one input in one tensor, each quantised by itself; their copies are parts of it.
+
+        Always the same tensor for the same layers.
+        """
+        parts = [self.weight(quantiser, layer) for layer in layers]
+        if len(parts) == 1:
+            return parts[0]
+        kind = quantiser.spec.weights or ""
+        key = (kind, tuple(layers))
+        if key not in self._wholes:
+            whole = self._wholes[key] = torch.cat(parts)
+            for layer, part in zip(layers, whole.split([len(p) for p in parts]), strict=True):
+                self._copies[kind, layer].tensor = part
+        return self._wholes[key]
+
+    def refresh(self, numeric: str) -> None:
+        """Bring the copies of a numeric up to date, for readers that do not ask by `weight` (captured graphs)."""
+        quantiser = self.quantiser(numeric)
+        if quantiser is not None:
+            for layer in self.targets.values():
+                self.weight(quantiser, layer)
+
+    def changed(self) -> None:
+        """Weights that are trained have been written. To be called after an optimizer step: torch's fused AdamW counts none."""
+        for (_, layer), copy in self._copies.items():
+            if layer.weight.requires_grad:
+                copy.made_of = ()
+
+    def verify(self) -> int:
+        """Quantise every weight again and compare it with its copy, bit by bit; returns the number of copies.
+
+        A write that torch did not count (through `.data`, or a kernel of one's own) shows here. Raises EngineError.
+        """
+        names = {id(layer): name for name, layer in self.targets.items()}
+        for (kind, layer), copy in self._copies.items():
+            if copy.made_of != _state(layer.weight):
+                continue  # to be made again before it is read
+            again = Quantiser(f"{kind}-w4a16", self._scale).weight(layer.weight.detach())
+            if not _same_bits(again, copy.tensor):
+                raise EngineError(
+                    "its quantised copy is not of the weight that is there: it was written past torch",
+                    where=names[id(layer)],
+                    fix="write weights in place under torch.no_grad(), never through .data",
+                )
+        return len(self._copies)
+
+    def _activation(self, quantiser: Quantiser, x: Tensor) -> Tensor:
+        """Layers that read one tensor one after the other (q, k and v; gate and up) share what is made of it."""
+        if quantiser.spec.activations is None:
+            return x
+        last = self._last
+        if last is not None and last[0] == quantiser.numeric and last[1]() is x and last[2] == x._version:
+            return last[3]
+        made = quantiser.activation(x.detach())
+        self._last = (quantiser.numeric, weakref.ref(x), x._version, made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelNumerics:
+        """For a copy of the model, in which layers stand for layers. Quantised copies stay behind."""
+        import copy
+
+        twin = object.__new__(ModelNumerics)
+        memo[id(self)] = twin
+        twin._scale, twin._experts, twin._wired = self._scale, self._experts, self._wired
+        twin._settled, twin._current = self._settled, self._settled
+        twin.targets = {name: copy.deepcopy(layer, memo) for name, layer in self.targets.items()}
+        twin.excluded = self.excluded
+        twin._copies, twin._wholes, twin._last = {}, {}, None
+        return twin
+
+
+class _Forward:
+    """Stands in for a linear layer's forward. A class, so that a copy of the model copies it along."""
+
+    def __init__(self, numerics: ModelNumerics, layer: nn.Linear) -> None:
+        self.numerics, self.layer = numerics, layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer, numerics = self.layer, self.numerics
+        used = numerics.operands(layer, x)
+        quantiser = numerics.quantiser(numerics.current)
+        if used is None or quantiser is None:
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        return quantised_linear(x, layer.weight, layer.bias, quantiser, used_x=used[0], used_weight=used[1])
+
+
+def operands(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What a linear layer multiplies now instead of x and its weight; None if these themselves."""
+    forward = layer.__dict__.get("forward")
+    return forward.numerics.operands(forward.layer, x) if isinstance(forward, _Forward) else None
+
+
+def _state(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight._version, weight.dtype, weight.device
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.Linear], tuple[str, ...]]:
+    """The decoder's linear layers but routers, adapters and what `exclude` names."""
+    inside = {id(module) for module in base.get_decoder().modules()}
+    targets: dict[str, nn.Linear] = {}
+    left: list[str] = []
+    names: list[str] = []
+    for full, module in base.named_modules():
+        parts = full.removesuffix(".base_layer").split(".")
+        if not isinstance(module, nn.Linear) or any(part.startswith("lora_") for part in parts):
+            continue
+        name = ".".join(parts)
+        names.append(name)
+        if id(module) not in inside or parts[-1] in ROUTERS or any(_names(entry, name) for entry in exclude):
+            left.append(name)
+        else:
+            targets[name] = module
+    known = [*names, *(name for name, _ in base.named_parameters())]
+    for entry in exclude:
+        if not any(_names(entry, name) for name in known):
+            raise ModelError(
+                f"{entry!r} names no linear layer of {type(base).__name__}",
+                where="numerics.exclude",
+                fix=f"linear layers here: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in names}))}",
+            )
+    return targets, tuple(left)
+
+
+def _experts(base: Any, exclude: Sequence[str]) -> tuple[str, ...]:
+    """Weights of experts that are stacked in one tensor, but those that are excluded."""
+    stacked = [name for name, parameter in base.get_decoder().named_parameters() if parameter.dim() == 3]
+    return tuple(n for n in stacked if "lora_" not in n and not any(_names(entry, n) for entry in exclude))
+
+
+def _names(entry: str, name: str) -> bool:
+    """Whether an entry of `exclude` is a layer's name, consecutive parts of it, or its last part."""
+    return f".{entry}." in f".{name}."
+
+
+def _nothing(numeric: str) -> str:
+    return f"{numeric} would quantise no layer: the model has no linear layer that is not excluded"
+
+
+_FIX = "check numerics.exclude, or train a model of nn.Linear layers"

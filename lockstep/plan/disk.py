@@ -1,0 +1,196 @@
+"""What a run will take of the disk, before it starts: checkpoints, rollouts, scores. Bytes.
+
+A checkpoint is the weights that were trained, and beside them the optimizer's state: fp32 masters of weights in bf16, and the
+moments. How many stand at once is save.keep_last, one for save.keep_best, and the one that is being written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lockstep.checkpoint.manifest import SUFFIXES
+from lockstep.config.adapter import RESIDUAL_INITS, Lora, NoAdapter
+from lockstep.config.schema import AdamW, Muon, Recipe
+from lockstep.errors import DoesNotFitError
+from lockstep.plan.adapter import adapter_size, targeted
+from lockstep.plan.memory import state_bytes
+from lockstep.plan.shapes import ModelShape
+
+FP32 = 4
+TENSOR_HEADER = 125
+"""Of a tensor in a safetensors file: name, dtype, shape and offsets as JSON."""
+SMALL_FILES = 8 << 10
+"""state.json and COMMIT.json."""
+ROLLOUT_TOKEN = 14.0
+"""Of a sampled token in rollouts/*.parquet: id, log-probability, mask, and its text, compressed."""
+ROLLOUT_ROW = 1500.0
+"""Of a sample there: its prompt, grade and metrics."""
+ROLLOUT_FILE = 16e3
+"""Of a file there: its columns' names and statistics."""
+SCORE_REPLY = 600.0
+"""Of a reply in scores/*.json, without its text."""
+SCORE_TOKEN = 4.5
+"""Of a reply's text there, for each token."""
+SPARE = 1 << 28
+"""Free bytes that a run leaves."""
+TOLERANCE = 0.05
+"""The first checkpoint may be off the plan by this share before it is warned of."""
+LEAK = 2.0
+"""A checkpoint so many times the plan holds what it should not."""
+NOTICEABLE = 4 << 20
+"""Bytes below which no difference is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """Bytes."""
+
+    weights: float
+    """Of one checkpoint."""
+    optimizer: float
+    files: float
+    """Config, tokenizer, headers."""
+    kept: int
+    """Checkpoints that stand at once, the one that is being written among them."""
+    rollouts: float
+    """Of all steps, if every reply is as long as it may be."""
+    scores: float
+
+    @property
+    def checkpoint(self) -> float:
+        return self.weights + self.optimizer + self.files
+
+    @property
+    def total(self) -> float:
+        return self.kept * self.checkpoint + self.rollouts + self.scores
+
+
+def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], files: float = 0.0) -> DiskPlan:
+    """The forecast of a recipe over a model. `files`: bytes of what is copied beside full weights (config, tokenizer)."""
+    full = recipe.adapter.kind == "none"
+    element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+    _, added = adapter_size(recipe.adapter, shape)
+    trained = shape.parameters if full else added
+    master = FP32 if element < FP32 else 0.0
+    optimizer = (master + state_bytes(recipe, shape)) * trained
+    critic = recipe.algorithm.critic
+    if critic is not None and critic.backbone == "own":
+        values = added if added else shape.parameters - (0 if shape.tied else shape.head)
+        optimizer += (element + master + state_bytes(recipe, shape)) * values
+    tensors = _tensors(recipe, shape, masters=element < FP32)
+    kept = min(recipe.save.keep_last, _saves(recipe)) + (1 if recipe.save.keep_best else 0)
+    return DiskPlan(
+        weights=element * _saved(recipe, shape, trained),
+        optimizer=optimizer,
+        files=(files if full else 4096) + TENSOR_HEADER * tensors + SMALL_FILES,
+        kept=kept + (1 if _saves(recipe) > recipe.save.keep_last else 0),
+        rollouts=_rollouts(recipe),
+        scores=_scores(recipe),
+    )
+
+
+def _saved(recipe: Recipe, shape: ModelShape, trained: int) -> float:
+    """Numbers in the file of weights: an adapter with a residual start is written as a LoRA of twice the rank."""
+    adapter = recipe.adapter
+    if not (isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS):
+        return float(trained)
+    return float(
+        trained + shape.layers * sum(adapter.rank * (x.inputs + x.outputs) for x in targeted(adapter.targets, shape))
+    )
+
+
+def _tensors(recipe: Recipe, shape: ModelShape, *, masters: bool) -> float:
+    """Tensors of weights, and of what the optimizer keeps of each (master, step, moments and their scales)."""
+    match recipe.optimizer:
+        case AdamW(states="8bit"):
+            each = 5.0
+        case Muon():
+            each = 1.3
+        case _:
+            each = 3.0
+    each += 1 + masters
+    adapter = recipe.adapter
+    if isinstance(adapter, NoAdapter):
+        return (shape.layers * (len(shape.linears) + 2) + 2) * each
+    per_layer = 3 if isinstance(adapter, Lora) and adapter.dora else 2
+    return shape.layers * per_layer * len(targeted(adapter.targets, shape)) * each
+
+
+def _saves(recipe: Recipe) -> int:
+    """Checkpoints that are written in the whole run."""
+    return -(-recipe.steps // recipe.save.every)
+
+
+def _rollouts(recipe: Recipe) -> float:
+    if recipe.loop == "sft":
+        return 0.0
+    files = -(-recipe.steps // recipe.track.rollouts_every)
+    return files * (ROLLOUT_FILE + recipe.samples_per_step * (ROLLOUT_ROW + ROLLOUT_TOKEN * recipe.rollout.max_tokens))
+
+
+def _scores(recipe: Recipe) -> float:
+    if not recipe.eval.enabled:
+        return 0.0
+    rounds = 2 + recipe.steps // recipe.eval.every
+    tokens = recipe.eval.max_tokens or recipe.rollout.max_tokens
+    replies = sum(
+        (one.items or recipe.eval.items) * mode.samples for one in recipe.eval.sets for mode in recipe.eval.modes
+    )
+    return rounds * replies * (SCORE_REPLY + SCORE_TOKEN * tokens)
+
+
+def beside_bytes(folder: Path) -> int:
+    """Of the files that a checkpoint of full weights copies from the model's folder."""
+    kept = SUFFIXES - {".safetensors"}
+    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(".index.json"))
+
+
+def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:
+    """For the log and `lockstep plan`."""
+    left = "" if free is None else f", {size(free)} are free"
+    return [
+        f"disk: a checkpoint is {size(plan.checkpoint)} (weights {size(plan.weights)}, optimizer {size(plan.optimizer)}); "
+        f"up to {plan.kept} at once, rollouts at most {size(plan.rollouts)}, scores {size(plan.scores)}: "
+        f"{size(plan.total)} in all{left}"
+    ]
+
+
+def free_bytes(folder: Path) -> float:
+    """Of the disk that `folder` will be on; it need not exist."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return float(shutil.disk_usage(place).free)
+
+
+def require_room(plan: DiskPlan, free: float, where: Path) -> None:
+    """Raise DoesNotFitError if the run would fill the disk."""
+    if plan.total + SPARE > free:
+        raise DoesNotFitError(
+            [f"the run needs {size(plan.total + SPARE)} of disk, {size(free)} are free"],
+            where=str(where),
+            fix=f"free space, put runs_dir on a larger disk, or keep fewer checkpoints (save.keep_last, now {plan.kept} at once)",
+        )
+
+
+Verdict: TypeAlias = Literal["fine", "off", "leak"]
+
+
+def judge_first(plan: DiskPlan, found: int) -> tuple[Verdict, str]:
+    """What the size of the first checkpoint says of the plan, with a sentence."""
+    gap = found - plan.checkpoint
+    told = f"the first checkpoint is {size(found)}, planned were {size(plan.checkpoint)}"
+    if abs(gap) <= NOTICEABLE or abs(gap) <= TOLERANCE * plan.checkpoint:
+        return "fine", told
+    return ("leak" if found > LEAK * plan.checkpoint else "off"), told
+
+
+def size(number: float) -> str:
+    """Example: "1.53 GB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if number >= scale:
+            return f"{number / scale:,.2f} {unit}"
+    return f"{number / 1e3:.1f} kB"

@@ -1,0 +1,61 @@
+"""How a native engine's passes compute: its numerics and its noise, one object per engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lockstep.errors import EngineError
+from lockstep.numerics.apply import ModelNumerics, numerics_of
+from lockstep.types import Forward, ForwardReport
+
+if TYPE_CHECKING:
+    from lockstep.noise.apply import NoisyNorms
+
+
+class Computation:
+    """The present Forward of an engine over a model that may be the learner's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward = Forward()
+        self.numerics: ModelNumerics = numerics_of(model)
+        self._model = model
+        self._noise: NoisyNorms | None = None
+
+    def set(self, forward: Forward, open_requests: int) -> ForwardReport:
+        """Raises EngineError while requests are open, if a numerics or a noise would touch no layer, or if a quantised weight is
+        not of the weight that is there."""
+        if open_requests:
+            raise EngineError(
+                f"the numerics or the noise changed while {open_requests} requests run",
+                where=f"numerics {forward.numerics or 'of the weights'}",
+                fix="read all completions first",
+            )
+        try:
+            layers = self.numerics.serve(forward.numerics)
+            if layers:
+                self.numerics.verify()
+        except ValueError as error:
+            raise EngineError(str(error), where="numerics", fix="see numerics.rollout for those there are") from error
+        norms, share, lost = 0, 0.0, 0.0
+        if self._noise is None and forward.noise is not None:
+            from lockstep.noise.apply import NoisyNorms
+
+            self._noise = NoisyNorms(self._model)
+        if self._noise is not None:
+            self.forward = Forward(self.forward.numerics)  # an error below leaves clean norms
+            norms, share = self._noise.set(forward.noise)
+            lost = self._noise.lost
+        self.forward = forward
+        return ForwardReport(layers, norms, share, lost)
+
+    def require_clean(self, what: str) -> None:
+        """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
+        if self.forward.noise is not None:
+            raise EngineError(f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first")
+
+    def running(self) -> AbstractContextManager[None]:
+        """What each pass of the model runs in."""
+        return self.numerics.computing(self.forward.numerics)

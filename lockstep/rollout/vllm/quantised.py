@@ -1,0 +1,172 @@
+"""Fake quantisation of vLLM's linear layers, as far as it needs no vLLM: what a layer multiplies, and when that is made again.
+
+vLLM's weight stays what was sent: it is what is fingerprinted, and it may be the learner's own. Beside it lies what the layer
+multiplies by, a second tensor of the same size: DQ(Q(W)), or W itself while the engine computes in the precision of the weights.
+Captured CUDA graphs hold its address, so its content changes and the tensor does not; whether inputs are quantised is a flag on
+the device that the graphs read. Fused matrices (q, k and v; gate and up) are quantised one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError
+from lockstep.numerics.apply import ROUTERS
+from lockstep.numerics.formats import Scale, parse
+from lockstep.numerics.linear import Quantiser
+from lockstep.rollout.vllm.layout import USUAL
+
+WEIGHT = "lockstep_weight"
+"""Attribute of a layer: what it multiplies by."""
+NATIVE = "set rollout.engine=native"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an engine may be asked to compute in. Example: Plan(("mxfp4-w4a4",))"""
+
+    numerics: tuple[str, ...]
+    scale: Scale = "floor"
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> Quantiser | None:
+        """What quantises inputs, when they are quantised. Raises EngineError for two formats: a captured step has one."""
+        kinds = sorted({parse(numeric).activations or "" for numeric in self.numerics} - {""})
+        if len(kinds) > 1:
+            raise EngineError(f"inputs in {' and '.join(kinds)}", where="numerics", fix=f"choose one, or {NATIVE}")
+        return Quantiser(f"{kinds[0]}-w4a4", self.scale) if kinds else None
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether inputs are quantised now; one per model, on its device."""
+
+    on: Tensor | None = None
+    numeric: str = ""
+    """That the layers compute in now."""
+
+    def ready(self, device: torch.device) -> None:
+        if self.on is None:
+            self.on = torch.zeros((), dtype=torch.bool, device=device)
+
+
+@dataclass(eq=False, slots=True)
+class FakeQuantised:
+    """The arithmetic of a linear layer, to be mixed into vLLM's linear methods. The layers of a model have one switch."""
+
+    plan: Plan
+    switch: Switch = field(default_factory=Switch)
+    parts: int = 1
+    """Matrices of the checkpoint in the layer."""
+
+    def attach(self, layer: Any) -> None:
+        """Give a layer that has its weight what it multiplies by."""
+        self.switch.ready(layer.weight.device)
+        setattr(layer, WEIGHT, torch.zeros_like(layer.weight.data))
+
+    def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b on the operands that hold now."""
+        inputs = self.plan.inputs
+        if inputs is not None and self.switch.on is not None:
+            x = torch.where(self.switch.on, inputs.activation(x), x)
+        return nn.functional.linear(x, getattr(layer, WEIGHT), bias)
+
+    def refresh(self, layer: Any, numeric: str) -> None:
+        """Make again what the layer multiplies by, from its weight as it is now."""
+        weight, used = layer.weight.data, getattr(layer, WEIGHT)
+        if not numeric:
+            used.copy_(weight)
+            return
+        quantiser, sizes = Quantiser(numeric, self.plan.scale), self._sizes(layer)
+        for part, out in zip(weight.split(sizes), used.split(sizes), strict=True):
+            quantiser.weight(part, out=out)
+
+    def _sizes(self, layer: Any) -> list[int]:
+        """Rows of each of the checkpoint's matrices in a layer."""
+        rows = int(layer.weight.shape[0])
+        sizes = list(getattr(layer, "output_sizes", [])) if self.parts > 1 else [rows]
+        if len(sizes) != self.parts or sum(sizes) != rows:
+            raise EngineError(
+                f"{self.parts} matrices are not parts of {sizes} of {rows} rows", where="vLLM", fix=NATIVE
+            )
+        return sizes
+
+
+def checkpoint_names(prefix: str, packed: dict[str, list[str]]) -> list[str]:
+    """What the checkpoint calls the matrices of the layer that vLLM calls `prefix`."""
+    parent, _, last = prefix.rpartition(".")
+    return [f"{parent}.{child}" for child in (USUAL | packed).get(last, [last])]
+
+
+def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a layer stays as it is: a router, or named in `exclude`.
+
+    Raises EngineError if only some of the matrices that vLLM keeps in one are named.
+    """
+    if names[0].rpartition(".")[2] in ROUTERS:
+        return True
+    named = [_named(name, exclude) for name in names]
+    if any(named) and not all(named):
+        raise EngineError(
+            f"numerics.exclude names some of {', '.join(names)}, which are one matrix here",
+            where="numerics.exclude",
+            fix=f"name all of them or none, or {NATIVE}",
+        )
+    return all(named)
+
+
+def set_numeric(model: nn.Module, numeric: str) -> int:
+    """Compute in `numeric` from now on (empty: the precision of the weights), with the weights as they are now.
+
+    Returns the number of the checkpoint's linear layers that are quantised. Raises EngineError if that would be none, or if the
+    engine was not started for this numeric.
+    """
+    layers = list(_layers(model))
+    plan = layers[0][2].plan if layers else Plan(())
+    if numeric and numeric not in plan.numerics:
+        raise EngineError(
+            f"{numeric} would quantise no layer: the engine was started "
+            + (f"for {', '.join(plan.numerics)}" if layers else "without quantised layers"),
+            where="numerics",
+            fix="name it in numerics.rollout, numerics.eval or numerics.train, and do not exclude every layer",
+        )
+    stacked = [name for name, p in model.named_parameters() if p.dim() > 2 and not _named(name, plan.exclude)]
+    if numeric and stacked:
+        raise EngineError(
+            f"{numeric} quantises linear layers, and the experts here are stacked tensors",
+            where=stacked[0],
+            fix=f"list experts in numerics.exclude to leave them alone, or {NATIVE}",
+        )
+    inputs = bool(numeric) and parse(numeric).activations is not None
+    with torch.no_grad():
+        for _, layer, method in layers:
+            method.refresh(layer, numeric)
+            method.switch.numeric = numeric
+            if method.switch.on is not None:
+                method.switch.on.fill_(inputs)
+    return sum(method.parts for _, _, method in layers) if numeric else 0
+
+
+def refresh(model: nn.Module) -> None:
+    """The weights are others now: make again what the layers multiply by, in the numeric that holds."""
+    with torch.no_grad():
+        for _, layer, method in _layers(model):
+            method.refresh(layer, method.switch.numeric)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any, FakeQuantised]]:
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, FakeQuantised):
+            yield name, module, method
+
+
+def _named(name: str, exclude: Sequence[str]) -> bool:
+    """As numerics.apply reads exclusions: a whole name, or consecutive parts of one."""
+    return any(f".{entry}." in f".{name}." for entry in exclude)

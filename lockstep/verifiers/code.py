@@ -1,0 +1,197 @@
+"""The verifier `code`: the reply's program runs against tests, in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+
+from lockstep.errors import TaskError
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import shown, unscored
+from lockstep.verifiers.extract import FINAL_SHARE, Answer, final_span
+from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.verifiers.sandbox.isolation import Limits
+
+if TYPE_CHECKING:
+    from lockstep.config import schema
+
+REGION = 65_536
+"""A program is only looked for in this many characters at the end of the reply."""
+SLACK_SECONDS = 90.0
+"""What a worker may take beyond its reply's tests: to prepare sandboxes, and to clean up."""
+WHERE = "verifier code"
+_FENCE = "```"
+_PYTHON = ("python", "py", "python3", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Scripts:
+    """Runs of the whole program: what it reads and what it must print."""
+
+    cases: tuple[Mapping[str, str], ...]
+    kind: str = "scripts"
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of the program's functions with plain values, and what they must return."""
+
+    cases: tuple[Mapping[str, Any], ...]
+    kind: str = "calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Test code with assert statements, and the names in it that the program defines."""
+
+    cases: tuple[str, ...]
+    names: tuple[str, ...]
+    kind: str = "pieces"
+
+
+Tests: TypeAlias = Scripts | Calls | Pieces
+
+
+class Code:
+    """Pays 1 if the last python block of the reply passes all tests. Settings: config.schema.CodeVerifier."""
+
+    def __init__(self, settings: schema.CodeVerifier) -> None:
+        """Raises TaskError if isolation is strict and something that it needs is not to be had here."""
+        self.column, self.workers = settings.tests, settings.workers
+        limits = Limits(settings.cpu_seconds, settings.memory_mib << 20, settings.file_mib << 20, settings.threads)
+        load = {
+            "kind": "code",
+            "limits": asdict(limits),
+            "strict": settings.isolation == "strict",
+            "wall_seconds": settings.wall_seconds,
+            "output_bytes": settings.output_kib << 10,
+            "tolerance": settings.tolerance,
+        }
+        work = Work(load, WHERE, settings.wall_seconds + SLACK_SECONDS, own_code=True)
+        self.pool = WorkerPool(work, settings.workers)
+        outcome = self.pool.call(None)
+        if not isinstance(outcome, Answered):
+            raise TaskError(f"a worker does not start: {outcome.error}", where=WHERE, fix="see above what it printed")
+        self.missing = tuple(outcome.value["missing"])
+        """What the isolation in force lacks, with the reasons."""
+        lines = f"programs run in a sandbox: {', '.join(outcome.value['in_force'])}"
+        lacks = f"; warning: not isolated in full: {'; '.join(self.missing)}" if self.missing else ""
+        self.notes = (lines + lacks,)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        try:
+            tests = read_tests(prompt.data.get(self.column), prompt.data.get("entry_point"))
+        except ValueError as error:
+            return unscored(f"the tests of {shown(prompt.id)} (column {self.column}): {error}")
+        answer = find_code(reply)
+        if answer.text is None:
+            return _grade(answer, 0, 1, "")
+        call = {"code": answer.text.encode("utf-8", "replace").decode(), "tests": asdict(tests)}
+        outcome = self.pool.call(call)
+        match outcome:
+            case Answered(result):
+                return _grade(answer, result["passed"], result["total"], result["limit"])
+            case Failed() | Exceeded() | Died():
+                return unscored(f"the sandbox failed: {outcome.error}")
+            case _:
+                assert_never(outcome)
+
+
+def _grade(answer: Answer, passed: int, total: int, limit: str) -> Grade:
+    correct = float(passed == total)
+    metrics = {
+        "correct": correct,
+        "has_answer": float(bool(answer.text)),
+        "tests_passed": passed / total,
+        "hit_limit": float(bool(limit)),
+    }
+    return Grade(correct, metrics, None if answer.text is None else shown(answer.text), answer.method)
+
+
+def find_code(reply: str) -> Answer:
+    """The last closed ```python (py, python3, or unnamed) block of the reply's final part. Linear."""
+    start, end = final_span(reply)
+    start = max(start, end - REGION)
+    found: Answer = Answer(None, "none")
+    opened, position, language = -1, start, ""
+    for line in reply[start:end].splitlines(keepends=True):
+        stripped = line.strip()
+        if stripped.startswith(_FENCE):
+            if opened < 0:
+                language, opened = stripped[len(_FENCE) :].strip().lower(), position + len(line)
+            elif stripped == _FENCE:
+                if language in _PYTHON:
+                    in_final = opened >= (1 - FINAL_SHARE) * len(reply)
+                    found = Answer(reply[opened:position], "code_block", in_final)
+                opened = -1
+        position += len(line)
+    return found
+
+
+def read_tests(value: object, entry_point: object = None) -> Tests:
+    """A row's tests, in any of the forms of docs/verifiers.md. Raises ValueError, saying what is wrong, for anything else.
+
+    Example: read_tests(["assert add(1, 2) == 3"]) is Pieces(("assert add(1, 2) == 3",), ("add",))
+    """
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"they look like JSON and are not: {error}") from error
+    match value:
+        case str():
+            return _pieces([value], entry_point)
+        case {"inputs": list() as inputs, "outputs": list() as outputs} if len(inputs) == len(outputs):
+            function = value.get("fn_name")
+            if function:
+                return _calls([{"function": function, "args": i, "expected": o} for i, o in zip(inputs, outputs, strict=True)])
+            return _scripts([{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)])
+        case list() | tuple() if value and all(isinstance(item, str) for item in value):
+            return _pieces(list(value), entry_point)
+        case list() | tuple() if value and all(isinstance(item, Mapping) for item in value):
+            return _scripts(value) if "output" in value[0] else _calls(value)
+    raise ValueError("there are none, or they are in no form that is known")
+
+
+def _scripts(cases: Sequence[Mapping[str, Any]]) -> Scripts:
+    for case in cases:
+        if not (isinstance(case.get("input"), str) and isinstance(case.get("output"), str)):
+            raise ValueError(f"a test needs input and output as text, not {dict(case)!r}"[:300])
+    return Scripts(tuple({"input": case["input"], "output": case["output"]} for case in cases))
+
+
+def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
+    for case in cases:
+        if not (isinstance(case.get("function"), str) and isinstance(case.get("args", []), list) and "expected" in case):
+            raise ValueError(f"a test needs function, args as a list, and expected, not {dict(case)!r}"[:300])
+    return Calls(
+        tuple(
+            {key: case.get(key, default) for key, default in (("function", ""), ("args", []), ("kwargs", {}), ("expected", None))}
+            for case in cases
+        )
+    )
+
+
+def _pieces(pieces: list[str], entry_point: object) -> Pieces:
+    try:
+        trees = [ast.parse(piece) for piece in pieces]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"they are not Python: {error}") from error
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    if not any(isinstance(node, ast.Assert | ast.Raise) for node in nodes):
+        raise ValueError("they assert nothing, so any program would pass")
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name}
+    bound |= {a.asname or a.name.partition(".")[0] for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+    read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    if isinstance(entry_point, str) and "check" in bound and "check" not in read:  # the form of HumanEval
+        pieces, read = [*pieces, f"check({entry_point})"], [*read, entry_point]
+    names = tuple(dict.fromkeys(name for name in read if name not in bound and not hasattr(builtins, name)))
+    if not names:
+        raise ValueError("they use nothing that the program defines, so any program would pass")
+    return Pieces(tuple(pieces), names)

@@ -1,0 +1,66 @@
+"""Several verifiers together, such that no wrong reply is paid more than a right one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import Verifier, notes_of, shown, unscored, workers_of
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedPart:
+    """A verifier with its name and its share of the reward."""
+
+    name: str
+    verifier: Verifier
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """Settings: config.schema.CompositeVerifier, which also says what holds for any parts and weights:
+
+    - a reply that one part cannot score is unscored;
+    - rewards are in [0, 1], and 1 exactly if every part pays 1;
+    - a reply that is wrong by the first part is paid less than any that is right by it (weights: the first exceeds the rest);
+    - a part that pays more never lowers the reward.
+    """
+
+    parts: Sequence[WeightedPart]
+    combine: Literal["all", "weighted"]
+
+    @property
+    def workers(self) -> int:
+        """Any part that grades in this process makes no use of them, and does no harm: it is pure."""
+        return max(workers_of(part.verifier) for part in self.parts)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for part in self.parts for note in notes_of(part.verifier))
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        grades: list[tuple[WeightedPart, Grade, float]] = []
+        for part in self.parts:
+            grade = part.verifier.grade(prompt, reply)
+            if grade.reward is None:
+                return unscored(f"part {part.name}: {grade.error}")
+            if self.combine == "weighted" and not 0 <= grade.reward <= 1:
+                return unscored(f"part {part.name} paid {grade.reward:g} to {shown(prompt.id)}, which is not in [0, 1]")
+            grades.append((part, grade, grade.reward))
+        first = grades[0][1]
+        right = first.metrics.get("correct", float(grades[0][2] >= 1)) >= 1
+        reward, correct = self._reward([paid for _, _, paid in grades], right)
+        metrics = {name: value for name, value in first.metrics.items() if name != "correct"}
+        metrics |= {f"part_{part.name}": paid for part, _, paid in grades}
+        return Grade(reward, {"correct": float(correct), **metrics}, first.extracted, first.method)
+
+    def _reward(self, paid: Sequence[float], right: bool) -> tuple[float, bool]:
+        if self.combine == "all":
+            every = all(reward >= 1 for reward in paid)
+            return float(every), every
+        weights = [part.weight for part in self.parts]
+        total = weights[0] * right + sum(w * r for w, r in zip(weights[1:], paid[1:], strict=True))
+        return total / sum(weights), right

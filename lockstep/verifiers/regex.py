@@ -1,0 +1,82 @@
+"""Answers found by a pattern, and references that are patterns; in RE2, whose time is linear in the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.errors import TaskError
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import shown, unscored, verdict
+from lockstep.verifiers.extract import FINAL_SHARE, REGION, Answer, final_span, read_answer
+from lockstep.verifiers.normalise import close, normalise_text, parse_number
+
+TOLERANCE = 1e-6
+MAX_MEMORY = 8 << 20
+"""Bytes that RE2 may use for one pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """Pays 1 if what the pattern finds is the reference, or if the answer is what the reference's pattern says."""
+
+    pattern: Any
+    """Compiled by RE2; None if the reference is the pattern."""
+    compare: Literal["text", "number"]
+    shown_as: str
+    """A right reply, with ANSWER in the place of the answer."""
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        if self.pattern is None:
+            return self._match_reference(prompt, reply)
+        answer = self.find(reply)
+        if self.compare == "number":
+            number = parse_number(prompt.answer)
+            if number is None:
+                return unscored(f"the reference answer of {shown(prompt.id)} is not a number: {shown(prompt.answer)!r}")
+            value = None if answer.text is None else parse_number(answer.text)
+            return verdict(answer, value is not None and close(value, number, TOLERANCE))
+        text = normalise_text(prompt.answer)
+        if not text:
+            return unscored(f"the reference answer of {shown(prompt.id)} is empty")
+        return verdict(answer, answer.text is not None and normalise_text(answer.text) == text)
+
+    def find(self, reply: str) -> Answer:
+        """The last match in the last 4096 characters of the reply's final part: its group if there is one, else all of it."""
+        start, end = final_span(reply)
+        start = max(start, end - REGION)
+        last = None
+        for match in self.pattern.finditer(_storable(reply[start:end])):
+            last = match
+        found = last.group(self.pattern.groups) if last is not None else None
+        if last is None or found is None:
+            return Answer(None, "none")
+        return Answer(found.strip(), "pattern", start + last.start() >= (1 - FINAL_SHARE) * len(reply))
+
+    def _match_reference(self, prompt: Prompt, reply: str) -> Grade:
+        try:
+            pattern = compile_pattern(prompt.answer, f"the reference answer of {shown(prompt.id)}")
+        except TaskError as error:
+            return unscored(f"{error.where} is no pattern: {error.what}")
+        answer = read_answer(reply, "last_line")
+        matches = bool(answer.text) and pattern.fullmatch(_storable(answer.text or "")) is not None
+        return verdict(answer, matches)
+
+
+def compile_pattern(pattern: str, where: str) -> Any:
+    """The pattern, compiled by RE2. Raises TaskError if it is none."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_MEMORY
+    try:
+        return re2.compile(_storable(pattern), options)
+    except re2.error as error:
+        reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
+        raise TaskError(reason, where=where, fix="use RE2 syntax: no backreferences, no lookaround") from error
+
+
+def _storable(text: str) -> str:
+    """Without lone surrogates, which UTF-8 does not have."""
+    return text.encode("utf-8", "replace").decode("utf-8")

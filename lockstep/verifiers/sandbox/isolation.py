@@ -1,0 +1,229 @@
+"""What a process gives up before it runs a program that nobody trusts: Linux namespaces, a root of its own, user, limits.
+
+Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that nobody else has;
+any other user makes a user namespace first. Everything here is called in bare processes with one thread (see zygote.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.verifiers.sandbox import seccomp
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_KEPT = {8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+"""Flags that a mount may be locked with, as statvfs gives them, and as mount takes them."""
+_DETACH = 2
+_PDEATHSIG, _NO_NEW_PRIVS = 1, 38
+_PIVOT_ROOT, _CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(platform.machine(), (-1, -1))
+_FIRST_UID = 1_700_000_000
+"""User numbers from here on belong to nobody; a sandbox takes this plus its process number."""
+USERS, FILES, NETWORK, PROCESSES = "own user", "own file system", "no network", "own process table"
+"""What enter may put in force."""
+WORK = "/tmp"
+"""The program's folder: memory that goes with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program."""
+
+    cpu_seconds: int
+    memory: int
+    """Bytes beyond what its process has at the start."""
+    file_bytes: int
+    """Of one file, and of all files together."""
+    threads: int
+    files: int = 64
+    """Open at once."""
+
+
+def call(name: str, *arguments: object) -> None:
+    """A function of libc that returns 0. Raises OSError."""
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def syscall(number: int, *arguments: object) -> None:
+    """Raises OSError."""
+    if number < 0 or _libc.syscall(ctypes.c_long(number), *arguments) != 0:
+        code = ctypes.get_errno() or errno.ENOSYS
+        raise OSError(code, f"system call {number}: {os.strerror(code)}")
+
+
+def enter(apart: bool) -> tuple[list[str], list[str]]:
+    """Leave the machine behind, for this process and what it forks. What is in force now, and what is missing and why.
+
+    With `apart` = False nothing is tried.
+    """
+    measures = [
+        (_users, USERS),
+        (_files, FILES),
+        (_network, NETWORK),
+        (_processes, PROCESSES),
+    ]
+    done, missing = [], []
+    for measure, name in measures:
+        try:
+            if not apart:
+                raise OSError(errno.ENOTSUP, "switched off")
+            measure()
+            done.append(name)
+        except OSError as error:
+            missing.append(f"{name}: {error.strerror}")
+    return done, missing
+
+
+def _users() -> None:
+    if os.geteuid() == 0:
+        return  # each program changes its user
+    uid, gid = os.geteuid(), os.getegid()
+    call("unshare", _NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def _network() -> None:
+    call("unshare", _NEWNET | _NEWIPC | _NEWUTS)
+
+
+def _processes() -> None:
+    """Try it in a copy of this process: each program's is made later."""
+    child = os.fork()
+    if child == 0:
+        os._exit(_libc.unshare(_NEWPID | _NEWNS) and ctypes.get_errno())
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise OSError(status, os.strerror(status))
+
+
+def _files() -> None:
+    """A root that holds the Python library and what it links to, read-only, and a few devices; no /proc, no /sys, no /etc."""
+    call("unshare", _NEWNS)
+    call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
+    shown = _shown()
+    base = next(place for place in ("/mnt", "/media", "/srv", "/tmp", "/run") if _free(place, shown))
+    call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
+    for path in shown:
+        _show(path, base)
+    for device in ("/dev/null", "/dev/urandom"):
+        _show(device, base)
+    for folder in (WORK, "/old"):
+        Path(base + folder).mkdir(exist_ok=True)
+    os.chdir(base)
+    syscall(_PIVOT_ROOT, b".", b"old")
+    os.chdir("/")
+    call("umount2", b"/old", _DETACH)
+    Path("/old").rmdir()
+    call("mount", b"none", b"/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV, None)
+
+
+def _shown() -> list[str]:
+    """Folders that Python needs; what lies in another one is left out."""
+    libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+    found = [*libraries, f"{sys.base_prefix}/lib", *(path for path in sys.path if path)]
+    real = sorted({path for path in found if Path(path).is_dir()}, key=len)
+    return [p for i, p in enumerate(real) if not any(p.startswith(q + "/") for q in real[:i])]
+
+
+def _free(place: str, shown: Sequence[str]) -> bool:
+    return Path(place).is_dir() and not any(path.startswith((place + "/", place)) for path in shown)
+
+
+def _show(path: str, base: str) -> None:
+    source, target = Path(path), Path(base + path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
+        return
+    if source.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    call("mount", path.encode(), str(target).encode(), None, _BIND | _REC, None)
+    if source.is_dir():
+        flags = os.statvfs(target).f_flag
+        kept = sum(flag for seen, flag in _KEPT.items() if flags & seen)
+        call("mount", b"none", str(target).encode(), None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept, None)
+
+
+def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
+    """In the program's parent: the next process that it forks is the first of a PID namespace, with an empty folder of its own.
+
+    As far as `in_force` (of enter) allows; whether there is such a folder.
+    """
+    files = FILES in in_force
+    call("unshare", (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0))
+    if files:
+        size = f"size={limits.file_bytes},nr_inodes=1024,mode=1777"
+        call("mount", b"tmpfs", WORK.encode(), b"tmpfs", _NOSUID | _NODEV, size.encode())
+    return files
+
+
+def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, keep: Sequence[int]) -> None:
+    """In the program's process: everything that it does not need. Raises OSError.
+
+    `memory`: bytes that its process has at the start; `uid`: the user to become (root alone can); `filter`: of system calls; `keep`: descriptors that stay open beside 0 to 2.
+    """
+    os.setsid()
+    first = 3
+    for descriptor in sorted(keep):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.umask(0o077)
+    os.environ.clear()
+    _limit(limits, memory)
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _CAPSET >= 0:
+        header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
+        syscall(_CAPSET, header, ctypes.create_string_buffer(24))
+    if filter is not None:
+        seccomp.install(_libc, filter)
+    else:
+        call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def own_uid() -> int | None:
+    """A user number of this process's alone, if it is root."""
+    return _FIRST_UID + os.getpid() if os.geteuid() == 0 else None
+
+
+def held() -> int:
+    """Bytes of address space of this process."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _limit(limits: Limits, memory: int) -> None:
+    for what, most in (
+        (resource.RLIMIT_CPU, limits.cpu_seconds),
+        (resource.RLIMIT_AS, memory + limits.memory),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, limits.files),
+        (resource.RLIMIT_NPROC, limits.threads + 1),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))

@@ -1,0 +1,137 @@
+"""The verifier `json`: a JSON value that fits a schema, and equals the reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, assert_never
+
+from lockstep.errors import TaskError
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import shown, unscored, verdict
+from lockstep.verifiers.extract import FINAL_SHARE, MAX_DEPTH, Answer, final_span
+from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+
+if TYPE_CHECKING:
+    from lockstep.config import schema
+
+REGION = 65_536
+"""A value is only looked for in this many characters at the end of the reply."""
+WALL_SECONDS = 30.0
+MEMORY = 512 << 20
+_FENCE, _JSON_FENCE = "```", "```json"
+
+
+class StructuredJson:
+    """Pays 1 if the reply's value fits the schema and (with `equal`) is the reference. Settings: config.schema.JsonVerifier."""
+
+    def __init__(self, settings: schema.JsonVerifier) -> None:
+        """Raises TaskError if the schema is no JSON Schema."""
+        self.equal = settings.equal
+        self.pool: WorkerPool | None = None
+        self.workers = 0
+        if settings.json_schema:
+            load = {"kind": "json", "schema": settings.json_schema}
+            wall = WALL_SECONDS + 4 * settings.cpu_seconds
+            work = Work(load, "verifier json", wall, cpu_seconds=settings.cpu_seconds, memory=MEMORY)
+            self.pool = WorkerPool(work, settings.workers)
+            self.workers = settings.workers
+            self.pool.start()
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        answer = find_json(reply)
+        try:
+            reference = read_json(prompt.answer) if self.equal else None
+        except ValueError as error:
+            return unscored(f"the reference answer of {shown(prompt.id)} is not JSON: {error}")
+        try:
+            value = read_json(answer.text or "")
+        except ValueError:
+            return verdict(answer, False)
+        if self.equal and not same(value, reference):
+            return verdict(answer, False)
+        if self.pool is None:
+            return verdict(answer, True)
+        outcome = self.pool.call(value)
+        match outcome:
+            case Answered(fits):
+                return verdict(answer, fits is True)
+            case Exceeded(limit="time") | Died():
+                return unscored(f"the validation was held up: {outcome.error}")
+            case Exceeded() | Failed():
+                return verdict(answer, False)
+            case _:
+                assert_never(outcome)
+
+
+def find_json(reply: str) -> Answer:
+    """The last closed ```json block of the reply's final part, else all of that part. Linear."""
+    start, end = final_span(reply)
+    start = max(start, end - REGION)
+    text = reply[start:end]
+    opened = text.rfind(_JSON_FENCE)
+    closed = text.find(_FENCE, opened + len(_JSON_FENCE)) if opened >= 0 else -1
+    if closed >= 0:
+        in_final = start + opened >= (1 - FINAL_SHARE) * len(reply)
+        return Answer(text[opened + len(_JSON_FENCE) : closed].strip(), "json_block", in_final)
+    whole = text.strip()
+    return Answer(whole, "whole") if whole else Answer(None, "none")
+
+
+def read_json(text: str) -> Any:
+    """A JSON value. Raises ValueError for anything else, and for NaN, infinities, repeated keys, and nesting deeper than 64."""
+    if _depth(text) > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are the same number, true is no number."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest outside strings."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif in_string:
+            escaped, in_string = char == "\\", char != '"'
+        elif char == '"':
+            in_string = True
+        elif char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def check_schema(wanted: dict[str, Any]) -> None:
+    """Raises TaskError unless this is a JSON Schema."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    try:
+        validator_for(wanted).check_schema(wanted)
+    except SchemaError as error:
+        raise TaskError(
+            f"it is no JSON Schema: {error.message}", where="verifier json, json_schema", fix="correct it"
+        ) from error

@@ -1,0 +1,267 @@
+"""A process that does one kind of work, call by call, within limits: python -m lockstep.verifiers.worker.
+
+It reads lines of JSON from its standard input and answers each with one line (see wire.py). The first line says what to load.
+What it prints goes to standard error. It is never trusted to end by itself: its owner (pool.py) kills it, the kernel ends a
+call that takes too much processor time, and a thread ends it when its owner is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from lockstep.errors import LockstepError
+from lockstep.user_code import describe
+from lockstep.verifiers import wire
+
+Handler = Callable[[Any], object]
+
+GROWTH = 256 * 2**20
+"""A process that holds so much more than after loading is replaced: a call's memory is not charged to a later one."""
+STARTS_PROCESSES = (
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.exec",
+    "os.system",
+    "subprocess.Popen",
+    "pty.spawn",
+)
+
+
+class StartsProcessError(Exception):
+    """The work tried to start a process."""
+
+
+class Guard:
+    """Refuses new processes while a call runs, and remembers that one was tried."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.tried = ""
+        self._had_child = _has_child()
+        """The user's file may start helpers of its own when it is loaded."""
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, _: tuple[object, ...]) -> None:
+        if self.active and event in STARTS_PROCESSES:
+            self.tried = event
+            raise StartsProcessError(f"it tried to start a process ({event}), which is not allowed here")
+
+    def child(self) -> str:
+        """What tells that a call left a child behind, however it came to be; "" if it has not."""
+        return "" if self._had_child or not _has_child() else "it left one behind"
+
+
+def _has_child() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve calls until standard input ends, or with the argument `template`, make copies that do."""
+    if sys.argv[1:] == ["template"]:
+        _template(socket.socket(fileno=os.dup(0)))
+        return
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)  # what the work prints must not mix with the answers
+    threading.Thread(target=_end_with_owner, args=(requests.fileno(), os.getppid()), daemon=True).start()
+    settings = wire.loads(requests.readline())
+    try:
+        handler, path = _load(settings["load"])
+    except LockstepError as error:
+        _send(answers, _refusal(error))
+        return
+    _send(answers, {"ready": os.getpid()})
+    serve(handler, path, settings["cpu_seconds"], settings["memory"], requests, answers)
+
+
+def _template(control: socket.socket) -> None:
+    """Load once, then make a copy for each two descriptors that arrive, and say how copies ended. Has one thread: it forks."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    lines = control.makefile("wb")
+    first = b""
+    while not first.endswith(b"\n"):
+        data = control.recv(1 << 16)
+        if not data:
+            return
+        first += data
+    settings = wire.loads(first)
+    try:
+        handler, path = _load(settings["load"])
+    except LockstepError as error:
+        _send(lines, _refusal(error))
+        return
+    _send(lines, {"ready": os.getpid()})
+    gc.freeze()  # what is loaded stays shared with the copies
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 2)
+        if not data:
+            return
+        message = wire.loads(data)
+        if message["op"] == "status":
+            _send(lines, {"status": _status(message["pid"], message["seconds"])})
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _send(lines, {"error": str(error)})
+            pid = -1
+        if pid == 0:
+            control.close()
+            _copy(handler, path, settings, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid > 0:
+            _send(lines, {"pid": pid})
+
+
+def _copy(handler: Handler, path: Path | None, settings: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Serve one owner's calls in a copy of the template, then end without running anything of the template's."""
+    try:
+        os.setsid()
+        requests, answers = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
+        threading.Thread(target=_end_with_owner, args=(descriptors[0], os.getppid()), daemon=True).start()
+        _send(answers, {"ready": os.getpid()})
+        serve(handler, path, settings["cpu_seconds"], settings["memory"], requests, answers)
+    finally:
+        os._exit(0)
+
+
+def _status(pid: int, seconds: float) -> int | None:
+    """How a copy ended, as in subprocess; None if it has not after `seconds`, or is none of this process's."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.001)
+
+
+def _refusal(error: LockstepError) -> dict[str, Any]:
+    return {"refused": [error.what, error.where, error.fix]}
+
+
+def serve(
+    handler: Handler,
+    path: Path | None,
+    cpu_seconds: float | None,
+    memory: int | None,
+    requests: BinaryIO,
+    answers: BinaryIO,
+) -> None:
+    """Answer each request. `cpu_seconds` and `memory` (bytes beyond what is held now) are the limits of one call."""
+    base, guard, process = _held(), Guard(), os.getpid()
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (base + memory, base + memory))
+    for line in requests:
+        request = wire.loads(line)
+        _limit_cpu(cpu_seconds)
+        guard.active, guard.tried, start = True, "", time.perf_counter()
+        answer: dict[str, Any]
+        try:
+            answer = {"ok": handler(request["call"])}
+        except MemoryError as error:
+            answer = {"limit": "memory", "error": describe(error, path)}
+        except (Exception, SystemExit) as error:
+            answer = {"error": describe(error, path)}
+        guard.active = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if os.getpid() != process:
+            os._exit(0)  # a copy of this process, made by the work: it has no owner
+        if forked := guard.tried or guard.child():
+            answer = {"error": answer.get("error") or f"it started a process ({forked})"}
+        done = bool(forked) or "limit" in answer or _held() - base > GROWTH
+        _send(answers, answer | {"id": request["id"], "last": done, "seconds": time.perf_counter() - start})
+        if done:
+            os._exit(0)
+
+
+def _load(work: dict[str, Any]) -> tuple[Handler, Path | None]:
+    """What answers calls, and the user's file that it came from. Imports stay here: each process loads only what it needs."""
+    match work["kind"]:
+        case "math":
+            from lockstep.verifiers import symbolic
+
+            return symbolic.load(), None
+        case "json":
+            from lockstep.verifiers import json_worker
+
+            return json_worker.load(work["schema"]), None
+        case "python":
+            from lockstep.verifiers import python
+
+            return python.load_in_worker(work["path"]), Path(work["path"].rpartition(":")[0]).expanduser()
+        case "code":
+            from lockstep.verifiers import code_worker
+
+            return code_worker.load(work), None
+        case "reasoning_gym":
+            from lockstep.verifiers import gym_worker
+
+            return gym_worker.load(), None
+        case kind:
+            raise LockstepError(f"a worker cannot do {kind!r}")
+
+
+def _limit_cpu(seconds: float | None) -> None:
+    """End this process when it has used so much more processor time: by a signal that nothing here handles."""
+    if seconds is None:
+        return
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    whole = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1  # in case the work stops the timer
+    resource.setrlimit(resource.RLIMIT_CPU, (whole, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _held() -> int:
+    """Bytes of address space of this process."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _end_with_owner(requests: int, owner: int) -> None:
+    poll = select.poll()
+    poll.register(requests, 0)  # the other end closing is always reported
+    while not poll.poll(1000) and os.getppid() == owner:
+        pass
+    if os.getpgrp() == os.getpid():  # as its owner starts it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
+    try:
+        line = wire.dumps(answer)
+    except (TypeError, MemoryError) as error:
+        line = wire.dumps({"id": answer.get("id"), "last": True, "error": f"its result cannot be sent: {error}"})
+    answers.write(line)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.evaluate.records import score_path, write_score
+from tests.evaluate.scores import score
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["audit", "parser", *map(str, args)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_score(score_path(tmp_path, 0, "greedy"), score([False] * 80))
+    write_score(score_path(tmp_path, 20, "greedy"), score([True] * 20 + [False] * 60, step=20))
+    write_score(score_path(tmp_path, 20, "sampled"), score([False] * 3, step=20, mode="sampled(T=1)"))
+    return tmp_path
+
+
+def test_the_last_greedy_score_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, folder)
+    assert code == 0
+    lines = out.splitlines()
+    assert "greedy of sums/id_probe/numeric: pass@1 25.0 %" in lines[0]
+    assert lines[1] == "60 of 80 scored replies are wrong; 0 of those were cut off"
+    assert "50 of 60 wrong replies:" in lines
+    assert sum("read nothing by its own way" in line for line in lines) == 50
+
+
+def test_a_step_a_mode_and_a_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "80 of 80 scored" in said(capsys, f"{folder}@0", "-n", "5")[1]
+    assert "3 of 3 wrong replies:" in said(capsys, folder, "--mode", "sampled")[1]
+    code, _, err = said(capsys, folder, "--mode", "pass")
+    assert (code, "there are greedy, sampled(T=1)" in err) == (7, True)
+    assert said(capsys, folder, "-n", "0")[0] == 7
+    assert said(capsys, folder / "nothing")[0] == 7

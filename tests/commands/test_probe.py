@@ -1,0 +1,80 @@
+"""`lockstep probe` with a real tiny model: what it measures, stores and advises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.evaluate.records import read_score
+from tests.loops.runs import words
+
+GOOD = '''
+from lockstep.types import Grade
+
+def grade(prompt, reply):
+    """Every reply has its box; right for one byte sum in three."""
+    right = sum(reply.encode("utf-8", "surrogatepass")) % 3 == 0
+    return Grade(float(right), {"correct": float(right), "boxed": 1.0}, reply, "boxed")
+
+def unboxed(prompt, reply):
+    return Grade(0.0, {"correct": 0.0, "boxed": 0.0}, None, "none")
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_model_dir: Path) -> list[str]:
+    (tmp_path / "own.py").write_text(GOOD)
+    return words(tmp_path, tiny_model_dir, f"task.verifier.path={tmp_path}/own.py:grade")
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["probe", *map(str, args)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_format_goes_or_does_not(
+    recipe: list[str], tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said(capsys, "format", tiny_model_dir, "--items", "8", "--recipe", *recipe)
+    assert code == 0
+    assert "boxed: 8 of 8 replies, 100.0% [67.6%, 100.0%]" in out
+    assert "go by the rule (at least 95%), but 8 replies cannot tell" in out
+    wrong = [*recipe, f"task.verifier.path={tmp_path}/own.py:unboxed"]
+    code, out, err = said(capsys, "format", tiny_model_dir, "--items", "8", "--recipe", *wrong)
+    assert code == 7
+    assert "no-go: the rate is below 95%" in out
+    assert "boxed in 0.0% of replies, below 95 %" in err
+
+
+def test_headroom_draws_groups_as_training_would(
+    recipe: list[str], tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said(
+        capsys, "headroom", tiny_model_dir, "--items", "6", "--max-tokens", "3", "--out", tmp_path / "out", "--recipe", *recipe
+    )  # fmt: skip
+    assert code == 0
+    (path,) = (tmp_path / "out").iterdir()
+    score = read_score(path)
+    assert (score.samples, score.items, score.conditions.max_tokens) == (8, 6, 3)
+    assert score.conditions.task.startswith("sums/train/")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("pass@")] == [
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "pass@8",
+    ]
+    assert "mixed groups: " in out
+    assert "advice: " in out
+
+
+def test_mistakes_end_with_their_code(
+    recipe: list[str], tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "headroom", tiny_model_dir, "--samples", "1", "--recipe", *recipe)[0] == 2
+    assert said(capsys, "format", tiny_model_dir, tiny_model_dir.parent, "--recipe", *recipe)[0] == 2
+    assert said(capsys, "format", tiny_model_dir)[0] == 2
+    assert said(capsys, "taste", tiny_model_dir)[0] == 2

@@ -1,0 +1,126 @@
+"""A hub on this machine that serves data sets from folders, as much of the protocol as a download needs.
+
+huggingface_hub reads its environment when it is imported, so what asks it runs in a process of its own (`ask`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+HERE: tuple[list[str], ...] = ([], ["revision", "main"], ["revision", "v1"], ["revision", COMMIT])
+
+
+@dataclass
+class Hub:
+    """Every folder org/name below `folder` is a data set; org/gated is listed but not readable."""
+
+    folder: Path
+    url: str = ""
+    fetched: list[str] = field(default_factory=list)
+
+
+def handler_for(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self) -> None:
+            parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+            match parts:
+                case ["datasets", "org", "gated", "resolve", *_]:
+                    self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
+                case ["api", "datasets", org, name, *at] if self.known(org, name) and at in HERE:
+                    siblings = [{"rfilename": file} for file in self.files(org, name)]
+                    body = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": siblings, "private": False}
+                    self.reply(200, json.dumps(body).encode())
+                case ["api", "datasets", org, name, "revision", _] if self.known(org, name):
+                    self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                case ["api", "datasets", org, name, "tree", *_] if self.known(org, name):
+                    self.reply(
+                        200, json.dumps([self.entry(org, name, file) for file in self.files(org, name)]).encode()
+                    )
+                case ["datasets", org, name, "resolve", _, *path] if self.known(org, name) and "/".join(
+                    path
+                ) in self.files(org, name):
+                    file = "/".join(path)
+                    hub.fetched += [file] if self.command == "GET" else []
+                    content = (hub.folder / org / name / file).read_bytes()
+                    self.reply(200, content, {"ETag": f'"{blob(content)}"', "X-Repo-Commit": COMMIT})
+                case _:
+                    self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+        def known(self, org: str, name: str) -> bool:
+            return (hub.folder / org / name).is_dir()
+
+        def files(self, org: str, name: str) -> list[str]:
+            root = hub.folder / org / name
+            return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+        def entry(self, org: str, name: str, file: str) -> dict[str, object]:
+            content = (hub.folder / org / name / file).read_bytes()
+            return {"type": "file", "path": file, "size": len(content), "oid": blob(content)}
+
+        def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+    return Handler
+
+
+def blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Hub]:
+    hub = Hub(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(hub))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def run(hub_url: str, home: Path, *words: str, offline: bool = False, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of `lockstep` with this hub."""
+    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=cwd,
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -1,0 +1,261 @@
+"""An export is the model that trained, as plain readers see it; a wrong one is refused and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lockstep.export.export as module
+from lockstep.errors import ConfigError, ExportError
+from lockstep.export import check
+from lockstep.export.export import Exported, export, refuse_guess
+from lockstep.export.verify import EXACT, in_fresh_process
+from lockstep.learner.merge import merged_weights
+from lockstep.loops.target import find_target
+from lockstep.track.rundir import RunDirectory
+from tests.loops import sft_runs
+from tests.loops.runs import LORA, NO_EVAL, trained
+from tests.tiny import write_tiny_model
+
+SHORT = ("steps=2", "save.keep_last=2")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    (home / "model").mkdir()
+    write_tiny_model(home / "model")
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def untied(home: Path) -> Path:
+    (home / "untied").mkdir()
+    write_tiny_model(home / "untied", tied=False)
+    return home / "untied"
+
+
+@pytest.fixture(scope="module")
+def lora(home: Path, model: Path) -> RunDirectory:
+    return trained(home, model, *LORA, *SHORT, "name=lora")
+
+
+@pytest.fixture(scope="module")
+def full(home: Path, untied: Path) -> RunDirectory:
+    return trained(home, untied, *SHORT, NO_EVAL, "name=full")
+
+
+@pytest.fixture(scope="module")
+def narrow(home: Path, model: Path) -> RunDirectory:
+    return trained(home, model, *LORA, *SHORT, NO_EVAL, "name=narrow", "model.dtype=bf16", "optimizer.lr=0.05")
+
+
+def exported(run: RunDirectory, out: Path, *, step: int = 2, adapter: bool = False, shard: int = 10**9) -> Exported:
+    target = find_target(str(run.path), step=step)
+    return export(target, out, adapter=adapter, shard_bytes=shard, check=check.answer)
+
+
+def test_a_merged_run_in_a_fresh_process(lora: RunDirectory, model: Path, tmp_path: Path) -> None:
+    done = export(find_target(str(lora.path), step=2), tmp_path / "out", check=in_fresh_process)
+    verified = done.verified
+    assert verified.trained.max <= EXACT
+    assert verified.base.mean > 1e-3
+    assert not verified.equals_base
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    assert (verified.parameters, verified.tied) == (sum(p.numel() for p in plain.parameters()), True)
+    own, base = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", model))
+    assert {**base, "dtype": "float32"} == own
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_card_has_scores_numerics_lineage_and_formula(lora: RunDirectory, tmp_path: Path) -> None:
+    exported(lora, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    info = find_target(str(lora.path), step=2).checkpoint
+    assert info is not None
+    assert f"weights {info.meta['fingerprint']}" in card
+    assert "LoRA rank 4" in card
+    assert "fp32 (training); the files hold float32" in card
+    assert "| base | this model |" in card
+    assert card.count("| greedy |") == 1
+    assert lora.manifest()["formula"] in card
+    record = json.loads((tmp_path / "out" / "lockstep_export.json").read_text())
+    assert record["source"]["step"] == 2
+    assert record["verified"]["trained"]["max"] <= EXACT
+
+
+def test_an_adapter_for_peft(lora: RunDirectory, model: Path, tmp_path: Path) -> None:
+    done = export(find_target(str(lora.path), step=2), tmp_path / "out", adapter=True, check=in_fresh_process)
+    assert done.verified.trained.max <= EXACT
+    assert done.verified.base.mean > 1e-3
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_shards_by_size(full: RunDirectory, tmp_path: Path) -> None:
+    exported(full, tmp_path / "out", shard=200_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert all((tmp_path / "out" / name).stat().st_size < 205_000 for name in files)
+
+
+def test_a_rounded_merge_is_judged_by_measured_noise(narrow: RunDirectory, tmp_path: Path) -> None:
+    done = exported(narrow, tmp_path / "out")
+    verified = done.verified
+    assert done.dtype == "bfloat16"
+    assert EXACT < verified.tolerance.mean < 0.1
+    assert 0 < verified.trained.mean <= verified.tolerance.mean
+    assert verified.base.mean > 3 * verified.tolerance.mean
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_untrained_weights_equal_the_base(lora: RunDirectory, tmp_path: Path) -> None:
+    done = exported(lora, tmp_path / "out", step=0)
+    assert done.verified.equals_base
+    assert "EQUALS THE BASE" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_sft_and_its_heir(home: Path, model: Path, tmp_path: Path) -> None:
+    """Adapters over a base that another run trained are merged into that base; the card names both."""
+    first = sft_runs.trained(home, model, "name=sft", "eval.enabled=false")
+    heir = trained(home, model, *LORA, *SHORT, NO_EVAL, "name=heir", f"warm_start={first.path}")
+    exported(first, tmp_path / "sft", step=4)
+    exported(heir, tmp_path / "heir")
+    assert "loop sft" in (tmp_path / "sft" / "README.md").read_text()
+    assert f"**Started from**: {first.path}" in (tmp_path / "heir" / "README.md").read_text()
+    with pytest.raises(ConfigError, match="no published model"):
+        exported(heir, tmp_path / "adapter", adapter=True)
+
+
+def test_a_step_is_never_guessed(lora: RunDirectory, home: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="has 2 checkpoints: steps 1, 2"):
+        refuse_guess(str(lora.path), None)
+    refuse_guess(str(lora.path), 1)
+    refuse_guess(str(lora.checkpoints_path / "step_000001"), None)
+    single = trained(home, model, *LORA, NO_EVAL, "name=single", "steps=2", "save.keep_last=1")
+    refuse_guess(str(single.path), None)
+
+
+def test_what_is_there_is_not_overwritten(lora: RunDirectory, full: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="there already"):
+        exported(lora, tmp_path)
+    with pytest.raises(ConfigError, match="has no adapter"):
+        exported(full, tmp_path / "x", adapter=True)
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------
+Weights = dict[str, Tensor]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.nn.Module, Weights], Weights]) -> None:
+    def wrong(model: torch.nn.Module) -> Weights:
+        return change(model, dict(merged_weights(model)))
+
+    monkeypatch.setattr(module, "merged_weights", lambda model: wrong(model).items())
+
+
+def refused(run: RunDirectory, out: Path, text: str) -> None:
+    with pytest.raises(ExportError, match=text):
+        exported(run, out / "out")
+    assert list(out.iterdir()) == []
+
+
+def base_of(model: Path) -> Weights:
+    return {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["lora", "narrow"])
+def test_a_scale_applied_twice(
+    kind: str, request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of(model)
+
+    def twice(_: torch.nn.Module, weights: Weights) -> Weights:
+        return {n: (2 * t.float() - base[n].to(t.dtype).float()).to(t.dtype) for n, t in weights.items()}
+
+    plant(monkeypatch, twice)
+    refused(request.getfixturevalue(kind), tmp_path, "log-probabilities are off the trained model's")
+
+
+@pytest.mark.parametrize("kind", ["lora", "narrow"])
+def test_nothing_merged(
+    kind: str, request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of(model)
+    plant(monkeypatch, lambda _, weights: {n: base[n].to(t.dtype) for n, t in weights.items()})
+    refused(request.getfixturevalue(kind), tmp_path, "log-probabilities are off")
+
+
+def test_a_wrong_base(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    write_tiny_model(tmp_path / "other", seed=7)
+    other = base_of(tmp_path / "other")
+    own = base_of(Path(find_target(str(lora.path)).recipe.model.path))
+    plant(monkeypatch, lambda _, weights: {n: t - own[n] + other[n] for n, t in weights.items()})
+    (tmp_path / "out").mkdir()
+    refused(lora, tmp_path / "out", "log-probabilities are off")
+
+
+def test_a_stale_step(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = dict(merged_weights(module._trained(find_target(str(lora.path), step=1)).model))
+    plant(monkeypatch, lambda _, weights: old)
+    refused(lora, tmp_path, "log-probabilities are off")
+
+
+def test_a_stale_step_of_full_training(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = dict(merged_weights(module._trained(find_target(str(full.path), step=1)).model))
+    plant(monkeypatch, lambda _, weights: old)
+    refused(full, tmp_path, "log-probabilities are off")
+
+
+def test_a_missing_head(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda _, weights: {n: t for n, t in weights.items() if n != "lm_head.weight"})
+    refused(full, tmp_path, "missing_keys: lm_head.weight")
+
+
+def test_a_head_beside_a_tied_embedding(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What adapters on the head or the embedding would leave: more parameters than the model has."""
+    plant(monkeypatch, lambda _, weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 1.5})
+    refused(lora, tmp_path, "the files have 1 tensor such as lm_head.weight, which the model has not")
+
+
+def test_a_config_that_ties_what_is_not(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.copy_model_files
+
+    def tied(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
+        changes = real(source, folder, dtype, whole=whole)
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (folder / "config.json").write_text(json.dumps(config))
+        return changes
+
+    monkeypatch.setattr(module, "copy_model_files", tied)
+    refused(full, tmp_path, "config.json says tie_word_embeddings: True, the weights say False")
+
+
+def test_another_tokenizer(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.copy_model_files
+
+    def other(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
+        changes = real(source, folder, dtype, whole=whole)
+        (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+        return changes
+
+    monkeypatch.setattr(module, "copy_model_files", other)
+    refused(lora, tmp_path, "ids of a chat")

@@ -1,0 +1,192 @@
+"""Checkpoints of verl, OpenRLHF and TRL become folders that everything here takes; what is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lockstep.cli import main
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.export.bring_in import bring_in
+from lockstep.loops.target import build_rig, find_target
+from lockstep.models.foreign import Kind, find_foreign
+from lockstep.models.torch_files import joined, load_torch_file
+from tests.learner.models import logprobs_of, tokens
+from tests.loops.runs import words
+from tests.tiny import write_tiny_model
+
+WORLD = Path(__file__).with_name("verl_world.py")
+IDS = tokens(30, 3)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that some other program trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tiny_model(folder, seed=11, layers=3, tied=request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def verl(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """verl's folder of steps."""
+    folder = tmp_path_factory.mktemp("verl")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(WORLD), str(trained), str(folder / "global_step_29" / "actor"), str(port)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (folder / "latest_checkpointed_iteration.txt").write_text("29")
+    return folder
+
+
+def test_verl_shards_are_imported_and_evaluated(
+    verl: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["import", str(verl), str(out)]) == 0
+    assert "FSDP shards of verl of step 29" in capsys.readouterr().out
+    plain = AutoModelForCausalLM.from_pretrained(trained).eval()
+    own = load_file(out / "model.safetensors")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(own.pop(name), parameter), name
+    assert own == {}
+    rig = build_rig(find_target(str(out), words(tmp_path, trained)).recipe)
+    rig.prove()
+    scored = torch.tensor(rig.engine.score([IDS])[0])
+    torch.testing.assert_close(scored, logprobs_of(plain, IDS), rtol=0, atol=1e-4)
+    arguments = [
+        "eval",
+        str(out),
+        "--recipe",
+        *words(tmp_path, trained),
+        "--mode",
+        "greedy",
+        "--items",
+        "4",
+        "--no-base",
+    ]
+    assert main([*arguments, "--out", str(tmp_path / "scores")]) == 0
+    assert "id_probe" in capsys.readouterr().out
+
+
+def test_shards_that_do_not_fit_are_refused(verl: Path, tmp_path: Path) -> None:
+    shutil.copytree(verl, tmp_path / "verl")
+    actor = tmp_path / "verl" / "global_step_29" / "actor"
+    config = json.loads((actor / "huggingface" / "config.json").read_text())
+    (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is .*, by config\.json"):
+        bring_in(find_foreign(actor), tmp_path / "out")
+    (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(CheckpointError, match=r"lacks 9 tensors such as model\.layers\.3"):
+        bring_in(find_foreign(actor), tmp_path / "out")
+    first, second = (actor / f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1))
+    with pytest.raises(CheckpointError, match="parts make"):
+        joined([first])
+    second.unlink()
+    with pytest.raises(CheckpointError, match="rank 1 of 2 is missing"):
+        find_foreign(actor)
+    assert not (tmp_path / "out").exists()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("/tmp/lockstep-was-here"),)  # type: ignore[return-value]
+
+
+def test_a_shard_that_would_run_code_is_refused(verl: Path, tmp_path: Path) -> None:
+    torch.save({"model.norm.weight": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+        load_torch_file(tmp_path / "evil.pt")
+    assert not Path("/tmp/lockstep-was-here").exists()
+    torch.save({"model.norm.weight": "text"}, tmp_path / "text.pt")
+    with pytest.raises(CheckpointError, match="is a str, no tensor"):
+        joined([tmp_path / "text.pt"])
+    (tmp_path / "rubbish.pt").write_bytes(b"not a file of torch")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+        load_torch_file(tmp_path / "rubbish.pt")
+
+
+def test_an_evaluation_points_to_import(verl: Path, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="lockstep import"):
+        find_target(str(verl / "global_step_29"), words(tmp_path, trained))
+
+
+def test_a_step_is_not_guessed(verl: Path, tmp_path: Path) -> None:
+    shutil.copytree(verl, tmp_path / "verl")
+    shutil.copytree(verl / "global_step_29", tmp_path / "verl" / "global_step_9")
+    with pytest.raises(CheckpointError, match="2 steps: 9, 29"):
+        find_foreign(tmp_path / "verl")
+    assert find_foreign(tmp_path / "verl", 9).step == 9
+    with pytest.raises(CheckpointError, match="no step 7; there are 9, 29"):
+        find_foreign(tmp_path / "verl", 7)
+
+
+def test_an_adapter_of_verl(trained: Path, tmp_path: Path) -> None:
+    place = tmp_path / "global_step_29" / "actor" / "lora_adapter"
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(trained), LoraConfig(r=4, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(place)
+    found = find_foreign(tmp_path / "global_step_29")
+    assert (found.kind, found.path, found.step) == (Kind.ADAPTER, place, 29)
+    done = bring_in(found, tmp_path / "out")
+    assert done.base == str(trained)
+    rig = build_rig((target := find_target(str(tmp_path / "out"), words(tmp_path, trained))).recipe)
+    assert target.adapter is not None
+    rig.prove_saved(rig.read_adapter(target.adapter))
+    expected = logprobs_of(model.eval(), IDS)
+    torch.testing.assert_close(torch.tensor(rig.engine.score([IDS])[0]), expected, rtol=0, atol=1e-4)
+
+
+def test_trl(trained: Path, tmp_path: Path) -> None:
+    place = tmp_path / "trl" / "checkpoint-100"
+    shutil.copytree(trained, place)
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": 100}))
+    torch.save({}, place / "optimizer.pt")
+    done = bring_in(find_foreign(tmp_path / "trl"), tmp_path / "out", dtype="bf16")
+    assert (done.kind, done.step, done.dtype, done.left) == (Kind.MODEL, 100, "bfloat16", ("optimizer.pt",))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match="there already"):
+        bring_in(find_foreign(tmp_path / "trl"), tmp_path / "out")
+
+
+def test_openrlhf(trained: Path, tmp_path: Path) -> None:
+    """--ckpt_path: DeepSpeed's states of ZeRO 2 hold the whole module; config and tokenizer are those of the model."""
+    place = tmp_path / "ckpt" / "_actor" / "global_step20"
+    place.mkdir(parents=True)
+    (place.parent / "latest").write_text("global_step20")
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    states = {
+        "module": {f"module.{n}": p.detach().bfloat16() for n, p in model.state_dict().items()},
+        "ds_version": "0.16",
+    }
+    torch.save(states, place / "mp_rank_00_model_states.pt")
+    found = find_foreign(tmp_path / "ckpt")
+    assert (found.kind, found.step) == (Kind.DEEPSPEED, 20)
+    with pytest.raises(CheckpointError, match="no config"):
+        bring_in(found, tmp_path / "out")
+    bring_in(found, tmp_path / "out", config=trained)
+    own = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(own[name], p.bfloat16()) for name, p in model.named_parameters())
+    shutil.copytree(trained, place.parent / "global_step20_hf")
+    assert find_foreign(tmp_path / "ckpt").kind is Kind.MODEL
+
+
+def test_a_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, tied=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="head and embedding differ"):
+        bring_in(find_foreign(tmp_path), tmp_path / "out")

@@ -1,0 +1,305 @@
+"""Muon against torch's own and by hand, a user's optimizer, what each keeps, and schedules."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.load import load, load_mapping
+from lockstep.config.schema import AdamW, Muon, Optimizer, PythonOptimizer
+from lockstep.errors import CheckpointError, ConfigError, LearnerError
+from lockstep.learner.optimizer import MasterOptimizer
+from lockstep.learner.optimizers import is_hidden_matrix
+from lockstep.learner.schedule import learning_rate
+from lockstep.plan.memory import optimizer_terms, state_bytes
+
+SHAPES = {"embed_tokens.weight": (6, 4), "q_proj.weight": (4, 3), "norm.weight": (5,), "up_proj.weight": (3, 8)}
+MATRICES = ("q_proj.weight", "up_proj.weight")
+
+
+def parameters(
+    dtype: torch.dtype = torch.float32, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(*shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
+
+
+def loss_of(given: dict[str, nn.Parameter], number: int) -> Tensor:
+    total = torch.zeros(())
+    for place, parameter in enumerate(given.values()):
+        target = torch.linspace(-2, 2 + number, parameter.numel()).view_as(parameter)
+        total = total + ((parameter.float() - target) ** 2).sum() * (1 + place)
+    return total
+
+
+# --- Muon -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest(scale: Any):
+    settings = Muon(weight_decay=0.1, max_grad_norm=1e9, scale=scale, rest_lr_ratio=0.5, betas=(0.8, 0.9))
+    ours, theirs = parameters(), parameters()
+    optimizer = MasterOptimizer(ours, settings)
+    muon = torch.optim.Muon([theirs[n] for n in MATRICES], weight_decay=0.1, adjust_lr_fn=scale)
+    groups = [{"params": [theirs["embed_tokens.weight"]]}, {"params": [theirs["norm.weight"]], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, weight_decay=0.1, betas=(0.8, 0.9), foreach=False)
+    for step in range(5):
+        rate = 0.02 / (1 + step)
+        loss_of(ours, step).backward()
+        optimizer.step(rate)
+        loss_of(theirs, step).backward()
+        for reference, factor in ((muon, 1.0), (adamw, 0.5)):
+            for group in reference.param_groups:
+                group["lr"] = rate * factor
+            reference.step()
+            reference.zero_grad()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+    assert (
+        optimizer.note
+        == "optimizer: Muon for 2 tensors (3.6e-05e6 parameters), AdamW for 2 tensors (2.9e-05e6 parameters)"
+    )
+
+
+def test_a_step_of_muon_by_hand():
+    """The gradient's singular values become about 1: with momentum 0 a step is lr · 0.2 · √max(A, B) · U V^T."""
+    gradient = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]])
+    weight = nn.Parameter(torch.zeros(2, 3))
+    optimizer = MasterOptimizer({"q_proj.weight": weight}, Muon(momentum=0.0, max_grad_norm=1e9))
+    (weight * gradient).sum().backward()
+    optimizer.step(0.1)
+    moved = -weight.detach() / (0.1 * 0.2 * math.sqrt(3))
+    expected = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    # Newton-Schulz with these coefficients ends between 0.7 and 1.2, by design (torch.optim.Muon)
+    assert torch.allclose(moved, expected, atol=0.35), moved
+    assert moved[0, 1].abs() < 1e-6
+
+
+def test_what_muon_is_meant_for():
+    matrix, row, stack = torch.zeros(4, 4), torch.zeros(1, 4), torch.zeros(2, 4, 4)
+    assert is_hidden_matrix("layers.0.q_proj.weight", matrix)
+    assert is_hidden_matrix("layers.0.q_proj.lora_A", matrix)
+    for name, tensor in (
+        ("embed_tokens.weight", matrix),
+        ("lm_head.weight", matrix),
+        ("head.weight", row),
+        ("experts", stack),
+    ):
+        assert not is_hidden_matrix(name, tensor), name
+    with pytest.raises(LearnerError, match="no matrix is trained that Muon is meant for"):
+        MasterOptimizer(parameters(shapes={"norm": (3,)}), Muon())
+
+
+# --- what all of them have ------------------------------------------------------------------------------------------
+OWN = """
+import torch
+
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params, lr, decay: float = 0.5, steps: int = 2, name: str = "", weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "decay": decay, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["rate"] = 1 / state["count"]
+                state["sum"] = p.grad.clone() if "sum" not in state else state["sum"] * group["decay"] + p.grad
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p -= group["lr"] * state["rate"] * state["sum"]
+
+
+class NoDecay(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        raise RuntimeError("no step today")
+
+
+class Odd(Mine):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["history"] = ["first"]
+
+
+def function(params, lr):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def kinds(own: Path) -> dict[str, Optimizer]:
+    return {
+        "adamw": AdamW(weight_decay=0.1),
+        "8bit": AdamW(states="8bit"),
+        "muon": Muon(weight_decay=0.1),
+        "python": PythonOptimizer(path=f"{own}:Mine", settings={"decay": 0.25}, weight_decay=0.1),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "8bit", "muon", "python"])
+def test_a_restored_optimizer_continues_bit_by_bit(own: Path, kind: str, dtype: torch.dtype):
+    settings = kinds(own)[kind]
+
+    def train(given: dict[str, nn.Parameter], optimizer: MasterOptimizer, steps: range) -> None:
+        for step in steps:
+            loss_of(given, step).backward()
+            assert not optimizer.step(0.01).skipped
+
+    unbroken = parameters(dtype)
+    optimizer = MasterOptimizer(unbroken, settings)
+    train(unbroken, optimizer, range(3))
+    saved = {name: t.clone() for name, t in optimizer.tensors().items()}
+    weights = {name: p.detach().clone() for name, p in unbroken.items()}
+    train(unbroken, optimizer, range(3, 6))
+    fresh = parameters(dtype)
+    with torch.no_grad():
+        for name, parameter in fresh.items():
+            parameter.copy_(weights[name])
+    resumed = MasterOptimizer(fresh, settings)
+    resumed.restore(saved)
+    train(fresh, resumed, range(3, 6))
+    ours, theirs = optimizer.tensors() | dict(unbroken), resumed.tensors() | dict(fresh)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["muon", "python"])
+def test_a_gradient_that_is_not_finite_changes_nothing(own: Path, kind: str, dtype: torch.dtype):
+    given = parameters(dtype)
+    optimizer = MasterOptimizer(given, kinds(own)[kind])
+    loss_of(given, 0).backward()
+    optimizer.step(0.01)
+    before = {name: t.clone() for name, t in (optimizer.tensors() | dict(given)).items()}
+    (given["norm.weight"][2] * math.inf).backward()
+    assert optimizer.step(0.01).skipped
+    after = optimizer.tensors() | dict(given)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["muon", "python"])
+def test_a_small_step_is_not_lost_to_rounding(own: Path, kind: str):
+    given = parameters(torch.bfloat16)
+    optimizer = MasterOptimizer(given, kinds(own)[kind])
+    loss_of(given, 0).backward()
+    optimizer.step(1e-6)
+    master = optimizer.tensors()["master.q_proj.weight"]
+    assert not torch.equal(master, given["q_proj.weight"].float())
+    assert torch.equal(master.bfloat16(), given["q_proj.weight"].detach())
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
+def test_a_state_of_another_optimizer_is_refused(own: Path, damage: str):
+    given = parameters()
+    optimizer = MasterOptimizer(given, Muon())
+    loss_of(given, 0).backward()
+    optimizer.step(0.1)
+    state = dict(optimizer.tensors())
+    if damage == "missing":
+        del state["momentum_buffer.q_proj.weight"]
+    elif damage == "unknown":
+        state["exp_avg.q_proj.weight"] = torch.zeros(4, 3)
+    else:
+        state["momentum_buffer.q_proj.weight"] = torch.zeros(3, 4)
+    with pytest.raises(CheckpointError, match="q_proj"):
+        MasterOptimizer(parameters(), Muon()).restore(state)
+    with pytest.raises(CheckpointError, match="missing, unknown"):
+        MasterOptimizer(parameters(), AdamW()).restore(optimizer.tensors())
+
+
+# --- the user's own -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("Mine", {"decy": 0.1}, "decy: no such setting; did you mean decay"),
+        ("Mine", {"decay": "much"}, "decay = 'much': Input should be a valid number"),
+        ("Mine", {"steps": 1.5}, "steps = 1.5: Input should be a valid integer"),
+        ("Missing", {}, "has no Missing"),
+        ("function", {}, "not a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_a_class_or_setting_that_does_not_fit_is_refused(own: Path, name: str, settings: dict[str, Any], match: str):
+    with pytest.raises(LearnerError, match=match):
+        MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:{name}", settings=settings))
+
+
+def test_what_fails_says_where(own: Path):
+    given = parameters()
+    optimizer = MasterOptimizer(given, PythonOptimizer(path=f"{own}:NoDecay"))
+    loss_of(given, 0).backward()
+    with pytest.raises(LearnerError, match=r"its step fails: RuntimeError: no step today .*own.py:\d+"):
+        optimizer.step(0.1)
+    with pytest.raises(LearnerError, match=r"weight_decay = 0\.5 would have no effect"):
+        MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:NoDecay", weight_decay=0.5))
+    odd = MasterOptimizer(given, PythonOptimizer(path=f"{own}:Odd"))
+    loss_of(given, 0).backward()
+    odd.step(0.1)
+    with pytest.raises(CheckpointError, match="its state 'history' is a list"):
+        odd.tensors()
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+def test_a_recipe_without_a_kind_has_adamw():
+    assert load(["optimizer.lr=1e-3", "optimizer.betas=[0.8, 0.9]"]).optimizer == AdamW(lr=1e-3, betas=(0.8, 0.9))
+    assert load_mapping({"optimizer": {"lr": 0.5}}).optimizer == AdamW(lr=0.5)
+    assert load(["optimizer={kind: muon, lr: 1e-3}"]).optimizer == Muon(lr=1e-3)
+    with pytest.raises(ConfigError, match="momentum"):
+        load(["optimizer={kind: adamw, momentum: 0.9}"])
+    with pytest.raises(ConfigError, match="decay_share is of schedule wsd"):
+        load(["optimizer.decay_share=0.5"])
+    with pytest.raises(ConfigError, match="min_lr_ratio has no effect on a constant schedule"):
+        load(["optimizer.min_lr_ratio=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [([], 1e-6), (["adapter.kind=lora"], 2e-5), (["loop=sft"], 1e-5), (["loop=sft", "adapter.kind=lora"], 1e-4),
+     (["loop=sft", "optimizer.lr=3e-3"], 3e-3)],
+)  # fmt: skip
+def test_the_default_rate_depends_on_loop_and_adapter(words: list[str], rate: float):
+    assert load([*words, *(["sft={data: rows.jsonl}"] if "loop=sft" in words else [])]).lr == rate
+
+
+def test_wsd_by_hand():
+    """Of ten steps two warm up and the last four fall."""
+    settings = AdamW(schedule="wsd", warmup_steps=2, decay_share=0.4, min_lr_ratio=0.1)
+    found = [learning_rate(settings, 1.0, step, 10) for step in range(11)]
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path):
+    """Counted on the tensors of a real optimizer over a real model."""
+    from transformers import AutoModelForCausalLM
+
+    from lockstep.plan.memory import job_of
+    from lockstep.plan.shapes import read_shape
+
+    shape = read_shape(tiny_model_dir)
+    for words in (["optimizer.kind=adamw"], ["optimizer.states=8bit"], ["optimizer.kind=muon"]):
+        recipe = load([*words, f"model={{path: {tiny_model_dir}, dtype: bf16}}"])
+        model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+        optimizer = MasterOptimizer(dict(model.named_parameters()), recipe.optimizer)
+        model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+        optimizer.step(1e-3)
+        kept = sum(t.nbytes for name, t in optimizer.tensors().items() if not name.startswith(("master.", "step.")))
+        predicted = state_bytes(recipe, shape) * shape.parameters
+        assert predicted == pytest.approx(kept, rel=0.01), words
+    job = job_of(load(["optimizer.kind=muon"]), shape, "cuda", 1e9, prompt_tokens=8, passes=False)
+    assert [term.name for term in optimizer_terms(job)] == ["gradient sums", "moments at work"]
