@@ -145,16 +145,20 @@ def test_files_and_functions_are_short(path: Path) -> None:
     assert long == []
 
 
+RUNS_PROGRAMS = Path("lockstep/verifiers/sandbox/child.py")
 READS_TORCH_FILES = "lockstep/models/torch_files.py"
 """The one module with a torch.load, of other trainers' shards, which takes plain data alone."""
 
 
 def test_nothing_can_run_code_from_a_file() -> None:
-    """No pickle, eval, exec, torch.load or marshal anywhere in the package; one torch.load(weights_only=True)."""
+    """No pickle, eval, exec, torch.load or marshal anywhere in the package; one torch.load(weights_only=True), and exec where
+    a sandbox holds it."""
     found = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "torch.load", "yaml.load"):
+                if path == ROOT / RUNS_PROGRAMS and ast.unparse(node.func) == "exec":
+                    continue
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
                 if safe and path == ROOT / READS_TORCH_FILES:
                     continue

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, section by section. Raises ConfigError for a recipe with mistakes; no model is loaded."""
     recipe, notes = _with_steps(load(args.recipe))
     print(
-        "\n".join([*notes, *plan_text(recipe), "", "Memory", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))])
+        "\n".join([*notes, *plan_text(recipe), "", "Memory and disk", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))])
     )
     return 0
 
@@ -87,9 +87,9 @@ def _evaluation(recipe: Recipe) -> list[str]:
 
 
 def _memory(recipe: Recipe, gpu_gib: float | None) -> list[str]:
-    from lockstep.plan.preview import preview_lines
+    from lockstep.plan.preview import disk_preview, preview_lines
 
-    return preview_lines(recipe, gpu_gib)
+    return [*preview_lines(recipe, gpu_gib), *disk_preview(recipe, gpu_gib)]
 
 
 SECTIONS: tuple[PlanSection, ...] = (

@@ -245,7 +245,9 @@ def _meaning(field: FieldInfo) -> str:
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
     common = common_section(children)
-    if common is not None and all(child.model_fields.keys() - {TAG} <= common.model_fields.keys() for child in children.values()):
+    if common is not None and all(
+        child.model_fields.keys() - {TAG} <= common.model_fields.keys() for child in children.values()
+    ):
         kinds = "A name for one choice of the settings below; what each chooses is listed there"
     own = (field.description or "").replace("\n", " ")
     return f"{kinds}. {own}" if own else kinds

@@ -58,6 +58,7 @@ from lockstep.config.verifier import ChoiceVerifier as ChoiceVerifier
 from lockstep.config.verifier import CodeVerifier as CodeVerifier
 from lockstep.config.verifier import CompositeVerifier as CompositeVerifier
 from lockstep.config.verifier import JsonVerifier as JsonVerifier
+from lockstep.config.verifier import JudgeVerifier as JudgeVerifier
 from lockstep.config.verifier import MathVerifier as MathVerifier
 from lockstep.config.verifier import NumericVerifier as NumericVerifier
 from lockstep.config.verifier import Part as Part

@@ -152,7 +152,7 @@ class CodeVerifier(Section):
     tests: str = Field(default="tests", min_length=1)
     """Column with the tests: assert statements, inputs and outputs, or calls and results (docs/verifiers.md)."""
     isolation: Literal["strict", "best_effort"] = "strict"
-    """strict refuses to start where one of the sandbox's measures is not to be had; best_effort goes on and says what is missing."""
+    """strict refuses to start where one of the sandbox's measures cannot be had; best_effort goes on and says what is missing."""
     cpu_seconds: int = Field(default=4, ge=1, le=600)
     """Processor time of one run of the program, in whole seconds."""
     wall_seconds: float = Field(default=20.0, gt=0, le=3600)
@@ -171,8 +171,7 @@ class CodeVerifier(Section):
     """Programs that run at once."""
 
 
-# To add a kind: a Section here, its name in both unions, a case in verifiers/build.py.
-PlainVerifier: TypeAlias = Annotated[
+RuleVerifier: TypeAlias = Annotated[
     NumericVerifier
     | TextVerifier
     | MathVerifier
@@ -182,6 +181,56 @@ PlainVerifier: TypeAlias = Annotated[
     | JsonVerifier
     | CodeVerifier
     | PythonVerifier,
+    Field(discriminator="kind"),
+]
+"""Verifiers that no model decides."""
+
+
+class JudgeVerifier(Section):
+    """A language model as judge, over an OpenAI-compatible endpoint. A judge that cannot be asked leaves a reply unscored."""
+
+    kind: Literal["judge"] = "judge"
+    url: str = Field(pattern=r"^https?://[^@\s]+$")
+    """Where its API begins. Example: http://localhost:8000/v1"""
+    model: str = Field(min_length=1)
+    """Its name there."""
+    key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable with the API key; none sends no key. The key itself is never written anywhere."""
+    instructions: str = Field(
+        default="Judge whether the reply answers the question correctly and completely. 10 is perfect, 0 worthless.",
+        min_length=1,
+    )
+    """What to judge by; scores are whole numbers from 0 to 10."""
+    rule: RuleVerifier | None = None
+    """Decides first: the judge is then asked of right replies alone, and only adds to what they are paid."""
+    weight: float = Field(default=0.5, gt=0, lt=1)
+    """With a rule, the judge's share of the reward: a right reply is paid at least 1 - weight, a wrong one 0."""
+    passes: int = Field(default=8, ge=1, le=10)
+    """Without a rule, the score from which a reply counts as correct."""
+    seconds: float = Field(default=60.0, gt=0, le=600)
+    """Longest time of one request."""
+    attempts: int = Field(default=5, ge=1, le=20)
+    """Requests for one verdict when the judge is busy, fails, or gives no verdict."""
+    patience_seconds: float = Field(default=120.0, gt=0, le=3600)
+    """Time for one verdict with all attempts and the waits between them."""
+    max_tokens: int = Field(default=1024, ge=16)
+    """Longest answer of the judge."""
+    workers: int = Field(default=8, ge=1, le=256)
+    """Requests under way at once."""
+
+
+# To add a kind: a Section here, its name in the unions, a case in verifiers/build.py.
+PlainVerifier: TypeAlias = Annotated[
+    NumericVerifier
+    | TextVerifier
+    | MathVerifier
+    | ChoiceVerifier
+    | SetVerifier
+    | RegexVerifier
+    | JsonVerifier
+    | CodeVerifier
+    | PythonVerifier
+    | JudgeVerifier,
     Field(discriminator="kind"),
 ]
 
@@ -232,6 +281,7 @@ Verifier: TypeAlias = Annotated[
     | JsonVerifier
     | CodeVerifier
     | PythonVerifier
+    | JudgeVerifier
     | CompositeVerifier,
     Field(discriminator="kind"),
 ]

@@ -14,6 +14,7 @@ from lockstep.config.schema import (
     FileTask,
     GuessNumberTask,
     GymnasiumTask,
+    JudgeVerifier,
     MixedTask,
     NoStop,
     OpenSpielTask,
@@ -94,9 +95,20 @@ def _label(task: Task) -> str:
         case GuessNumberTask() | EnvTask() | GymnasiumTask() | TextArenaTask() | OpenSpielTask():
             return _changed(task)
         case ReasoningGymTask() | FileTask():
-            return _changed(without_workers(task.verifier))
+            return _label_of_verifier(task.verifier)
         case _:
             assert_never(task)
+
+
+def _label_of_verifier(verifier: Verifier) -> str:
+    """A judge changes with the model behind its address and with the day, so its label says more than its settings."""
+    parts = verifier.parts if isinstance(verifier, CompositeVerifier) else ()
+    judges = [v for v in (verifier, *(part.verifier for part in parts)) if isinstance(v, JudgeVerifier)]
+    if not judges:
+        return _changed(without_workers(verifier))
+    from lockstep.verifiers.judge import label
+
+    return f"{_changed(without_workers(verifier))}+{'+'.join(map(label, judges))}"
 
 
 def without_workers(verifier: Verifier) -> Verifier:

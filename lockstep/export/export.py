@@ -23,6 +23,7 @@ from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noi
 from lockstep.export.shards import SHARD_BYTES, tensor_names, write_sharded
 from lockstep.export.verify import Check, Expected, Verified, in_fresh_process, verify
 from lockstep.learner.adapter_files import CONFIG, save_adapter
+from lockstep.learner.adapter_start import has_residual_base
 from lockstep.learner.adapters import facts_of
 from lockstep.learner.learner import base_model
 from lockstep.learner.merge import merged_weights
@@ -145,7 +146,8 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
     sequences = probe_sequences(model, policy.tokenizer.all_special_ids)
     device = str(next(model.parameters()).device)
     trained = wide_logprobs(model, sequences)
-    rounded = dtype == ROUNDED and target.recipe.adapter.kind != "none"
+    exact = target.recipe.adapter.kind == "none" or (adapter and not has_residual_base(model))
+    rounded = dtype == ROUNDED and not exact
     noise = rounding_noise(model, sequences) if rounded else None
     tokenizer: Any = policy.tokenizer
     chat = TEXT if getattr(tokenizer, "chat_template", None) else ""

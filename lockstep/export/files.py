@@ -11,7 +11,10 @@ from lockstep.errors import ExportError
 from lockstep.models.folder import INDEX, read_json
 
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-NOT_OURS = (INDEX, "adapter_config.json", "adapter_base.json", "state.json", "COMMIT.json", "lockstep_export.json")
+NOT_OURS = (
+    INDEX, "adapter_config.json", "adapter_base.json", "state.json", "COMMIT.json", "manifest.json", "trainer_state.json",
+    "lockstep_export.json", "lockstep_import.json",
+)  # fmt: skip
 """Weights' index and other folders' records."""
 TOKENIZER = ("token", "vocab", "merges", "special", "chat_template", "spiece", "tekken")
 """Beginnings of the names of a tokenizer's files."""

@@ -16,8 +16,6 @@ from lockstep.learner.merge import adapter_layers
 SEQUENCES, TOKENS, SEED = 4, 48, 20260
 TEXT = "The answer is \\boxed{42}, because 6 * 7 = 42.\n"
 BUDGET = 4096
-HALF_ULP = 2.0**-8
-"""Relative spacing of bf16 numbers: a rounded weight is off by a uniform number of at most half of it."""
 
 
 def probe_sequences(model: nn.Module, special: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -54,11 +52,17 @@ def _jittered(layers: list[Any]) -> Iterator[None]:
             parameter = next(p for p in layer.parameters() if p.is_floating_point())
             kept.append((parameter, parameter.data))
             off = torch.rand(parameter.shape, generator=generator).sub_(0.5).to(parameter.device)
-            parameter.data = parameter.data * (1 + HALF_ULP * off)
+            parameter.data = parameter.data + spacing(parameter.data) * off
         yield
     finally:
         for parameter, data in kept:
             parameter.data = data
+
+
+def spacing(weights: Tensor) -> Tensor:
+    """Of the bf16 numbers around each weight: 2^(e-8) for |w| = m·2^e, m in [0.5, 1)."""
+    _, exponent = torch.frexp(weights.float())
+    return torch.ldexp(torch.ones_like(weights, dtype=torch.float32), exponent - 8)
 
 
 def is_tied(model: nn.Module) -> bool:

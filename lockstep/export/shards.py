@@ -38,11 +38,11 @@ def write_sharded(folder: Path, stream: Iterable[tuple[str, Tensor]], limit: int
     if kept:
         flush()
     if len(parts) == 1:
-        _temporary(folder, 0).rename(folder / WHOLE)
+        _named(folder, 0, WHOLE)
         return total
     files = [f"model-{place + 1:05d}-of-{len(parts):05d}.safetensors" for place in range(len(parts))]
     for place, file in enumerate(files):
-        _temporary(folder, place).rename(folder / file)
+        _named(folder, place, file)
     weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -58,6 +58,12 @@ def tensor_names(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     return names
+
+
+def _named(folder: Path, place: int, name: str) -> None:
+    """Give a part its name, readable for others: safetensors makes files for their owner alone."""
+    path = _temporary(folder, place).rename(folder / name)
+    path.chmod(0o644)
 
 
 def _temporary(folder: Path, place: int) -> Path:

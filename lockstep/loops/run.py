@@ -38,6 +38,7 @@ from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from lockstep.track.sinks import check_installed
 from lockstep.types import Prompt
+from lockstep.verifiers.base import keep_in
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
@@ -90,6 +91,7 @@ def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Par
     for line in plan_lines(recipe):
         journal.say(line)
     task = build_task_of(recipe)
+    keep_in(task, journal.run.path)
     if recipe.loop == "rl":
         for line in check_purity(task, recipe):
             journal.say(line)

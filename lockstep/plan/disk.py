@@ -20,10 +20,12 @@ from lockstep.plan.memory import state_bytes
 from lockstep.plan.shapes import ModelShape
 
 FP32 = 4
-TENSOR_HEADER = 125
+TENSOR_HEADER = 110
 """Of a tensor in a safetensors file: name, dtype, shape and offsets as JSON."""
-SMALL_FILES = 8 << 10
+SMALL_FILES = 1_800
 """state.json and COMMIT.json."""
+ADAPTER_FILES = 1_400
+"""adapter_config.json and adapter_base.json."""
 ROLLOUT_TOKEN = 14.0
 """Of a sampled token in rollouts/*.parquet: id, log-probability, mask, and its text, compressed."""
 ROLLOUT_ROW = 1500.0
@@ -81,11 +83,13 @@ def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"],
         values = added if added else shape.parameters - (0 if shape.tied else shape.head)
         optimizer += (element + master + state_bytes(recipe, shape)) * values
     tensors = _tensors(recipe, shape, masters=element < FP32)
+    if critic is not None and critic.backbone == "own":
+        tensors *= 2
     kept = min(recipe.save.keep_last, _saves(recipe)) + (1 if recipe.save.keep_best else 0)
     return DiskPlan(
         weights=element * _saved(recipe, shape, trained),
         optimizer=optimizer,
-        files=(files if full else 4096) + TENSOR_HEADER * tensors + SMALL_FILES,
+        files=(files if full else ADAPTER_FILES) + TENSOR_HEADER * tensors + SMALL_FILES,
         kept=kept + (1 if _saves(recipe) > recipe.save.keep_last else 0),
         rollouts=_rollouts(recipe),
         scores=_scores(recipe),
@@ -144,8 +148,8 @@ def _scores(recipe: Recipe) -> float:
 
 def beside_bytes(folder: Path) -> int:
     """Of the files that a checkpoint of full weights copies from the model's folder."""
-    kept = SUFFIXES - {".safetensors"}
-    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(".index.json"))
+    kept, not_taken = SUFFIXES - {".safetensors"}, (".index.json", "manifest.json")
+    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(not_taken))
 
 
 def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:

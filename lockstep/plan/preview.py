@@ -12,6 +12,7 @@ from lockstep.models.builtin import BUILTINS, LAYOUT
 from lockstep.models.cache import cache_root
 from lockstep.plan.adapter import adapter_size
 from lockstep.plan.choice import memory_lines, plan_memory
+from lockstep.plan.disk import beside_bytes, disk_lines, free_bytes, plan_disk, require_room
 from lockstep.plan.floors import ADAMW_BYTES, H200, Floor, Machine, Update, Work, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
 from lockstep.plan.memory import GIB
@@ -55,6 +56,22 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
         floor = recipe_floor(recipe, shape, machine, old=objective.recomputes_old, reference=objective.needs_reference)
         lines.append(f"a step on {machine.name} takes at least, with {'full training' if full else 'adapters'}:")
         lines += floor_table(floor)
+    return lines
+
+
+def disk_preview(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
+    """What a run will take of the disk; nothing for a model that is not here or an adapter whose size cannot be told."""
+    folder = folder_here(recipe.model)
+    if folder is None or recipe.adapter.kind == "peft":
+        return []
+    plan = plan_disk(recipe, read_shape(folder), _device(recipe, gpu_gib)[0], beside_bytes(folder))
+    where = Path(recipe.runs_dir)
+    free = free_bytes(where)
+    lines = disk_lines(plan, free)
+    try:
+        require_room(plan, free, where)
+    except DoesNotFitError as error:
+        return [*lines, *error.mistakes, f"to fix: {error.fix}"]
     return lines
 
 

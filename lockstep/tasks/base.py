@@ -9,6 +9,7 @@ from lockstep.data.order import batch_indices
 from lockstep.errors import TaskError
 from lockstep.types import Prompt, Task
 from lockstep.verifiers.base import Verifier, workers_of
+from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.selftest import self_test
 
@@ -50,11 +51,13 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     """Raise TaskError unless the verifier pays 1 for a right reply to each prompt; and 0 for nothing, for garbage, and, on a
     sample of the prompts, for twenty wrong answers made from the reference.
 
-    A function of the user's may pay as it likes, so for it the probes only have to be scored, on 20 prompts.
+    A function of the user's may pay as it likes, so for it the probes only have to be scored, on 20 prompts. So many are tried
+    with a judge, which costs money.
     """
     own, slow = isinstance(verifier, UserFunction), workers_of(verifier) > 0
     mutated = set(_sample(range(len(prompts)), MUTATED_SLOW if slow else MUTATED))
-    tried = _sample(range(len(prompts)), SELF_TESTED) if own else range(len(prompts))
+    few = own or asks_judge(verifier)
+    tried = _sample(range(len(prompts)), SELF_TESTED) if few else range(len(prompts))
     found = []
     for index in tried:
         often = not slow or index in mutated  # processes are asked for the rest of the references alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.config import schema
 from lockstep.data.load import Rows, open_rows
@@ -12,7 +13,7 @@ from lockstep.data.split import refuse_overlap, split
 from lockstep.errors import DataError, TaskError
 from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, notes_of, workers_of
+from lockstep.verifiers.base import Verifier, keep_in, notes_of, workers_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.selftest import oddities
 
@@ -44,6 +45,9 @@ class FileRows:
                 fix=f"set eval.items={len(rows)}",
             )
         return rows[:size]
+
+    def keep_in(self, folder: Path) -> None:
+        keep_in(self.verifier, folder)
 
     def problems(self, prompt: Prompt) -> list[str]:
         return grading_problems(self.verifier, prompt)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config import schema
@@ -14,7 +15,7 @@ from lockstep.envs.driver import PlayedTask
 from lockstep.envs.runners import Runner
 from lockstep.tasks.base import BuiltTask, SelfTested
 from lockstep.types import Grade, Group, Prompt
-from lockstep.verifiers.base import workers_of
+from lockstep.verifiers.base import keep_in, workers_of
 
 STEPS = 1000
 """Weights are rounded to this many parts, so that the dealing repeats."""
@@ -80,6 +81,10 @@ class Mixed:
         counts = Counter(self._sequence(0, size))
         parts = {name: self._tasks[name].heldout(role, count) for name, count in counts.items()}
         return [self._named(name, prompt) for name, prompts in parts.items() for prompt in prompts]
+
+    def keep_in(self, folder: Path) -> None:
+        for task in self._tasks.values():
+            keep_in(task, folder)
 
     def problems(self, prompt: Prompt) -> list[str]:
         task, own = self._own(prompt)

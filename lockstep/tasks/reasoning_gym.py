@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.tasks.generator import Drawn, Side, check_source, draw
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, workers_of
+from lockstep.verifiers.base import Verifier, keep_in, workers_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.gym_scores import GymScores
 from lockstep.verifiers.selftest import self_test
@@ -57,6 +58,9 @@ class ReasoningGym:
                 fix=f"set eval.items={len(found)}, or task.settings that allow more, or task.repeat_heldout=true",
             )
         return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
+
+    def keep_in(self, folder: Path) -> None:
+        keep_in(self._verifier, folder)
 
     def problems(self, prompt: Prompt) -> list[str]:
         return grading_problems(self._verifier, prompt)

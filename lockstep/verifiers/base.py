@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from lockstep.types import Grade, Prompt
@@ -29,6 +30,13 @@ def workers_of(grader: object) -> int:
 def notes_of(verifier: object) -> tuple[str, ...]:
     """What a user should read of a verifier before a run, which it says by an attribute `notes`."""
     return tuple(getattr(verifier, "notes", ()))
+
+
+def keep_in(grader: object, folder: Path) -> None:
+    """Have a verifier or task keep there what it must not ask twice, if it says so by a method `keep_in`."""
+    method = getattr(grader, "keep_in", None)
+    if method is not None:
+        method(folder)
 
 
 def shown(text: str) -> str:

@@ -10,6 +10,7 @@ from lockstep.verifiers.choice import Choice
 from lockstep.verifiers.code import Code
 from lockstep.verifiers.composite import Composite, WeightedPart
 from lockstep.verifiers.expression import Expression
+from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.numeric import Numeric
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.regex import Regex, compile_pattern
@@ -40,6 +41,8 @@ def build_verifier(settings: schema.Verifier) -> Verifier:
             return UserFunction(settings)
         case schema.CodeVerifier():
             return Code(settings)
+        case schema.JudgeVerifier():
+            return Judge(settings, None if settings.rule is None else build_verifier(settings.rule))
         case schema.CompositeVerifier():
             parts = [WeightedPart(part.name, build_verifier(part.verifier), part.weight) for part in settings.parts]
             return Composite(parts, settings.combine)

@@ -142,18 +142,21 @@ def read_tests(value: object, entry_point: object = None) -> Tests:
             value = json.loads(value)
         except ValueError as error:
             raise ValueError(f"they look like JSON and are not: {error}") from error
-    match value:
+    given: Any = value
+    match given:
         case str():
-            return _pieces([value], entry_point)
+            return _pieces([given], entry_point)
         case {"inputs": list() as inputs, "outputs": list() as outputs} if len(inputs) == len(outputs):
-            function = value.get("fn_name")
+            function = given.get("fn_name")
             if function:
-                return _calls([{"function": function, "args": i, "expected": o} for i, o in zip(inputs, outputs, strict=True)])
+                return _calls(
+                    [{"function": function, "args": i, "expected": o} for i, o in zip(inputs, outputs, strict=True)]
+                )
             return _scripts([{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)])
-        case list() | tuple() if value and all(isinstance(item, str) for item in value):
-            return _pieces(list(value), entry_point)
-        case list() | tuple() if value and all(isinstance(item, Mapping) for item in value):
-            return _scripts(value) if "output" in value[0] else _calls(value)
+        case list() | tuple() if given and all(isinstance(item, str) for item in given):
+            return _pieces(list(given), entry_point)
+        case list() | tuple() if given and all(isinstance(item, Mapping) for item in given):
+            return _scripts(given) if "output" in given[0] else _calls(given)
     raise ValueError("there are none, or they are in no form that is known")
 
 
@@ -166,11 +169,16 @@ def _scripts(cases: Sequence[Mapping[str, Any]]) -> Scripts:
 
 def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
     for case in cases:
-        if not (isinstance(case.get("function"), str) and isinstance(case.get("args", []), list) and "expected" in case):
+        if not (
+            isinstance(case.get("function"), str) and isinstance(case.get("args", []), list) and "expected" in case
+        ):
             raise ValueError(f"a test needs function, args as a list, and expected, not {dict(case)!r}"[:300])
     return Calls(
         tuple(
-            {key: case.get(key, default) for key, default in (("function", ""), ("args", []), ("kwargs", {}), ("expected", None))}
+            {
+                key: case.get(key, default)
+                for key, default in (("function", ""), ("args", []), ("kwargs", {}), ("expected", None))
+            }
             for case in cases
         )
     )
@@ -186,8 +194,17 @@ def _pieces(pieces: list[str], entry_point: object) -> Pieces:
         raise ValueError("they assert nothing, so any program would pass")
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name}
-    bound |= {a.asname or a.name.partition(".")[0] for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+    bound |= {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name
+    }
+    bound |= {
+        a.asname or a.name.partition(".")[0]
+        for n in nodes
+        if isinstance(n, ast.Import | ast.ImportFrom)
+        for a in n.names
+    }
     read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     if isinstance(entry_point, str) and "check" in bound and "check" not in read:  # the form of HumanEval
         pieces, read = [*pieces, f"check({entry_point})"], [*read, entry_point]

@@ -15,11 +15,13 @@ from lockstep.errors import TaskError
 from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.host import Flood, Run, Sandbox, SandboxError, TimeOut, ZygoteGone, pump
 from lockstep.verifiers.sandbox.isolation import Limits
-from lockstep.verifiers.sandbox.zygote import CALLS, SCRIPT, TESTS
+from lockstep.verifiers.sandbox.zygote import CALLS, SCRIPT, SYSTEM_CALLS, TESTS
 
 WHERE = "verifier code"
-PROBE = '''
-import os, socket, sys
+ATTEMPTS = 8
+"""To start a sandbox, when somebody kills it meanwhile."""
+PROBE = """
+import csv, os, socket, sys
 def works(action):
     try:
         action()
@@ -27,20 +29,19 @@ def works(action):
         return False
     return True
 def found():
+    def env():
+        if not os.environ: raise OSError
     tries = {
         "it can open a socket": lambda: socket.socket(),
         "it can start a process": lambda: os.fork(),
         "it sees /proc": lambda: os.listdir("/proc"),
         "it can write beside its folder": lambda: open("/sandbox-probe", "w"),
         "it can read /etc": lambda: os.listdir("/etc"),
-        "it sees the environment": lambda: os.environ["PATH"],
+        "it sees the environment": env,
         "it is root": lambda: os.setuid(0) if os.getuid() == 0 else int(""),
     }
-    def env():
-        if not os.environ: raise OSError
-    tries["it sees the environment"] = env
     return [name for name, action in tries.items() if works(action)]
-'''
+"""
 
 
 class _Stop(Exception):
@@ -55,17 +56,21 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
     """What answers calls in a worker. Raises TaskError if strict isolation is asked for and not to be had."""
     limits = Limits(**settings["limits"])
     try:
-        sandbox = Sandbox(limits)
-        missing = (*sandbox.missing, *_probe(sandbox))
+        sandbox, found = _start(limits)
+        missing = (*sandbox.missing, *found)
     except (SandboxError, TimeOut) as error:
-        raise TaskError(f"the sandbox does not start: {error}", where=WHERE, fix="see docs/verifiers.md, Sandbox") from error
+        raise TaskError(
+            f"the sandbox does not start: {error}", where=WHERE, fix="see docs/verifiers.md, Sandbox"
+        ) from error
     if missing and settings["strict"]:
         raise TaskError(
             f"programs cannot be isolated here: {'; '.join(missing)}",
             where=f"{WHERE}, isolation",
-            fix="run as root or where user namespaces are allowed (a container needs CAP_SYS_ADMIN), or set isolation: best_effort",
+            fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation: best_effort",
         )
-    judge = Judge(sandbox, settings["wall_seconds"], settings["output_bytes"], settings["tolerance"], limits.cpu_seconds)
+    judge = Judge(
+        sandbox, settings["wall_seconds"], settings["output_bytes"], settings["tolerance"], limits.cpu_seconds
+    )
     isolation = {"in_force": list(sandbox.in_force), "missing": list(missing)}
 
     def answer(call: Any) -> dict[str, Any]:
@@ -80,14 +85,33 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
     return answer
 
 
+def _start(limits: Limits) -> tuple[Sandbox, list[str]]:
+    """A sandbox, and what a program can do in it that it must not. Raises SandboxError, TimeOut."""
+    for attempt in range(ATTEMPTS):
+        try:
+            sandbox = Sandbox(limits)
+            return sandbox, _probe(sandbox)
+        except ZygoteGone:
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError("not reached")
+
+
 def _probe(sandbox: Sandbox) -> list[str]:
     """What a program in the sandbox can do that it must not: the measures are tried, not believed."""
     with sandbox.spawn(CALLS, (), time.monotonic() + 60) as run:
         run.start()
         try:
-            run.ask({"code": PROBE})
+            loaded = run.ask({"code": PROBE})
+            if "ok" not in loaded:
+                raise SandboxError(f"a program cannot load Python's library as another user ({loaded.get('error')})")
             found = plain.value_of(run.ask({"op": "call", "name": "found", "args": [], "kwargs": _named({})}))
-        except (EOFError, plain.NotPlainError) as error:
+        except EOFError as error:
+            ended = run.end()
+            if ended is None or ended.status == -signal.SIGKILL:
+                raise ZygoteGone("somebody killed its first program") from error
+            raise SandboxError(f"a program in it ends with status {ended.status}") from error
+        except plain.NotPlainError as error:
             raise SandboxError(f"a program in it gives no answer: {error}") from error
     return [str(name) for name in found]
 
@@ -95,7 +119,9 @@ def _probe(sandbox: Sandbox) -> list[str]:
 class Judge:
     """Runs programs against tests, one at a time."""
 
-    def __init__(self, sandbox: Sandbox, wall_seconds: float, output_bytes: int, tolerance: float, cpu_seconds: int) -> None:
+    def __init__(
+        self, sandbox: Sandbox, wall_seconds: float, output_bytes: int, tolerance: float, cpu_seconds: int
+    ) -> None:
         self._sandbox, self._wall, self._output, self._tolerance = sandbox, wall_seconds, output_bytes, tolerance
         self._cpu = cpu_seconds
 
@@ -151,7 +177,12 @@ class Judge:
         with self._sandbox.spawn(CALLS, (), deadline) as run:
             self._load(run, code)
             for case in cases:
-                request = {"op": "call", "name": case["function"], "args": case["args"], "kwargs": _named(case["kwargs"])}
+                request = {
+                    "op": "call",
+                    "name": case["function"],
+                    "args": case["args"],
+                    "kwargs": _named(case["kwargs"]),
+                }
                 answer = self._ask(run, request)
                 if "ok" not in answer:
                     raise _Stop(f"{case['function']} raised {answer.get('error')}"[:300])
@@ -204,7 +235,9 @@ class Judge:
         match error:
             case TimeOut():
                 if run.starved(self._wall):
-                    raise SandboxError(f"the machine was too busy: the program had no processor for most of {self._wall:g} s")
+                    raise SandboxError(
+                        f"the machine was too busy: the program had no processor for most of {self._wall:g} s"
+                    )
                 return _Stop(f"it took more than {self._wall:g} s", "time")
             case Flood():
                 return _Stop(f"it printed more than {self._output} bytes", "output")
@@ -213,6 +246,8 @@ class Judge:
             raise ZygoteGone("its process was lost")
         if ended.cpu_seconds > self._cpu - 0.2:
             return _Stop(f"it took more than {self._cpu} s of processor time", "cpu")
+        if ended.status == -signal.SIGKILL and SYSTEM_CALLS in self._sandbox.in_force:
+            raise ZygoteGone("somebody killed the program, which cannot do so itself")
         return _Stop(f"it ended with status {ended.status}")
 
 

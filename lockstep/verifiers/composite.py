@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, notes_of, shown, unscored, workers_of
+from lockstep.verifiers.base import Verifier, keep_in, notes_of, shown, unscored, workers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class Composite:
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(note for part in self.parts for note in notes_of(part.verifier))
+
+    def keep_in(self, folder: Path) -> None:
+        for part in self.parts:
+            keep_in(part.verifier, folder)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         grades: list[tuple[WeightedPart, Grade, float]] = []

@@ -18,6 +18,7 @@ from lockstep.verifiers.choice import Choice
 from lockstep.verifiers.code import Code
 from lockstep.verifiers.composite import Composite
 from lockstep.verifiers.expression import Expression, spelling
+from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.normalise import close, normalise_text, parse_number
 from lockstep.verifiers.numeric import Numeric
 from lockstep.verifiers.python import UserFunction
@@ -42,6 +43,8 @@ def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
             return f"```json\n{prompt.answer}\n```" if verifier.equal else None
         case Code():
             return f"```python\n{prompt.answer}\n```" if prompt.answer.strip() else None
+        case Judge():
+            return None if verifier.rule is None else right_reply(verifier.rule, prompt)
         case Composite():
             return right_reply(verifier.parts[0].verifier, prompt)
         case _:
@@ -53,6 +56,8 @@ def wrong_replies(verifier: Verifier, prompt: Prompt) -> tuple[str, ...]:
     match verifier:
         case UserFunction():
             return ()
+        case Judge():
+            return () if verifier.rule is None else wrong_replies(verifier.rule, prompt)
         case Composite():
             return wrong_replies(verifier.parts[0].verifier, prompt)
         case Regex(pattern=None):
@@ -72,7 +77,8 @@ def wrong_replies(verifier: Verifier, prompt: Prompt) -> tuple[str, ...]:
 def cheats(solution: str) -> tuple[str, ...]:
     """Twenty programs that do not do what the solution does; most would pass where tests and program share a process."""
     equal = "class E:\n    def __eq__(self, o): return True\n    def __call__(self, *a, **k): return self\n"
-    names = [line[4:].partition("(")[0].strip() for line in solution.splitlines() if line.startswith("def ")]
+    starts = ("def ", "class ")
+    names = [line.split()[1].partition("(")[0].strip(":") for line in solution.splitlines() if line.startswith(starts)]
     early = ("import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise SystemExit", "raise KeyboardInterrupt")
     patched = (
         "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {'__init__': lambda s, *a: exit(0)})",
@@ -80,11 +86,17 @@ def cheats(solution: str) -> tuple[str, ...]:
         "import sys\nsys.settrace(lambda *a: None)\nsys.modules['builtins'].all = lambda x: True",
         "print('OK')\nprint('passed')",
         "import os\nos.write(1, b'{\"passed\": 1}')",
-        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"passed\": 1, \"first\": \"\"}\\n')\n    except OSError: pass",
+        'import os\nfor fd in range(3, 20):\n    try: os.write(fd, b\'{"passed": 1, "first": ""}\\n\')\n    except OSError: pass',
         "import signal\nsignal.alarm(1)",
     )
     defined = [equal + "".join(f"{name} = E()\n" for name in names)]
-    for body in ("raise AssertionError", "raise SystemExit(0)", "yield", "import os\n    os._exit(0)", "return object()"):
+    for body in (
+        "raise AssertionError",
+        "raise SystemExit(0)",
+        "yield",
+        "import os\n    os._exit(0)",
+        "return object()",
+    ):
         defined.append("".join(f"def {name}(*a, **k):\n    {body}\n" for name in names))
     broken = ("", "pass", "def", "(" * 300)
     return tuple(dict.fromkeys((*broken, *early, *patched, *defined)))[:COUNT]

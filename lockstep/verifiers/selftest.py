@@ -5,6 +5,7 @@ from __future__ import annotations
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import Verifier, shown
 from lockstep.verifiers.composite import Composite
+from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.mutations import right_reply, wrong_replies
 from lockstep.verifiers.python import UserFunction
 
@@ -60,7 +61,9 @@ def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
 
 
 def _paid(verifier: Verifier, grade: Grade) -> float | None:
-    """The reward; of a weighted composition, whether it counts as right: its other parts may ask for more than the answer."""
+    """The reward; of a judge or a weighted composition, whether it counts as right: more may be asked for than the answer."""
+    if grade.reward is not None and isinstance(verifier, Judge):
+        return grade.metrics["correct"]
     if grade.reward is None or not isinstance(verifier, Composite):
         return grade.reward
     if verifier.combine == "all":

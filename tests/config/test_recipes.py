@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.load import load
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import CodeVerifier, FileTask, JudgeVerifier, Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALGORITHMS = sorted((RECIPES / "algorithms").glob("*.yaml"))
@@ -51,3 +51,20 @@ def test_each_recipe_is_of_the_algorithm_that_it_is_called_after() -> None:
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
 def test_where_the_ratio_is_the_point_it_is_not_1(name: str) -> None:
     assert load([str(RECIPES / "algorithms" / f"{name}.yaml")]).updates_per_step > 1
+
+
+def test_the_code_recipe_is_graded_in_a_sandbox_that_must_be_whole() -> None:
+    recipe = load([str(RECIPES / "code.yaml")])
+    assert isinstance(recipe.task, FileTask)
+    assert isinstance(recipe.task.verifier, CodeVerifier)
+    assert recipe.task.verifier.isolation == "strict"
+    assert (RECIPES.parent / recipe.task.data.source).is_file()
+    rows = recipe.task.heldout_rows
+    assert recipe.prompts_per_step + rows <= len((RECIPES / "data" / "code_tasks.jsonl").read_text().splitlines())
+
+
+def test_the_judge_recipe_asks_of_right_replies_alone() -> None:
+    verifier = load([str(RECIPES / "judge.yaml")]).task.verifier  # type: ignore[union-attr]
+    assert isinstance(verifier, JudgeVerifier)
+    assert verifier.rule is not None
+    assert verifier.key_env == "JUDGE_API_KEY"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import lockstep.export.export as module
 from lockstep.errors import ConfigError, ExportError
 from lockstep.export import check
 from lockstep.export.export import Exported, export, refuse_guess
+from lockstep.export.measure import spacing
 from lockstep.export.verify import EXACT, in_fresh_process
 from lockstep.learner.merge import merged_weights
 from lockstep.loops.target import find_target
@@ -123,6 +125,28 @@ def test_a_rounded_merge_is_judged_by_measured_noise(narrow: RunDirectory, tmp_p
     assert 0 < verified.trained.mean <= verified.tolerance.mean
     assert verified.base.mean > 3 * verified.tolerance.mean
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_spacing_of_bf16() -> None:
+    weights = torch.tensor([1.0, -1.5, 0.3, 100.0], dtype=torch.bfloat16)
+    above = (weights.view(torch.int16) + 1).view(torch.bfloat16)
+    assert torch.equal(spacing(weights.float()), (above.float() - weights.float()).abs())
+
+
+def test_an_adapter_is_not_rounded(narrow: RunDirectory, tmp_path: Path) -> None:
+    verified = exported(narrow, tmp_path / "out", adapter=True).verified
+    assert verified.tolerance.max == EXACT >= verified.trained.max
+
+
+def test_no_record_of_another_folder_is_taken_along(home: Path, model: Path, tmp_path: Path) -> None:
+    """A run is known by its manifest.json: an export that had one would be taken for a run."""
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").write_text("{}")
+    run = trained(tmp_path, tmp_path / "model", NO_EVAL, "steps=1")
+    exported(run, tmp_path / "out", step=1)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (run.checkpoints_path / "step_000001" / "manifest.json").exists()
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_untrained_weights_equal_the_base(lora: RunDirectory, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def _load_string(name: str, config: Mapping[str, Json]) -> str:
 
 
 def _nearest(name: str) -> str:
-    near = get_close_matches(name, [*BOARD, *pyspiel().registered_names()], n=3, cutoff=0.5)
+    near = get_close_matches(name, dict.fromkeys((*BOARD, *pyspiel().registered_names())), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else "see pyspiel.registered_names()"
 
 
@@ -173,15 +173,18 @@ def _tried(text: str) -> Any:
     if text in BOARD:
         return load(text)
     game = load(text)
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIAL, text], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
-    )
+    where = f"task.games: {text}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL, text], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        what = f"some moves of it take longer than {TRIAL_SECONDS} s"
+        raise TaskError(what, where=where, fix="use other parameters, or another game") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1][:200] if lines and done.returncode > 0 else f"its process ends with {done.returncode}"
-        raise TaskError(
-            f"it cannot be played with these parameters: {why}", where=f"task.games: {text}", fix="use others"
-        )
+        raise TaskError(f"it cannot be played with these parameters: {why}", where=where, fix="use others")
     return game
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lockstep.envs.spiel.cases import pyspiel
-from lockstep.envs.spiel.states import play_chances
+from lockstep.envs.spiel.states import moves_of, play_chances
 from lockstep.errors import TaskError
 from lockstep.user_code import load_object
 from lockstep.verifiers.python import check_call
@@ -50,8 +50,7 @@ def own_mover(path: str) -> Mover:
     def move(state: Any, numbers: random.Random) -> int:
         chosen, legal = function(state.clone(), numbers), state.legal_actions()
         if isinstance(chosen, str):
-            named = {state.action_to_string(action): action for action in legal}
-            chosen = named.get(chosen, chosen)
+            chosen = moves_of(state).get(chosen, chosen)
         if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen not in legal:
             raise TaskError(
                 f"it moved {chosen!r}, which is not legal",

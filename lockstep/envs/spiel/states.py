@@ -77,9 +77,9 @@ def moves_at(game: str, history: tuple[int, ...]) -> dict[str, int]:
 
 
 def moves_of(state: Any) -> dict[str, int]:
-    """The same of a state that is there."""
+    """The same of a state that is there. Names are without the spaces that some games put around them."""
     actions = state.legal_actions()
-    moves = {state.action_to_string(action): action for action in actions}
+    moves = {state.action_to_string(action).strip(): action for action in actions}
     if len(moves) < len(actions):
         raise TaskError(
             "two of its legal moves have the same name",

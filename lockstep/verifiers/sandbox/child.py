@@ -16,6 +16,8 @@ from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.plain import NotPlainError, receive, send
 
 FAILED = 1
+_NOT_RAISED = (AssertionError, ExceptionGroup, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+"""These would be taken for a test's own, or cannot be made from a text."""
 _MESSAGE = 300
 
 
@@ -30,8 +32,8 @@ def _said(error: BaseException) -> str:
 def run_script(requests: io.BufferedReader, _: io.BufferedWriter) -> NoReturn:
     """Run the program on descriptors 0 and 1; the exit status says whether it ended well."""
     source = receive(requests)["code"]
-    sys.stdin = io.TextIOWrapper(open(0, "rb"), encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
-    sys.stdout = io.TextIOWrapper(open(1, "wb"), encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
+    sys.stdin = io.TextIOWrapper(open(0, "rb"), encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(open(1, "wb"), encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.argv = ["solution.py"]
     status = 0
     try:
@@ -69,11 +71,12 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
         except EOFError:
             os._exit(0)
         try:
-            target = kept[request["ref"]] if "ref" in request else space
+            target: Any = kept[request["ref"]] if "ref" in request else space
             name = request.get("name")
             found = target if name is None else (space[name] if target is space else getattr(target, name))
             if request["op"] == "call":
-                found = found(*plain.decode(request["args"], kept.__getitem__), **plain.decode(request["kwargs"], kept.__getitem__))
+                args, kwargs = (plain.decode(request[key], kept.__getitem__) for key in ("args", "kwargs"))
+                found = found(*args, **kwargs)
             answer = {"ok": plain.encode(found, refer)}
         except BaseException as error:
             answer = {"raised": type(error).__name__, "error": _said(error)}
@@ -112,7 +115,7 @@ class Remote:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote):
-            return self._reference == other._reference
+            return bool(self._reference == other._reference)
         raise TypeError("the program gave an object where a plain value is compared")
 
     __hash__ = None  # type: ignore[assignment]
@@ -148,9 +151,8 @@ class _Wire:
             raise ProgramError(f"the program gave no answer ({type(error).__name__}: {error})") from None
         text = str(answer.get("error"))[:_MESSAGE]
         kind = getattr(builtins, str(answer.get("raised")), None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
-            if kind not in (UnicodeTranslateError, ExceptionGroup, AssertionError):
-                raise kind(text)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _NOT_RAISED:
+            raise kind(text)
         raise ProgramError(text)
 
 
@@ -160,8 +162,10 @@ def _own(value: object) -> int:
     raise NotPlainError(f"tests can give plain values to the program, not a {type(value).__name__}")
 
 
-def run_tests(requests: io.BufferedReader, answers: io.BufferedWriter, to: io.BufferedWriter, back: io.BufferedReader) -> NoReturn:
-    """Run each piece of test code in one space, and say how many passed before the first that raised, and what that raised."""
+def run_tests(
+    requests: io.BufferedReader, answers: io.BufferedWriter, to: io.BufferedWriter, back: io.BufferedReader
+) -> NoReturn:
+    """Run each piece of test code in one space, and say how many passed before the first that raised, and why."""
     task = receive(requests)
     wire = _Wire(to, back)
     space: dict[str, Any] = {name: Remote(wire, {"name": name}) for name in task["names"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -56,18 +57,29 @@ class Sandbox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                zygote.command(_ROOT), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={}, cwd="/"
+                zygote.command(_ROOT),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd="/",
             )
         self._control = ours
         self.pid = self._popen.pid
         ours.settimeout(START_SECONDS)
-        ours.send(json.dumps({"apart": apart, "filter": filter, "limits": asdict(limits)}).encode())
+        reason = "it ended"
         try:
+            ours.send(json.dumps({"apart": apart, "filter": filter, "limits": asdict(limits)}).encode())
             ready = ours.recv(1 << 16)
         except OSError as error:
             ready = b""
             reason = str(error)
         if not ready:
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(1)
+            if self._popen.returncode == -signal.SIGKILL:
+                self.close()
+                raise ZygoteGone("somebody killed it while it started")
             self._popen.kill()
             said = (self._popen.communicate()[1] or b"").decode("utf-8", "replace").strip().splitlines()
             raise SandboxError(said[-1] if said else reason)
@@ -115,7 +127,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.end()
 
     def start(self) -> None:
@@ -126,7 +140,10 @@ class Run:
             said = b""
         self._hear(START_SECONDS)
         if said != zygote.UP:
-            raise SandboxError(f"a sandbox could not be prepared: {said.decode('utf-8', 'replace').strip() or self._told.decode()}")
+            if not said and not self._told:
+                raise ZygoteGone("a sandbox was lost while it was prepared")
+            why = said.decode("utf-8", "replace").strip() or self._told.decode()
+            raise SandboxError(f"a sandbox could not be prepared: {why}")
 
     def ask(self, message: Mapping[str, Any], limit: int = plain.MAX_LINE) -> dict[str, Any]:
         """Its answer. Raises EOFError if it ended, TimeOut, Flood, NotPlainError."""

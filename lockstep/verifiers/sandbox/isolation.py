@@ -168,7 +168,8 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
     As far as `in_force` (of enter) allows; whether there is such a folder.
     """
     files = FILES in in_force
-    call("unshare", (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0))
+    if flags := (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0):
+        call("unshare", flags)
     if files:
         size = f"size={limits.file_bytes},nr_inodes=1024,mode=1777"
         call("mount", b"tmpfs", WORK.encode(), b"tmpfs", _NOSUID | _NODEV, size.encode())
@@ -178,7 +179,8 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
 def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, keep: Sequence[int]) -> None:
     """In the program's process: everything that it does not need. Raises OSError.
 
-    `memory`: bytes that its process has at the start; `uid`: the user to become (root alone can); `filter`: of system calls; `keep`: descriptors that stay open beside 0 to 2.
+    `memory`: bytes that its process has at the start; `uid`: the user to become (root alone can); `filter`: of system calls;
+    `keep`: descriptors that stay open beside 0 to 2.
     """
     os.setsid()
     first = 3

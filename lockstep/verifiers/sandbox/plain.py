@@ -22,7 +22,7 @@ MAX_ITEMS = 100_000
 """Items that are taken from an iterator."""
 _TAG = "!"
 _ITERATORS = (types.GeneratorType, range, map, zip, filter, enumerate, reversed, itertools.chain, deque)
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 Refer = Callable[[object], int]
 """Gives an object that is not plain a number."""
@@ -32,7 +32,7 @@ class NotPlainError(Exception):
     """A value that cannot be sent, or a message that is none."""
 
 
-def encode(value: object, refer: Refer | None = None) -> Any:
+def encode(value: Any, refer: Refer | None = None) -> Any:
     """The value as JSON types. Objects of other types become the number that `refer` gives them. Raises NotPlainError."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -41,10 +41,11 @@ def encode(value: object, refer: Refer | None = None) -> Any:
         if isinstance(value, base):
             return base(value)  # IntEnum and the like
     if isinstance(value, (list, *_ITERATORS)):
-        return [encode(item, refer) for item in itertools.islice(iter(value), MAX_ITEMS)]
-    if isinstance(value, (tuple, set, frozenset, *_VIEWS)):
+        items: Any = value
+        return [encode(item, refer) for item in itertools.islice(iter(items), MAX_ITEMS)]
+    if isinstance(value, (tuple, set, frozenset)) or kind in _VIEWS:
         name = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
-        name = "list" if isinstance(value, _VIEWS[1]) else name
+        name = "list" if kind is _VIEWS[1] else name
         return {_TAG: name, "v": [encode(item, refer) for item in value]}
     if isinstance(value, dict):
         return {_TAG: "dict", "v": [[encode(k, refer), encode(v, refer)] for k, v in value.items()]}

@@ -71,7 +71,12 @@ def main(root: str) -> None:
 
 
 def _watch(
-    role: str, descriptors: Sequence[int], done: Sequence[str], limits: isolation.Limits, memory: int, filter: bytes | None
+    role: str,
+    descriptors: Sequence[int],
+    done: Sequence[str],
+    limits: isolation.Limits,
+    memory: int,
+    filter: bytes | None,
 ) -> NoReturn:
     """Run one program, and say how it ended on the first descriptor; if the other end is shut, kill it first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -151,5 +156,6 @@ def _program(
 
 def command(root: Path) -> list[str]:
     """Starts a zygote from the package under `root`, without site packages or anything that the environment says."""
-    code = f"import sys; sys.path.insert(0, {str(root)!r}); from lockstep.verifiers.sandbox.zygote import main; main({str(root)!r})"
+    path = repr(str(root))
+    code = f"import sys; sys.path.insert(0, {path}); from {__name__} import main; main({path})"
     return [sys.executable, "-I", "-S", "-c", code]

@@ -12,12 +12,14 @@ import pytest
 
 from lockstep.config import schema
 from lockstep.config.load import load
+from lockstep.envs.driver import plays
 from lockstep.envs.spiel.cases import BOARD
 from lockstep.envs.spiel.states import moves_at, state_at
 from lockstep.envs.spiel.task import SpielStates
 from lockstep.envs.spiel.text import described, read_move, written
 from lockstep.errors import TaskError
 from lockstep.loops.measures import rollout_metrics
+from lockstep.tasks.base import SelfTested
 from lockstep.tasks.build import build_task
 from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout
 
@@ -106,6 +108,16 @@ def test_only_a_move_in_its_tag_counts(reply: str, reward: float) -> None:
 )
 def test_other_places_for_the_move(answer: str, reply: str, reward: float) -> None:
     assert task_of(games=["connect"], answer=answer).grade(at("connect_four"), reply).reward == reward
+
+
+@pytest.mark.parametrize(
+    "game", ["morpion_solitaire", "amazons", "quoridor", "twixt", "leduc_poker", "gin_rummy", "skat"]
+)
+def test_other_games_pay_the_moves_that_they_list(game: str) -> None:
+    task = task_of(games=[game], num_tasks_per_case=3)
+    for prompt in task.batch(0, 3):
+        assert task.problems(prompt) == []
+        assert "\x1b" not in prompt.messages[0]["content"]
 
 
 def test_a_full_column_and_the_other_side_are_not_legal() -> None:
@@ -223,6 +235,21 @@ def test_numbers_are_kept_for_each_case() -> None:
     assert metrics["task/tic_tac_toe/reward"] == metrics["task/tic_tac_toe/correct"] == 0.5
     assert metrics["task/connect_four/reward"] == metrics["task/connect_four/correct"] == 0.25
     assert metrics["answer/legal"] == pytest.approx(8 / 24)
+
+
+def test_cases_take_part_in_a_mix() -> None:
+    states = schema.OpenSpielTask(games=["hex"], num_tasks_per_case=3)
+    games = schema.OpenSpielTask(games=["tic"], num_tasks_per_case=3, reward_mode="game")
+    shares = {"states": schema.Share(task=states), "games": schema.Share(task=games)}
+    task = build_task(schema.MixedTask(tasks=shares), 0)
+    assert plays(task)
+    for prompt in task.batch(0, 8):
+        assert prompt.task in shares
+        assert (task.runner(prompt) is None) == (prompt.task == "states")
+        if prompt.task == "states":
+            assert task.grade(prompt, f"<move>{prompt.answer}</move>").reward == 1.0
+            assert isinstance(task, SelfTested)
+            assert task.problems(prompt) == []
 
 
 def test_the_recipes_examples_are_what_the_task_asks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -181,7 +180,6 @@ def test_another_process_draws_the_same_states() -> None:
         for number in ("1", "2")
     ]
     assert done[0].stdout == done[1].stdout
-    assert hashlib.sha256(done[0].stdout.encode()).hexdigest()[:12]
     assert done[0].stdout.count("Game: ") == 16
 
 
