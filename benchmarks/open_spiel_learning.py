@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from training_plot import CURVE, plot
 from training_runs import ROOT, Job, Outcome, add_arguments, chosen, machine, overrides_of, percent, run_all
 
 from lockstep.config.load import load
+from lockstep.envs.spiel.states import state_at
+from lockstep.envs.spiel.text import described
 from lockstep.evaluate.compare import Comparison, compare
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.types import Score
@@ -26,8 +27,15 @@ from lockstep.types import Score
 RECIPE = ROOT / "recipes" / "envs" / "open_spiel_legal.yaml"
 MEANING = {
     "listed": "the prompt lists the legal moves",
-    "unlisted": "it does not: free cells and columns have to be seen on the board",
+    "unlisted": "it does not, and has four examples (lr 2e-4)",
 }
+SHOWN = (
+    ("connect_four", (3, 2, 3), "o4"),
+    ("tic_tac_toe", (0, 4), "x(2,1)"),
+    ("connect_four", (1, 1), "x0"),
+    ("tic_tac_toe", (8,), "o(0,1)"),
+)
+"""Examples of prompts without a list. With one of each game the policy soon answers columns alone, in both games."""
 NAME = "open_spiel_results"
 SAMPLED = "sampled"
 
@@ -54,18 +62,12 @@ def job(arm: str, seed: int, runs_dir: Path, overrides: Sequence[str]) -> Job:
 
 
 def unlisted() -> tuple[str, ...]:
-    """What the recipe changes for prompts without a list of legal moves: the examples have none either."""
+    """What the recipe changes for prompts without a list of legal moves: the examples have none either, and are more."""
     examples = [
-        {"user": without_list(example.user), "assistant": example.assistant}
-        for example in load([str(RECIPE)]).chat.examples
+        {"user": described(state_at(game, history), game, "reply", show_moves=False), "assistant": move}
+        for game, history, move in SHOWN
     ]
-    return ("task.show_moves=false", f"chat.examples={json.dumps(examples)}")
-
-
-def without_list(question: str) -> str:
-    """A question as the task asks it with show_moves off."""
-    shorter = re.sub(r"Legal moves: .*\n", "", question)
-    return shorter.replace("written as it is listed", "in OpenSpiel's notation")
+    return ("task.show_moves=false", f"chat.examples={json.dumps(examples)}", "optimizer.lr=2e-4")
 
 
 def page(outcomes: Sequence[Outcome], where: str) -> str:

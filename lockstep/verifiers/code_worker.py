@@ -204,10 +204,9 @@ class Judge:
                     said = tests.ask({"tests": cases, "names": names})
                 except TimeOut as error:
                     raise self._why(program, error) from None
-                except (EOFError, Flood, plain.NotPlainError):
-                    raise _Stop("the tests met a limit on what it gave them") from None
-            ended = program.end() if said["first"] else None
-        limit = "cpu" if ended is not None and ended.cpu_seconds > self._cpu - 0.2 else ""
+                except (EOFError, Flood, plain.NotPlainError) as error:
+                    raise _Stop(f"the tests met a limit on what it gave them: {self._why(tests, error)}") from None
+            limit = self._why(program, EOFError()).limit if said["lost"] else ""
         return {"passed": said["passed"], "total": len(cases), "first": said["first"], "limit": limit}
 
     def _start(self, run: Run) -> None:
@@ -241,9 +240,9 @@ class Judge:
                 return _Stop(f"it took more than {self._wall:g} s", "time")
             case Flood():
                 return _Stop(f"it printed more than {self._output} bytes", "output")
-        ended = run.end()
+        ended = run.by_itself()
         if ended is None:
-            raise ZygoteGone("its process was lost")
+            return _Stop("it closed its end of the pipe")
         if ended.cpu_seconds > self._cpu - 0.2:
             return _Stop(f"it took more than {self._cpu} s of processor time", "cpu")
         if ended.status == -signal.SIGKILL and SYSTEM_CALLS in self._sandbox.in_force:

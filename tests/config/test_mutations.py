@@ -172,6 +172,8 @@ VERIFIERS: tuple[Tree, ...] = (
     {"kind": "regex", "pattern": "#### (.*)", "shown_as": "#### ANSWER"},
     {"kind": "json", "json_schema": {"type": "object"}, "equal": False},
     {"kind": "python", "path": "my.py:grade", "seconds": 2.0},
+    {"kind": "code", "tests": "checks", "isolation": "best_effort"},
+    {"kind": "judge", "url": "http://localhost:8000/v1", "model": "m", "key_env": "KEY", "rule": {"kind": "text"}},
 )
 COMPOSITE: Tree = {
     "kind": "composite",

@@ -127,9 +127,11 @@ ESCAPES = (
     Escape("a deep answer", "def attempt():\n    x = []\n    for _ in range(100000): x = [x]\n    return x\n"),
     Escape("a long answer", "def attempt(): return 'x' * (1 << 26)\n"),
     Escape("an endless answer", "import itertools\ndef attempt(): return (i for i in itertools.count())\n"),
+    Escape("keys with one hash", "def attempt(): return {n * (2**61 - 1): 0 for n in range(1, 3000)}\n"),
     Escape(
         "a pickle bomb", "class P:\n    def __reduce__(self): return (print, ('escaped',))\ndef attempt(): return P()\n"
     ),
+    Escape("closes its pipes", "import os, time\ndef attempt():\n    os.closerange(3, 64)\n    time.sleep(600)\n"),
     Escape("stray surrogates and nulls", "def attempt(): return '\\ud800\\x00'\n"),
     Escape("a null in the source", "x = 1\x00\ndef attempt(): return 'escaped'\n"),
     # The way out by the front door.
@@ -158,6 +160,7 @@ E_TRUE = (
     "class E:\n    def __eq__(s, o): return True\n    def __bool__(s): return True\n    def __sub__(s, o): return 0\n"
 )
 CHEATS = {
+    "closes its pipes": "import os, time\ndef attempt(n):\n    os.closerange(3, 64)\n    time.sleep(600)\n",
     "equals everything": E_TRUE + "    __ne__ = __lt__ = __gt__ = __abs__ = __eq__\ndef attempt(n): return E()",
     "a number that equals everything": "class I(int):\n    __eq__ = lambda s, o: True\n    __hash__ = None\ndef attempt(n): return I(3)",
     "patched abs": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.AssertionError = Warning\ndef attempt(n): return 9",

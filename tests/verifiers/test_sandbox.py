@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import random
 import socket
 import subprocess
 import sys
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from lockstep.types import Prompt
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.code import Code, find_code
 from lockstep.verifiers.mutations import wrong_replies
-from lockstep.verifiers.sandbox.host import Sandbox
-from lockstep.verifiers.sandbox.isolation import Limits
 from lockstep.verifiers.selftest import self_test
 from tests.verifiers.escapes import ASSERTED, CHEATS, ESCAPES, Escape
 
@@ -62,7 +61,11 @@ def listening() -> Iterator[socket.socket]:
 
 def processes_of(verifier: Code) -> list[psutil.Process]:
     """What its workers have started; each has one process that forks the others."""
-    return [child for pid in verifier.pool.pids for child in psutil.Process(pid).children(recursive=True)]
+    found: list[psutil.Process] = []
+    for pid in verifier.pool.pids:
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(pid).children(recursive=True)
+    return found
 
 
 def nothing_left(verifier: Code) -> bool:
@@ -139,16 +142,20 @@ def test_scripts_are_judged_by_what_they_print(code: Code, program: str, reward:
 
 
 def test_a_worker_or_what_forks_for_it_may_be_killed_at_any_time(code: Code) -> None:
-    right, wrong = block("def attempt(): return 'escaped'"), block("def attempt(): return 'no'")
+    right, wrong = block("def attempt(n): return n * n"), block("def attempt(n): return 9")
+    due, rng = [1.0, 0.0] * 40, random.Random(0)
     with ThreadPoolExecutor(1) as pool:
-        due = [1.0, 0.0] * 30
-        grades = [pool.submit(code.grade, prompt(ESCAPED), right if paid else wrong) for paid in due]
-        for turn in range(4):
-            time.sleep(0.1)
-            victims = [psutil.Process(pid) for pid in code.pool.pids] if turn % 2 else processes_of(code)[:1]
-            for victim in victims:
-                victim.send_signal(signal.SIGKILL)
+        grades = [pool.submit(code.grade, prompt(ASSERTED), right if paid else wrong) for paid in due]
+        kills = 0
+        while not all(grade.done() for grade in grades) and kills < 12:
+            time.sleep(rng.uniform(0.02, 0.1))
+            alive = [psutil.Process(pid) for pid in code.pool.pids if psutil.pid_exists(pid)] + processes_of(code)
+            with suppress(psutil.NoSuchProcess, IndexError):
+                rng.choice(alive).kill()
+                kills += 1
         assert [grade.result().reward for grade in grades] == due
+    assert kills >= 4
+    assert code.grade(prompt(ESCAPED), block("def attempt(): return 'escaped'")).reward == 1
     assert nothing_left(code)
 
 
@@ -201,14 +208,32 @@ def as_ordinary_user(names: Sequence[str], options: str = "") -> list[Any]:
     by_name = {e.name: e.code.replace("MARK", MARK).replace("PORT", "80").replace("PID", "1") for e in ESCAPES}
     programs = json.dumps([by_name.get(name, name) for name in names])
     script = ORDINARY.replace("ROOT", repr(str(root))).replace("8)", f"8), {options}")
-    done = subprocess.run([python, "-c", script], input=programs, capture_output=True, text=True, preexec_fn=as_nobody, timeout=60)
+    done = subprocess.run(
+        [python, "-c", script], input=programs, capture_output=True, text=True, preexec_fn=as_nobody, timeout=60
+    )
     return list(json.loads(done.stdout))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes an ordinary user")
 def test_an_ordinary_user_has_the_same_isolation_by_a_user_namespace() -> None:
-    names = ("fork bomb", "write to /", "connect", "abstract socket", "the parent's environment", "become root", "huge file")
-    names += ("thread bomb", "mount", "symlink out", "exec", "memory in a file of memory", "its own /proc", "up and out")
+    names = (
+        "fork bomb",
+        "write to /",
+        "connect",
+        "abstract socket",
+        "the parent's environment",
+        "become root",
+        "huge file",
+    )
+    names += (
+        "thread bomb",
+        "mount",
+        "symlink out",
+        "exec",
+        "memory in a file of memory",
+        "its own /proc",
+        "up and out",
+    )
     in_force, missing, *answers, last = as_ordinary_user([*names, "def attempt(): return 'escaped'"])
     assert (len(in_force), missing, last) == (6, [], "escaped")
     assert dict(zip(names, answers, strict=True)) == dict.fromkeys(names, "contained")
@@ -241,7 +266,9 @@ def test_where_a_measure_is_not_to_be_had_strict_refuses_and_best_effort_says_so
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
     )
     if os.geteuid() == 0 and not library_is_open():  # then even best_effort is not possible
-        assert "REFUSED the sandbox does not start: a program cannot load Python's library as another user" in done.stdout, done.stderr
+        assert (
+            "REFUSED the sandbox does not start: a program cannot load Python's library as another user" in done.stdout
+        ), done.stderr
         return
     assert "REFUSED programs cannot be isolated here: own file system: " in done.stdout, done.stderr
     assert "not isolated in full: own file system: " in done.stdout

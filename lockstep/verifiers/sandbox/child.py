@@ -138,6 +138,8 @@ class _Wire:
 
     def __init__(self, requests: io.BufferedWriter, answers: io.BufferedReader) -> None:
         self._requests, self._answers = requests, answers
+        self.lost = False
+        """The program has ended, or closed its pipe."""
 
     def ask(self, request: dict[str, Any], arguments: tuple[object, ...], named: dict[str, object]) -> Any:
         """What the program's function returns. Raises what it raises if that is a built-in Exception, else ProgramError."""
@@ -148,6 +150,7 @@ class _Wire:
             if "ok" in answer:
                 return plain.value_of(answer, lambda number: Remote(self, {"ref": number}))
         except (OSError, EOFError, NotPlainError) as error:
+            self.lost = self.lost or not isinstance(error, NotPlainError)
             raise ProgramError(f"the program gave no answer ({type(error).__name__}: {error})") from None
         text = str(answer.get("error"))[:_MESSAGE]
         kind = getattr(builtins, str(answer.get("raised")), None)
@@ -178,5 +181,5 @@ def run_tests(
         except Exception as error:
             first = f"test {number}: {_said(error)}"
             break
-    send(answers, {"passed": passed, "first": first})
+    send(answers, {"passed": passed, "first": first, "lost": wire.lost})
     os._exit(0)

@@ -163,6 +163,17 @@ class Run:
             if not self._hear(START_SECONDS):
                 return
 
+    def by_itself(self) -> Ended | None:
+        """How it ended, if it did by itself; None if it still runs a second later. Raises ZygoteGone if nobody knows."""
+        self.deadline = time.monotonic() + 1.0
+        try:
+            self.wait()
+        except TimeOut:
+            return None
+        if self.ended is None:
+            raise ZygoteGone("its process was lost")
+        return self.ended
+
     def hand_over(self) -> tuple[int, int]:
         """Where its requests go and its answers come from, for another process to use from now on."""
         os.set_blocking(self._requests, True)

@@ -20,6 +20,8 @@ MAX_LINE = 1 << 22
 """Bytes of a message."""
 MAX_ITEMS = 100_000
 """Items that are taken from an iterator."""
+MAX_ALIKE = 64
+"""Keys with one hash."""
 _TAG = "!"
 _ITERATORS = (types.GeneratorType, range, map, zip, filter, enumerate, reversed, itertools.chain, deque)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -70,9 +72,14 @@ def decode(value: Any, find: Callable[[int], object] | None = None) -> Any:
     match value.get(_TAG), content:
         case ("tuple" | "set" | "frozenset" | "list") as name, list():
             made = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}[name]
-            return made(decode(item, find) for item in content)
+            items = [decode(item, find) for item in content]
+            if made in (set, frozenset):
+                _refuse_collisions(items)
+            return made(items)
         case "dict", list():
-            return {decode(key, find): decode(item, find) for key, item in content}
+            pairs = [(decode(key, find), decode(item, find)) for key, item in content]
+            _refuse_collisions([key for key, _ in pairs])
+            return dict(pairs)
         case "bytes", str():
             return base64.b64decode(content)
         case "complex", [float() as real, float() as imaginary]:
@@ -82,6 +89,13 @@ def decode(value: Any, find: Callable[[int], object] | None = None) -> Any:
         case "ref", int() if find is not None:
             return find(content)
     raise NotPlainError("a message that is none")
+
+
+def _refuse_collisions(keys: list[Any]) -> None:
+    """Numbers can be chosen so that all have one hash, and a set of them takes quadratic time."""
+    hashes = sorted(map(hash, keys))
+    if any(hashes[i] == hashes[i + MAX_ALIKE] for i in range(len(hashes) - MAX_ALIKE)):
+        raise NotPlainError("too many keys with one hash")
 
 
 def send(file: BinaryIO, message: dict[str, Any]) -> None:
