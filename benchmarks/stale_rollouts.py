@@ -1,4 +1,4 @@
-"""Deliberately stale rollouts: four updates a step at ten times the rate, with and without what accounts for it.
+"""Deliberately stale rollouts: four updates a step at a high rate, with and without what accounts for it.
 
     .venv/bin/python benchmarks/stale_rollouts.py --jobs 1 --threads 2
     .venv/bin/python benchmarks/stale_rollouts.py --only none tis --seeds 0 --steps 2 --set eval.items=8 --out /tmp/stale
@@ -68,7 +68,7 @@ def page(outcomes: Sequence[Outcome], where: str, overrides: Sequence[str]) -> s
         "",
         f"<!-- Written by benchmarks/stale_rollouts.py{changed}. -->",
         "",
-        f"`recipes/algorithms/stale.yaml`: {steps} steps with four updates each at ten times the usual rate, so that three "
+        f"`recipes/algorithms/stale.yaml`: {steps} steps with four updates each at fifteen times the default rate of adapters, so that three "
         "of four updates work on samples of other weights. w = π_θ/π_rollout (`old_logprobs: rollout`).",
         "",
         *(f"- `{label}`: {MEANING[label]}" for label in labels),

@@ -20,7 +20,22 @@ from types import ModuleType
 from lockstep import __version__
 from lockstep.errors import LockstepError
 
-COMMANDS = ("plan", "train", "eval", "compare", "probe", "audit", "sample", "export", "import", "rollouts", "report", "metrics", "data", "config")
+COMMANDS = (
+    "plan",
+    "train",
+    "eval",
+    "compare",
+    "probe",
+    "audit",
+    "sample",
+    "export",
+    "import",
+    "rollouts",
+    "report",
+    "metrics",
+    "data",
+    "config",
+)
 """Names of the modules in lockstep.commands, in the order of the help."""
 
 INTERRUPTED = 130

@@ -121,7 +121,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _copy_beside(source: Path, folder: Path) -> None:
     """Configuration, tokenizer and templates of a model folder: no weights, no code, nothing below it."""
-    ours = (COMMIT, STATE, "manifest.json")  # the folder may be a checkpoint itself; a run is known by its manifest.json
+    ours = (
+        COMMIT,
+        STATE,
+        "manifest.json",
+    )  # the folder may be a checkpoint itself; a run is known by its manifest.json
     copied = [
         path
         for path in sorted(source.iterdir())

@@ -34,7 +34,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, section by section. Raises ConfigError for a recipe with mistakes; no model is loaded."""
     recipe, notes = _with_steps(load(args.recipe))
     print(
-        "\n".join([*notes, *plan_text(recipe), "", "Memory and disk", *(f"  {line}" for line in _memory(recipe, args.gpu_gib))])
+        "\n".join(
+            [
+                *notes,
+                *plan_text(recipe),
+                "",
+                "Memory and disk",
+                *(f"  {line}" for line in _memory(recipe, args.gpu_gib)),
+            ]
+        )
     )
     return 0
 

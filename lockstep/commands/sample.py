@@ -81,7 +81,9 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
         done = found[request_id(prompt, 0)]
         text = rig.policy.chat.decode(done.ids)
         ended = done.finish is FinishReason.STOP
-        samples.append(Sample(prompt, text, len(done.ids), ended, rig.task.grade(prompt, rig.policy.chat.answer(done.ids))))
+        samples.append(
+            Sample(prompt, text, len(done.ids), ended, rig.task.grade(prompt, rig.policy.chat.answer(done.ids)))
+        )
     how = "greedy" if heat == 0 else f"T={heat:g}"
     return samples, f"{target.label}: weights {proof.fingerprint} in {rig.policy.numerics}, {how}, {plan.role}"
 

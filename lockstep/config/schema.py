@@ -348,7 +348,7 @@ class Recipe(Section):
         named = self.numerics.plain_named
         if named is not None and self.model.dtype not in ("auto", named):
             raise ValueError(
-                f"numerics names {named}, but model.dtype = {self.model.dtype}: what is not quantised computes in the weights' precision"
+                f"numerics names {named}, but model.dtype = {self.model.dtype}: what is not quantised computes in it"
             )
         if self.numerics.rollout is not None and self.loop != "rl":
             raise ValueError(

@@ -27,8 +27,8 @@ class ReasoningGymTask(Section):
     repeat_heldout: bool = False
     """Ask held-out questions again when there are fewer different ones than eval.items; otherwise that is an error."""
     scoring: Literal["auto", "verifier", "data_set"] = "auto"
-    """Who grades: the verifier below, or the data set's own score function. auto is the verifier if it gives the data set's
-    own answers full marks, else the data set."""
+    """Who grades: the verifier below, or the data set's own score function. auto is the verifier, unless none was chosen and the
+    default one does not give the data set's own answers full marks: then the data set."""
     partial: bool = False
     """Pay what the data set's own score function gives for answers that are right in part; off pays full marks alone."""
     verifier: Verifier = NumericVerifier()
@@ -171,7 +171,7 @@ class TextArenaTask(Section):
     opponent: str = Field(default="random", pattern=r"^(random|.+\.py:\w+)$")
     """Of a two-player game: random takes one of the moves that the game lists, file.py:function is called with what the
     opponent is shown and a random.Random, and gives its action."""
-    seat: Literal[0, 1] = 0
+    seat: int = Field(default=0, ge=0, le=1)
     """Which player is trained: 0 begins."""
     seeds: int = Field(default=200, ge=1)
     """Different games to train on: each is one seed given to reset."""

@@ -21,7 +21,6 @@ from lockstep.types import (
     Completion,
     Conditions,
     FinishReason,
-    Forward,
     Grade,
     ItemResult,
     Prompt,

@@ -50,15 +50,11 @@ class MasterOptimizer:
         for name, parameter in self._parameters.items():
             if self._masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_collector(self._masters[name]))
-            parameter.register_post_accumulate_grad_hook(self._note)
+            parameter.register_post_accumulate_grad_hook(_noter(self.collected))
         self._inner = build_inner(settings, self._masters)
         self._of = {name: inner for inner in self._inner for name in inner.names}
         self.note = describe_inner(self._inner, self._masters)
         """For the log, where it is not plain AdamW."""
-
-    def _note(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        self.collected.append(parameter)
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
@@ -82,6 +78,7 @@ class MasterOptimizer:
                 )
         for inner in self._inner:
             inner.optimizer.zero_grad(set_to_none=True)
+        self.collected.clear()  # what is left of the last pass: see _noter
         return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -170,6 +167,17 @@ def _live(label: str, saved: Tensor, inner: Inner, master: nn.Parameter) -> tupl
     group = inner.optimizer.param_groups[0]
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return key, saved.to("cpu" if on_host else master.device, copy=True)
+
+
+def _noter(collected: list[nn.Parameter]) -> Callable[[Tensor], None]:
+    """Notes whose gradient is complete. It knows the list alone: through a hook that knew the optimizer, the parameter would
+    keep itself alive, and everything that the optimizer holds."""
+
+    def note(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        collected.append(parameter)
+
+    return note
 
 
 def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -13,8 +13,8 @@ from lockstep.config.algorithm import Critic
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
 from lockstep.learner.optimizer import MasterOptimizer
-from lockstep.learner.schedule import learning_rate
 from lockstep.learner.packing import per_token
+from lockstep.learner.schedule import learning_rate
 from lockstep.types import Metrics, TrainSequence
 
 

@@ -77,8 +77,8 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None) -> None
             train(parts, recipe, journal, start)
         else:
             sft.train(parts, recipe, _sft_rows(parts, recipe, recipe.sft, material, journal), journal, start)
-        _finish(run, parts, recipe, journal)
         require_unchanged(parts.policy.model, base, journal)
+        _finish(run, parts, recipe, journal)
     except LockstepError as error:
         journal.event("stopped", str(error), error=type(error).__name__)
         journal.say(f"stopped: {error}")

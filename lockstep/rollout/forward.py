@@ -54,7 +54,9 @@ class Computation:
     def require_clean(self, what: str) -> None:
         """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
         if self.forward.noise is not None:
-            raise EngineError(f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first")
+            raise EngineError(
+                f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first"
+            )
 
     def running(self) -> AbstractContextManager[None]:
         """What each pass of the model runs in."""

@@ -37,7 +37,9 @@ KL_COEF = 0.05
 
 def recipe_of(mode: str, loss: str, correction: str, **update: Any) -> Recipe:
     parts = {"loss": LOSSES[loss], "correction": CORRECTIONS[correction], "aggregation": mode}
-    return recipe(parts | {"kl": {"coef": KL_COEF}, "entropy_coef": 0.01}, update=update, optimizer={"kind": "adamw", "lr": 0.0})
+    return recipe(
+        parts | {"kl": {"coef": KL_COEF}, "entropy_coef": 0.01}, update=update, optimizer={"kind": "adamw", "lr": 0.0}
+    )
 
 
 @cache

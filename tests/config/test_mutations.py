@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -182,6 +183,44 @@ COMPOSITE: Tree = {
         {"name": f"p{i}", "verifier": kind, "weight": 0.5**i} for i, kind in enumerate((*VERIFIERS, {"kind": "text"}))
     ],
 }
+_QUESTIONS = GIVEN["task"]
+TASKS: tuple[Tree, ...] = (
+    {
+        "kind": "tools",
+        "questions": _QUESTIONS,
+        "tools": [{"path": "my.py:look", "name": "look", "description": "d", "parameters": {"type": "object"}}],
+        "format": "plain",
+        "explain": False,
+        "turns": {"limit": 3, "reply_tokens": 16, "step_seconds": 5.0, "memory_gib": 2.0, "credit": "end"},
+    },
+    {"kind": "guess_number", "low": 1, "high": 50, "progress": 0.5},
+    {"kind": "env", "path": "my.py:Env", "settings": {"level": 2}, "seeds": 50},
+    {"kind": "gymnasium", "env": "my.py:Env", "instructions": "i", "actions": ["left", "right"], "solved": 1.0},
+    {"kind": "textarena", "game": "Game-v0", "opponent": "my.py:move", "seat": 1},
+    {"kind": "open_spiel", "game_list": ["hex"], "game_configs": {"hex": [{"board_size": 3}]}, "max_random_steps": 5},
+    {
+        "kind": "open_spiel",
+        "games": ["hex"],
+        "reward_mode": "outcome",
+        "playouts": 4,
+        "playout": "mcts",
+        "simulations": 8,
+    },
+    {"kind": "open_spiel", "games": ["hex"], "reward_mode": "game", "opponent": "mcts", "illegal_moves": 1},
+    {
+        "kind": "mixed",
+        "tasks": {"a": {"weight": 2.0, "task": {"kind": "guess_number"}}, "b": {"task": _QUESTIONS}},
+        "curriculum": {"low": 0.2, "high": 0.8, "outside": 0.2, "memory": 0.5},
+    },
+)
+"""Tasks of several turns, and mixed ones."""
+NOISE: Tree = {
+    "sigma_start": 0.02,
+    "sigma_end": 0.001,
+    "stages": 5,
+    "targets": ["norm"],
+    "layer_scale": {"layers": 0.5},
+}
 SFT: Tree = {
     "data": None,
     "rollouts": {"run": "runs/a", "keep": "all", "per_prompt": 2, "first_step": 3},
@@ -216,9 +255,13 @@ _SUPERVISED: Tree = {"loop": "sft", "sft": SFT, "algorithm": {"kind": "grpo"}, "
 FULL_VERIFIERS = tuple(
     _complete(GIVEN | {"task": GIVEN["task"] | {"verifier": verifier}}) for verifier in (*VERIFIERS, COMPOSITE)
 )
+FULL_TASKS = tuple(_complete(GIVEN | {"task": task}) for task in TASKS)
+FULL_NOISE = _complete(GIVEN | {"noise": NOISE})
 FULL_SFT = _complete({name: value for name, value in GIVEN.items() if name != "noise"} | _SUPERVISED)
 BASES = (
     FULL_SFT,
+    FULL_NOISE,
+    *FULL_TASKS,
     *FULL_VERIFIERS,
     *FULL_OPTIMIZERS,
     FULL,
@@ -253,6 +296,9 @@ def _mutations() -> Iterator[Mutation]:
     for other in FULL_OPTIMIZERS:
         yield from _mutated(other, ("optimizer",))
     yield from _mutated(FULL_SFT, ("sft",))
+    yield from _mutated(FULL_NOISE, ("noise",))
+    for other in FULL_TASKS:
+        yield from _mutated(other, ("task",))
     for other in FULL_VERIFIERS[:-1]:
         yield from _mutated(other, ("task", "verifier"))
     for overrides, path in IMPOSSIBLE:
@@ -441,10 +487,21 @@ def complaints() -> tuple[int, list[str]]:
     return len(found), [text for text in found if text]
 
 
+def _once(path: str) -> str:
+    """Verifiers, data and one-reply tasks stand in several places, as the same sections: one place stands for all."""
+    path = re.sub(
+        r"^task\.verifier\.parts\.N\.verifier\.|^task\.questions\.verifier\.(parts\.N\.verifier\.)?",
+        "task.verifier.",
+        path,
+    )
+    path = re.sub(r"^(sft\.data|sft\.validation|task\.questions\.data)\.", "task.data.", path)
+    return re.sub(r"^task\.questions\.", "task.", path)
+
+
 def test_every_setting_is_mutated(tmp_path: Path) -> None:
     """The recipes that are mutated are valid and have every setting but those of other variants."""
-    covered = {_pattern(at) for tree in BASES for at, _ in _nodes(tree, ())}
-    assert SETTINGS.keys() - covered == {"task.verifier.path"}
+    covered = {_once(_pattern(at)) for tree in BASES for at, _ in _nodes(tree, ())}
+    assert {_once(path) for path in SETTINGS} - covered == set()
     for tree in BASES:
         file = tmp_path / "full.yaml"
         file.write_text(yaml.safe_dump(tree))

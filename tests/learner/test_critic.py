@@ -525,7 +525,9 @@ def snapshot(critic: TorchCritic) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_three_steps_saved_and_three_more_are_six(kind: str, backbone: str):
-    given = recipe(kind, {"backbone": backbone}, optimizer={"kind": "adamw", "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.1})
+    given = recipe(
+        kind, {"backbone": backbone}, optimizer={"kind": "adamw", "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.1}
+    )
     batches = [valued(make_batch(old=False, ref=False), seed=number) for number in range(6)]
     unbroken = build_critic(policy(kind), given)
     for batch in batches[:3]:

@@ -24,7 +24,9 @@ KINDS = ("fp32", "bf16", "lora")
 
 
 def recipe(kind: str = "fp32", **sections: Any) -> Recipe:
-    settings: dict[str, Any] = {"optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}}
+    settings: dict[str, Any] = {
+        "optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
+    }
     if kind == "lora":
         settings["adapter"] = {"kind": "lora", "rank": 4}
     return Recipe.model_validate(settings | {"steps": 20} | sections)
@@ -227,7 +229,10 @@ def test_three_steps_saved_and_three_more_are_six(kind: str):
 
 # --- reference ------------------------------------------------------------------------------------------------------
 def test_with_adapters_the_reference_is_the_base():
-    learner, batch = build("lora", recipe("lora", optimizer={"kind": "adamw", "lr": 1e-2})), make_batch(old=False, ref=False)
+    learner, batch = (
+        build("lora", recipe("lora", optimizer={"kind": "adamw", "lr": 1e-2})),
+        make_batch(old=False, ref=False),
+    )
     base = twin(plain("llama-tied"))
     expected = TorchLearner(base, recipe()).response_logprobs(batch.sequences, 0.9)
     trained = {name: p.requires_grad for name, p in learner.model.named_parameters()}

@@ -46,7 +46,7 @@ def test_a_finished_run_explains_itself(tmp_path: Path, tiny_model_dir: Path) ->
     assert rows[2].metrics["eval/sampled/accuracy"] == scores[2, "sampled"].accuracy
     assert [info.step for info in list_checkpoints(run.path)] == [2, 3]
     kinds = [event.kind for event in read_events(run)]
-    assert kinds == ["start", "sync", "checkpoint", "checkpoint", "checkpoint", "verified", "finished"]
+    assert kinds == ["start", "sync", "checkpoint", "checkpoint", "checkpoint", "base", "verified", "finished"]
     assert "flipped and noticed" in run.log_path.read_text()
     manifest = json.loads(run.manifest_path.read_text())
     assert manifest["formula"].startswith("L = 1/N")

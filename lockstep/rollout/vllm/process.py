@@ -150,7 +150,9 @@ class EngineProcess:
         if self._running:
             raise EngineError(f"weights {version} arrived while {len(self._running)} requests run")
         if self.forward.noise is not None:
-            raise EngineError(f"weights {version} arrived while noise is on the norms", fix="set_forward without noise first")
+            raise EngineError(
+                f"weights {version} arrived while noise is on the norms", fix="set_forward without noise first"
+            )
         self.version = -1
         self._ask(wire.Load(version))
         for load in bucket.loads(weights, bucket.SIZE):
