@@ -88,7 +88,7 @@ class ReasoningGym:
         if s.scoring == "data_set":
             return own, "its own score function"
         verifier = build_verifier(s.verifier)
-        # A verifier that the recipe chose is never replaced: if it does not fit, its self-test says so and the run does not start.
+        # A verifier that the recipe chose is never replaced: if it does not fit, the self-test stops the run at its start.
         undecided = s.scoring == "auto" and s.verifier == schema.NumericVerifier()
         if undecided and any(self_test(verifier, prompt) for prompt in first):
             return own, f"its own score function: {s.verifier.kind} does not fit its answers"
