@@ -34,14 +34,14 @@ def test_a_run_that_trains_everything_has_no_base(tiny_model_dir: Path, tmp_path
 def test_a_base_that_changed_stops_the_run(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit of one frozen weight, written behind torch's back while the run finishes."""
-    finish = running._finish
+    """One bit of one frozen weight, written behind torch's back while the run trains."""
+    train = running.train
 
-    def meddling(run: object, parts: Parts, *rest: object) -> None:
-        finish(run, parts, *rest)  # type: ignore[arg-type]
+    def meddling(parts: Parts, *rest: object) -> None:
+        train(parts, *rest)  # type: ignore[arg-type]
         norm = dict(parts.policy.model.named_parameters())["base_model.model.model.norm.weight"]
         norm.data.view(torch.int32)[5] ^= 1
 
-    monkeypatch.setattr(running, "_finish", meddling)
+    monkeypatch.setattr(running, "train", meddling)
     with pytest.raises(LearnerError, match=r"1 frozen weights changed in this run, the first is model.norm.weight"):
         running.start_run(recipe(tmp_path, tiny_model_dir, *LORA, NO_EVAL, "steps=1"))
