@@ -16,7 +16,7 @@ TRUNCATED = 0.05
 UNPARSED = 0.05
 """Share of scored replies without a readable answer above which the parser is to be looked at first (notes of earlier runs)."""
 BOXED = 0.95
-"""Boxed rate that a model should have before it is trained by rewards for boxed answers (S3-87)."""
+"""Boxed rate that a model should have before it is trained by rewards for boxed answers."""
 
 
 @dataclass(frozen=True, slots=True)

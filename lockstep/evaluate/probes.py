@@ -13,7 +13,7 @@ from lockstep.evaluate.intervals import Interval, wilson
 from lockstep.types import Estimate, ItemResult
 
 HARD, EASY = 0.05, 0.9
-"""Solve rates below which groups hardly ever have a right reply, and above which hardly ever a wrong one (S3-88)."""
+"""Solve rates below which groups hardly ever have a right reply, and above which hardly ever a wrong one."""
 MIXED = 0.5
 """Share of mixed groups that is worth its cost: others carry no gradient where rewards are compared within a group."""
 
