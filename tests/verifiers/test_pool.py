@@ -218,12 +218,12 @@ def test_workers_end_when_their_owner_is_killed(grader, reply):
 
 @pytest.mark.slow
 def test_killing_workers_at_random_changes_no_verdict():
-    """10,000 answers by two workers, of which one, or the template that they are copies of, is killed every second or two."""
+    """10,000 answers by two workers, of which one, or the template that they are copies of, is killed about every second."""
     verifier = build_verifier(schema.MathVerifier(workers=2, cpu_seconds=10))
     stop, killed, draw = threading.Event(), [0], random.Random(0)
 
     def killer() -> None:
-        while not stop.wait(draw.uniform(0.5, 2.5)):
+        while not stop.wait(draw.uniform(0.3, 1.0)):
             pids = [*verifier.pool.pids, *(child.pid for child in psutil.Process().children())]  # the template, too
             if pids:
                 os.kill(draw.choice(pids), signal.SIGKILL)
@@ -242,7 +242,7 @@ def test_killing_workers_at_random_changes_no_verdict():
         stop.set()
         thread.join()
     assert [grade.reward for grade in grades] == [1.0 - i % 2 for i in range(10_000)]
-    assert killed[0] >= 5
+    assert killed[0] >= 3
     assert verifier.pool.replaced >= 1  # the template and idle copies are among the killed
 
 
