@@ -242,8 +242,8 @@ def test_killing_workers_at_random_changes_no_verdict():
         stop.set()
         thread.join()
     assert [grade.reward for grade in grades] == [1.0 - i % 2 for i in range(10_000)]
-    assert killed[0] >= 3
-    assert verifier.pool.replaced >= 1  # the template and idle copies are among the killed
+    assert killed[0] >= 5
+    assert verifier.pool.replaced >= 5
 
 
 def test_a_worker_imports_nothing_heavy(grader):
