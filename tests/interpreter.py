@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def interpreted(check: Callable[[], None]) -> None:
+def interpreted(check: Callable[..., None], *given: str, seconds: float = 280) -> None:
     """Run a function of a test file under the interpreter; what it asserts is asserted here."""
-    code = f"from {check.__module__} import {check.__name__} as check; check()"
+    code = f"from {check.__module__} import {check.__name__} as check; check(*{given!r})"
     root = Path(__file__).parents[1]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.learner.host import on_device
+from lockstep.models.varlen import Spans, flash_backward, flash_forward, flash_serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +28,9 @@ class Part:
 
     queries: slice
     keys: slice
-    query_bounds: Tensor
-    """int32: 0 and the end of each segment, relative to the range."""
-    key_bounds: Tensor
-    longest_query: int
-    longest_key: int
+    query_spans: Spans
+    """The segments, relative to the range."""
+    key_spans: Spans
     causal: bool
 
     @staticmethod
@@ -41,18 +38,13 @@ class Part:
         queries: slice, keys: slice, query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
     ) -> Part:
         """Segments of queries that see segments of keys whole."""
-        bounds = _bounds(query_lengths, device), _bounds(key_lengths, device)
-        return Part(queries, keys, *bounds, max(query_lengths), max(key_lengths), causal=False)
+        return Part(queries, keys, Spans.of(query_lengths, device), Spans.of(key_lengths, device), causal=False)
 
     @staticmethod
     def itself(lengths: Sequence[int], device: torch.device) -> Part:
         """A stream of segments that see themselves causally."""
-        whole, bounds, longest = slice(0, sum(lengths)), _bounds(lengths, device), max(lengths)
-        return Part(whole, whole, bounds, bounds, longest, longest, causal=True)
-
-
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+        whole, spans = slice(0, sum(lengths)), Spans.of(lengths, device)
+        return Part(whole, whole, spans, spans, causal=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,44 +138,21 @@ def _merge_kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
 
 
 # --- torch's own kernels --------------------------------------------------------------------------------------------
-def _serves(query: Tensor) -> bool:
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    size = query.shape[-1]
-    return half and query.is_cuda and size <= 256 and size % 8 == 0 and _new_enough(query.device)
-
-
-@cache
-def _new_enough(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
-
-
-def _longest(part: Part) -> tuple[int, int]:
+def _spans(part: Part) -> tuple[Spans, Spans]:
     # Of one query each, torch's kernel makes blocks of a key head's query heads and then takes every segment for one long: a
     # wrong shape if some are empty, and log-sum-exps in another order. A bound of 2 keeps it off that path.
-    return max(2, part.longest_query), part.longest_key
+    return Spans(part.query_spans.bounds, max(2, part.query_spans.longest)), part.key_spans
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    aten: Any = torch.ops.aten
-    bounds, longest = (part.query_bounds, part.key_bounds), _longest(part)
-    output, lse, *_ = aten._flash_attention_forward(
-        query, key, value, *bounds, *longest, 0.0, part.causal, False, scale=scale
-    )
-    return output, lse
+    return flash_forward(query, key, value, *_spans(part), scale, causal=part.causal)
 
 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    aten: Any = torch.ops.aten
-    bounds, longest = (part.query_bounds, part.key_bounds), _longest(part)
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
-    grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-        grad, query, key, value, output, lse, *bounds, *longest, 0.0, part.causal, *no_dropout, scale=scale
-    )
-    return grads
+    return flash_backward(grad, query, key, value, output, lse, *_spans(part), scale, causal=part.causal)
 
 
-FLASH = Kernels(_serves, _forward, _backward)
-"""FlashAttention 2 as torch has it built in: half precision on NVIDIA GPUs from Ampere on, heads of at most 256 in steps of 8,
-fewer key heads than query heads."""
+FLASH = Kernels(flash_serves, _forward, _backward)
+"""FlashAttention 2 as torch has it built in. Key heads may be fewer than query heads."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import LearnerError
-from lockstep.learner.host import on_device
 from lockstep.learner.layout import Branch, PackedLayout
+from lockstep.models.host import on_device
 from lockstep.types import TokenIds, TrainSequence
 
 Ints: TypeAlias = npt.NDArray[np.int64]

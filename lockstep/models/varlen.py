@@ -1,4 +1,4 @@
-"""Attention over sequences end to end, without padding, by torch's own flash-attention kernels.
+"""Attention over sequences end to end, without padding, by torch's own flash-attention kernels (FlashAttention 2).
 
 Legend: T queries, S keys, H query heads, K key/value heads, D head size.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.models.attention import AttentionKind
+from lockstep.models.host import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +28,100 @@ class Spans:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Spans:
-        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
-        return Spans(ends.to(device), max(lengths, default=0))
+        bounds = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+        return Spans(bounds, max(lengths, default=0))
+
+
+def flash_serves(query_THD: Tensor) -> bool:
+    """Whether the kernels take queries like these: half precision on NVIDIA GPUs from Ampere on, heads of at most 256 in steps
+    of 8."""
+    half = query_THD.dtype in (torch.bfloat16, torch.float16)
+    size = query_THD.shape[-1]
+    return half and query_THD.is_cuda and size <= 256 and size % 8 == 0 and _new_enough(query_THD.device)
+
+
+@cache
+def _new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
+
+
+def flash_forward(
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    queries: Spans,
+    keys: Spans,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The i-th span of queries sees the i-th span of keys: output [T, H, D] and fp32 log-sum-exps [H, T]. No gradient.
+
+    Causal aligns the ends of both; `window` is that of an AttentionKind.
+    """
+    aten: Any = torch.ops.aten
+    output_THD, lse_HT, *_ = aten._flash_attention_forward(
+        query_THD,
+        key_SKD,
+        value_SKD,
+        queries.bounds,
+        keys.bounds,
+        queries.longest,
+        keys.longest,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )
+    return output_THD, lse_HT
+
+
+def flash_backward(
+    grad_THD: Tensor,
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    output_THD: Tensor,
+    lse_HT: Tensor,
+    queries: Spans,
+    keys: Spans,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given what `flash_forward` returned."""
+    aten: Any = torch.ops.aten
+    device = grad_THD.device
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    bounds, longest = (queries.bounds, keys.bounds), (queries.longest, keys.longest)
+    grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+        grad_THD,
+        query_THD,
+        key_SKD,
+        value_SKD,
+        output_THD,
+        lse_HT,
+        *bounds,
+        *longest,
+        0.0,
+        causal,
+        *no_dropout,
+        scale=scale,
+    )
+    return grads
 
 
 def varlen_serves(query_THD: Tensor, kind: AttentionKind) -> bool:
-    """True if the kernels compute this kind: half precision on a GPU, no cap, no sinks, heads of at most 256."""
-    plain = kind.softcap is None and kind.sinks_H is None
-    half = query_THD.dtype in (torch.bfloat16, torch.float16)
-    return plain and half and query_THD.device.type == "cuda" and query_THD.shape[-1] <= 256
+    """True if the kernels compute this kind of these queries: no cap, no sinks."""
+    return kind.softcap is None and kind.sinks_H is None and flash_serves(query_THD)
 
 
 def varlen_attention(
     query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, queries: Spans, keys: Spans, kind: AttentionKind
 ) -> Tensor:
     """Causal attention of each sequence's queries, which stand at the end of its keys, [T, H, D]. No gradient."""
-    aten: Any = torch.ops.aten
-    output: Tensor = aten._flash_attention_forward(
-        query_THD.contiguous(),
-        key_SKD.contiguous(),
-        value_SKD.contiguous(),
-        queries.bounds,
-        keys.bounds,
-        queries.longest,
-        keys.longest,
-        0.0,
-        True,
-        False,
-        scale=kind.scale,
-        window_size_left=None if kind.window is None else kind.window - 1,
-        window_size_right=None if kind.window is None else 0,
-    )[0]
-    return output
+    given = query_THD.contiguous(), key_SKD.contiguous(), value_SKD.contiguous()
+    return flash_forward(*given, queries, keys, kind.scale, causal=True, window=kind.window)[0]

@@ -28,6 +28,10 @@ def saved(run_dir: Path, step: int, files: int = 3, size: int = 2_000, overwrite
     return save(run_dir, step, writer, {"version": step}, overwrite=overwrite)
 
 
+def folders(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
 def main() -> None:
     run_dir, first = Path(sys.argv[1]), int(sys.argv[2])
     for step in range(first, first + 10_000):

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.hub import COMMIT, Hub, run, serving
+from tests.hub import COMMIT, Hub, run, serving
 
 CARD = """---
 license: mit
@@ -55,7 +55,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     (folder / "org" / "gated" / "a.jsonl").write_text("{}")
     (folder / "org" / "script").mkdir()
     (folder / "org" / "script" / "script.py").write_text("")
-    with serving(folder) as served:
+    with serving(folder, "datasets") as served:
         yield served
 
 

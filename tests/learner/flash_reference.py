@@ -11,7 +11,7 @@ from lockstep.learner.flash import Kernels, Part
 
 
 def segments(part: Part) -> Iterator[tuple[slice, slice]]:
-    queries, keys = part.query_bounds.tolist(), part.key_bounds.tolist()
+    queries, keys = part.query_spans.bounds.tolist(), part.key_spans.bounds.tolist()
     for i in range(len(queries) - 1):
         yield slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
 

@@ -60,20 +60,20 @@ def test_the_parts_of_a_stream_by_hand():
     made = PackedLayout([Branch(5, (3, 8)), Branch(1, (2, 0)), Branch(4, (0,))], CPU, 6, prompts_first=True)
     assert (made.prompt_starts, made.tail_starts) == ([6, 11, 12], [16, 27, 29])
     itself, prompts, root = made._plan(padding=3)
-    assert itself.query_bounds.tolist() == itself.key_bounds.tolist() == [0, 6, 11, 12, 16, 19, 27, 29, 32]
-    assert (itself.causal, itself.longest_query) == (True, 8)
+    assert itself.query_spans.bounds.tolist() == itself.key_spans.bounds.tolist() == [0, 6, 11, 12, 16, 19, 27, 29, 32]
+    assert (itself.causal, itself.query_spans.longest) == (True, 8)
     assert (prompts.queries, prompts.keys) == (slice(16, 29), slice(6, 12)), "the last branch has no responses"
-    assert (prompts.query_bounds.tolist(), prompts.key_bounds.tolist()) == ([0, 11, 13], [0, 5, 6])
-    assert (prompts.causal, prompts.longest_query, prompts.longest_key) == (False, 11, 5)
+    assert (prompts.query_spans.bounds.tolist(), prompts.key_spans.bounds.tolist()) == ([0, 11, 13], [0, 5, 6])
+    assert (prompts.causal, prompts.query_spans.longest, prompts.key_spans.longest) == (False, 11, 5)
     assert (root.queries, root.keys) == (slice(6, 29), slice(0, 6))
-    assert (root.query_bounds.tolist(), root.key_bounds.tolist(), root.causal) == ([0, 23], [0, 6], False)
-    assert all(bounds.dtype == torch.int32 for part in (itself, prompts, root) for bounds in (part.query_bounds,))
+    assert (root.query_spans.bounds.tolist(), root.key_spans.bounds.tolist(), root.causal) == ([0, 23], [0, 6], False)
+    assert all(bounds.dtype == torch.int32 for part in (itself, prompts, root) for bounds in (part.query_spans.bounds,))
 
 
 def test_where_each_response_follows_its_prompt_one_part_is_enough():
     made, tokens = layout("one response each", REFERENCE)
     assert len(made._plan(0)) == 1
-    assert made._plan(0)[0].query_bounds.tolist() == [0, 8, 18, 25]
+    assert made._plan(0)[0].query_spans.bounds.tolist() == [0, 8, 18, 25]
     assert tokens == 25
 
 

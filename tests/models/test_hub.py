@@ -5,21 +5,15 @@ huggingface_hub reads its environment when it is imported, so each case runs in 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests import hub as local
+from tests.hub import COMMIT, Hub
+
 SHOW = """
 import sys
 from lockstep.config.schema import Model
@@ -33,92 +27,25 @@ except ModelError as error:
 """
 
 
-@dataclass
-class Hub:
-    """org/tiny is free, org/gated is listed but not readable; everything else does not exist."""
-
-    folder: Path
-    url: str = ""
-    fetched: list[str] = field(default_factory=list)
-
-
-def handler_for(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer()
-
-        def do_GET(self) -> None:
-            self.answer()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def answer(self) -> None:
-            parts = urlsplit(self.path).path.strip("/").split("/")
-            match parts:
-                case ["api", "models", "org", "tiny" | "gated", "revision", "main" | "v1"]:
-                    self.reply(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
-                case ["api", "models", "org", "tiny", "revision", _]:
-                    self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                case ["api", "models", "org", "tiny" | "gated", "tree", *_]:
-                    self.reply(200, json.dumps([self.entry(path) for path in sorted(hub.folder.rglob("*"))]).encode())
-                case ["org", "tiny", "resolve", _, *path]:
-                    name = "/".join(path)
-                    hub.fetched += [name] if self.command == "GET" else []
-                    content = (hub.folder / name).read_bytes()
-                    self.reply(200, content, {"ETag": f'"{self.blob(content)}"', "X-Repo-Commit": COMMIT})
-                case ["org", "gated", "resolve", *_]:
-                    self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
-                case _:
-                    self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-        def blob(self, content: bytes) -> str:
-            return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-        def entry(self, path: Path) -> dict[str, object]:
-            name = path.relative_to(hub.folder).as_posix()
-            if path.is_dir():
-                return {"type": "directory", "path": name, "oid": "0" * 40}
-            content = path.read_bytes()
-            return {"type": "file", "path": name, "size": len(content), "oid": self.blob(content)}
-
-        def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-    return Handler
-
-
 @pytest.fixture
 def hub(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Hub]:
-    folder = tmp_path / "hub"
+    folder = tmp_path / "hub" / "org" / "tiny"
     (folder / "onnx").mkdir(parents=True)
+    (folder.parent / "gated").mkdir()
     for path in tiny_model_dir.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     for unwanted in ("pytorch_model.bin", "model.gguf", "modeling_own.py", "onnx/model.onnx", "onnx/config.json"):
         (folder / unwanted).write_text("never to be fetched")
-    hub = Hub(folder)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(hub))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    (folder.parent / "gated" / "config.json").write_text("{}")
+    with local.serving(tmp_path / "hub", "models") as served:
+        yield served
 
 
 def ask(hub_url: str, home: Path, name: str, revision: str = "", *, offline: bool = False) -> str:
     """What resolving `name` prints in a fresh process: source, revision and path, or the error."""
-    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", SHOW, name, revision]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    code, text = local.ask(hub_url, home, "-W", "ignore", "-c", SHOW, name, revision, offline=offline)
+    assert code == 0, text
+    return text
 
 
 def test_a_model_is_fetched_without_what_is_not_needed_then_served_offline(hub: Hub, tmp_path: Path) -> None:
@@ -126,7 +53,10 @@ def test_a_model_is_fetched_without_what_is_not_needed_then_served_offline(hub: 
     source, revision, path = ask(hub.url, home, "org/tiny").split()
     assert (source, revision) == ("hub", COMMIT)
     assert Path(path).name == COMMIT
-    wanted = {path.name for path in hub.folder.glob("*.json")} | {"model.safetensors", "chat_template.jinja"}
+    wanted = {path.name for path in (hub.folder / "org" / "tiny").glob("*.json")} | {
+        "model.safetensors",
+        "chat_template.jinja",
+    }
     assert set(hub.fetched) == wanted
     assert hub.fetched[-1] == "model.safetensors", "the weights come last"
 
@@ -138,8 +68,9 @@ def test_a_model_is_fetched_without_what_is_not_needed_then_served_offline(hub: 
 
 
 def test_a_model_that_will_not_do_is_refused_before_its_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
-    config = json.loads((hub.folder / "config.json").read_text())
-    (hub.folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    file = hub.folder / "org" / "tiny" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     assert "quant_method: fp8" in ask(hub.url, tmp_path / "home", "org/tiny")
     assert "model.safetensors" not in hub.fetched
 
@@ -159,6 +90,16 @@ def test_what_the_hub_refuses_is_explained(
     assert what.startswith(name)
     assert message in what
     assert fix in to_fix
+
+
+def test_a_connection_that_breaks_off_is_explained(hub: Hub, tmp_path: Path) -> None:
+    """The HTTP client raises an error of its own there, neither the hub's nor the system's."""
+    hub.broken.add("model.safetensors")
+    what, to_fix = ask(hub.url, tmp_path / "home", "org/tiny").splitlines()
+    assert "the download failed: " in what
+    assert "run again; it continues where it stopped" in to_fix
+    hub.broken.clear()
+    assert ask(hub.url, tmp_path / "home", "org/tiny").split()[1] == COMMIT
 
 
 def test_offline_and_not_cached_says_which_of_both_and_what_to_do(hub: Hub, tmp_path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lockstep.sync.fingerprint import BLOCK, KEY_A, MASK, _rows, _table, shard_sum
+from tests.interpreter import interpreted
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64)
 COUNTS = (1, 2, 255, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17)
@@ -34,24 +31,18 @@ def compare(device: str) -> int:
     return compared
 
 
+def compare_all(device: str) -> None:
+    assert compare(device) == len(DTYPES) * len(COUNTS)
+
+
 def test_the_kernel_is_the_sum():
-    """In a process of its own: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
-    code = "from tests.sync.test_kernels import compare; print(compare('cpu'))"
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.strip() == str(len(DTYPES) * len(COUNTS))
+    interpreted(compare_all, "cpu")
 
 
 @pytest.mark.gpu
 def test_the_kernel_is_the_sum_on_a_gpu():
-    assert compare("cuda") == len(DTYPES) * len(COUNTS)
+    compare_all("cuda")
 
 
 @pytest.mark.gpu

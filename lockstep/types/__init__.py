@@ -1,0 +1,57 @@
+"""The nouns of Lockstep; import them from here. No logic beyond small properties; importing this loads no torch.
+
+Data flows through `rollout`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`; `protocols`
+are what passes it on.
+
+Shape suffixes used here and everywhere: T tokens (packed end to end), N sequences, P prompts, G samples of one prompt,
+V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream
+from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
+from lockstep.types.protocols import Critic, Env, EnvTask, Learner, RolloutEngine, Task, Tracker, WeightSync
+from lockstep.types.rollout import Completion, FinishReason, Grade, Group, Prompt, Request, Rollout, Sampling, Turn
+from lockstep.types.training import Batch, Credit, Episode, Loss, LossInput, LossOutput, TrainSequence
+from lockstep.types.weights import Forward, ForwardReport, NormNoise, Probe, Proof
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "Conditions",
+    "Credit",
+    "Critic",
+    "Env",
+    "EnvTask",
+    "Episode",
+    "Estimate",
+    "FinishReason",
+    "Forward",
+    "ForwardReport",
+    "Grade",
+    "Group",
+    "ItemResult",
+    "Learner",
+    "Loss",
+    "LossInput",
+    "LossOutput",
+    "Message",
+    "Metrics",
+    "NormNoise",
+    "Probe",
+    "Prompt",
+    "Proof",
+    "Request",
+    "Rollout",
+    "RolloutEngine",
+    "Sampling",
+    "Score",
+    "Task",
+    "TokenIds",
+    "Tracker",
+    "TrainSequence",
+    "Turn",
+    "WeightStream",
+    "WeightSync",
+]

@@ -1,0 +1,104 @@
+"""Scores, and everything that they depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.types.weights import Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Everything that a score depends on. Two scores whose conditions differ beyond `weights` are not compared unasked."""
+
+    weights: str
+    """Fingerprint of the weights (Proof.fingerprint)."""
+    model: str
+    numerics: str
+    """The precision that it was measured in. Example: "bf16"."""
+    engine: str
+    mode: str
+    """Example: "greedy", "sampled(T=1)"."""
+    task: str
+    data_hash: str
+    """Over the ids, messages and answers of the items."""
+    template_hash: str
+    """Over the chat template, system text, examples and suffix."""
+    max_tokens: int
+    seed: int
+    reasoning_effort: str | None = ""
+    """What the chat template is told about thinking. Example: "reasoning_effort=high". None: a record that does not say."""
+    prompt_suffix: str | None = ""
+    """Text after every question; it is in template_hash too, and stands here to be named. None: a record that does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """One reply of an evaluation."""
+
+    id: str
+    sample: int
+    correct: bool | None
+    """None if the reply could not be scored."""
+    reward: float | None
+    extracted: str | None
+    answer: str
+    text: str
+    truncated: bool
+    """By the engine's finish reason, never guessed from the text."""
+    tokens: int
+    method: str = ""
+    """How the answer was read (Grade.method)."""
+    boxed: bool | None = None
+    """Whether it has an answer in \\boxed{}; None if the verifier does not say."""
+    error: str | None = None
+    """Why it could not be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One number of a score, by its own estimator. Example: Estimate("pass@8", 0.495, 0.031, 0.435, 0.555, 202)"""
+
+    name: str
+    """avg@n: mean of n samples; pass@k: any of k, unbiased; maj@n: the majority's answer. pass@1 of one sample is the mark."""
+    value: float
+    se: float | None
+    """Standard error over items; None for a single item."""
+    low: float
+    high: float
+    """95 % interval."""
+    items: int
+    """Items with enough scored samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The outcome of one evaluation."""
+
+    conditions: Conditions
+    accuracy: float
+    """The mode's first estimate: the share of correct replies, an item's share counting once, unless the mode says otherwise."""
+    low: float
+    high: float
+    """95 % interval (Wilson for one sample an item, bootstrap over items otherwise)."""
+    items: int
+    samples: int
+    """Replies per item."""
+    unscored: int
+    truncated: float
+    mean_tokens: float
+    step: int
+    """Trained steps of the weights; 0 is the base model."""
+    version: int
+    proof: Proof | None
+    results: tuple[ItemResult, ...]
+    seconds: float
+    estimates: tuple[Estimate, ...] = ()
+    """All numbers made of these replies; the first is `accuracy`."""
+    source: str = ""
+    """What was evaluated, as its user named it. Example: "runs/mine at step 40"."""
+
+    @property
+    def se(self) -> float | None:
+        """Standard error of `accuracy`."""
+        return self.estimates[0].se if self.estimates else None

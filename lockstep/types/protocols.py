@@ -1,0 +1,124 @@
+"""What the parts of the system promise each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from lockstep.types.basic import Metrics, TokenIds, WeightStream
+from lockstep.types.rollout import Completion, Grade, Prompt, Request, Turn
+from lockstep.types.training import Batch, Loss, TrainSequence
+from lockstep.types.weights import Forward, ForwardReport, Proof
+
+
+class Task(Protocol):
+    """Yields prompts and grades replies. Pure: `batch` depends on its arguments alone."""
+
+    name: str
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        """The prompts of one step."""
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        """Prompts never returned by `batch`; `role` is id_probe, ood_probe or sanity."""
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        """Never raises for a bad answer."""
+
+
+class Env(Protocol):
+    """One episode. Deterministic: what it says depends on how it was made, the seed and the replies."""
+
+    def start(self, seed: int) -> Turn:
+        """Begin. The observation is the opening: that of the prompt's messages, or nothing.
+
+        `seed` is of (run, step, prompt, sample), for what happens by chance after the opening, which all samples share.
+        """
+
+    def step(self, reply: str) -> Turn:
+        """Take the next reply. Raises nothing for a bad reply: that is an observation, a reward, or both."""
+
+
+class EnvTask(Task, Protocol):
+    """A task of several turns."""
+
+    def env(self, prompt: Prompt) -> Env | None:
+        """A new episode of the prompt; None if it is a question with one reply, which `grade` grades."""
+
+
+class RolloutEngine(Protocol):
+    """Draws samples and scores sequences with the weights of one version."""
+
+    version: int
+
+    @property
+    def forward(self) -> Forward:
+        """How its forward passes compute now."""
+        ...
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """From now on compute so; called while no request is open. Nothing of an earlier noise remains.
+
+        Raises EngineError if it cannot, or if a numerics or a noise would touch no layer.
+        """
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; may be called while `completed` is being read.
+
+        Raises StaleWeightsError if a request's version is not the engine's.
+        """
+
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
+        """Yield completions as they finish, until no request is left.
+
+        `between` is called every few tokens, while no completion waits; it may submit.
+        """
+
+    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of each token but the first of each sequence, temperature 1."""
+
+    def load(self, weights: WeightStream, version: int) -> None:
+        """Take over weights and become `version`."""
+
+    def weights(self) -> WeightStream:
+        """The weights that would sample now, for the proof."""
+
+    def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Owns the trained weights."""
+
+    version: int
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of each token but the first of each sequence, temperature 1."""
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics: ...
+
+    def weights(self) -> WeightStream: ...
+
+
+class Critic(Protocol):
+    """Says what reward is still to come, before each response token."""
+
+    def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
+        """One value per response token (0 where not trained): what is expected before that token is drawn."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step towards the sequences' returns."""
+
+
+class WeightSync(Protocol):
+    """The only way an engine's version changes."""
+
+    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Bring the engine to the learner's version and prove it. Raises SyncError if the proof fails."""
+
+
+class Tracker(Protocol):
+    """A place where numbers go: W&B, trackio, TensorBoard."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,72 @@
+"""How an engine computes, and the proof that its weights are the learner's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NormNoise:
+    """Gaussian noise on norm weights: w + σ·scale·z, z drawn from (seed, name) alone."""
+
+    sigma: float
+    seed: int
+    """From the run's seed and the version of the weights: the same on every rank and in every rerun."""
+    targets: tuple[str, ...]
+    """Full names of the norm weights (as in `weights()`), sorted."""
+    scales: tuple[float, ...]
+    """A factor on sigma for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How an engine computes. Example: Forward("mxfp4-w4a4")"""
+
+    numerics: str = ""
+    """A Numeric of config.numerics; empty is the precision of the weights."""
+    noise: NormNoise | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardReport:
+    """What `set_forward` touched."""
+
+    quantised_layers: int = 0
+    noisy_norms: int = 0
+    noise_share: float = 0.0
+    """‖w' - w‖ / ‖w‖ over all noisy norms together, as it is in the weights."""
+    noise_lost: float = 0.0
+    """Share of their numbers that rounding to the weights' dtype left as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Teacher-forced log-probabilities of fixed sequences: learner against engine, absolute differences in nats."""
+
+    tokens: int
+    mean: float
+    p99: float
+    max: float
+    tolerance: float
+    """`mean` must not exceed this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Evidence that the engine's weights are the learner's. Stored with every step and every score."""
+
+    version: int
+    fingerprint: str
+    """Of all weights together, 16 hex digits; the identity of the weights across runs and checkpoints."""
+    tensors: int
+    bytes: int
+    mismatched: tuple[str, ...]
+    """Names of tensors that differ, with the reason. Empty in a proof that passed."""
+    changed: int
+    """Tensors that differ from the last proof's; -1 in a first proof."""
+    probe: Probe | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.mismatched and (self.probe is None or self.probe.mean <= self.probe.tolerance)
