@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.errors import EngineError
 from lockstep.numerics.apply import ModelNumerics, numerics_of
+from lockstep.rollout.requests import check_clean
 from lockstep.types import Forward, ForwardReport
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ class Computation:
 
     def require_clean(self, what: str) -> None:
         """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
-        if self.forward.noise is not None:
-            raise EngineError(
-                f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first"
-            )
+        check_clean(self.forward, what)
 
     def running(self) -> AbstractContextManager[None]:
         """What each pass of the model runs in."""

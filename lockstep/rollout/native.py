@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import EngineError
 from lockstep.models.attention import Layout
 from lockstep.models.decoder import Decoder
 from lockstep.models.heads import token_logprobs
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.forward import Computation
-from lockstep.rollout.requests import check_groups, check_request
+from lockstep.rollout.requests import check_groups, check_idle, check_request
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
 from lockstep.types import (
@@ -129,8 +128,7 @@ class NativeEngine:
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
-        if self._queue or self._active:
-            raise EngineError(f"weights {version} arrived while {len(self._queue) + len(self._active)} requests run")
+        check_idle(len(self._queue) + len(self._active), version)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
         self._prompts.clear()

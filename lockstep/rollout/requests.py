@@ -1,4 +1,4 @@
-"""What every engine asks of a request before it takes it."""
+"""What every engine asks before it takes a request, or weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import EngineError, StaleWeightsError
 from lockstep.models.weights import active_adapter
-from lockstep.types import Request, TokenIds
+from lockstep.types import Forward, Request, TokenIds
 
 SHORTEN = "shorten the prompt or lower rollout.max_tokens"
 
@@ -60,3 +60,9 @@ def check_idle(open_requests: int, version: int) -> None:
     """Raise EngineError if weights of `version` arrive while requests are open."""
     if open_requests:
         raise EngineError(f"weights {version} arrived while {open_requests} requests run")
+
+
+def check_clean(forward: Forward, what: str) -> None:
+    """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
+    if forward.noise is not None:
+        raise EngineError(f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first")

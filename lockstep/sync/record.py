@@ -15,7 +15,7 @@ WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def proof_line(proof: Proof) -> str:
-    """Example: "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 p99 0.06" """
+    """Example: "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 of at most 0.03, p99 0.06" """
     unequal = sum(not entry.startswith(VERSION) for entry in proof.mismatched)
     parts = [
         f"{proof.tensors - unequal}/{proof.tensors} tensors equal",
@@ -23,8 +23,8 @@ def proof_line(proof: Proof) -> str:
         _duration(proof.seconds),
     ]
     if probe := proof.probe:
-        beyond = "" if probe.mean <= probe.tolerance else f" (mean above {probe.tolerance:.2g})"
-        parts.append(f"probe mean {probe.mean:.2g} p99 {probe.p99:.2g}{beyond}")
+        limit = f"of at most {probe.tolerance:.2g}" if probe.mean <= probe.tolerance else f"ABOVE {probe.tolerance:.2g}"
+        parts.append(f"probe mean {probe.mean:.2g} {limit}, p99 {probe.p99:.2g}")
     head = f"sync v{proof.version}: " if proof.passed else f"sync v{proof.version} FAILED: "
     return "; ".join([head + ", ".join(parts), *proof.mismatched])
 

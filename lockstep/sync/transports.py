@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal, assert_never
 
@@ -15,7 +15,7 @@ from lockstep.sync.fingerprint import Fingerprinter, Fingerprints
 from lockstep.sync.merged import MergedLearner, merged_names
 from lockstep.sync.proof import Numerics, ProofSettings, Readers, proof_settings, prove
 from lockstep.sync.record import proof_line
-from lockstep.types import Learner, Proof, RolloutEngine, WeightStream
+from lockstep.types import Learner, Proof, RolloutEngine, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
@@ -160,14 +160,16 @@ def build_sync(
     frozen: frozenset[str] = frozenset(),
     transport: Literal["shared", "copy"] | None = None,
     merge: frozenset[str] | None = None,
+    rounding: Callable[[Sequence[TokenIds]], float] | None = None,
 ) -> SharedSync | CopySync:
     """The transport that the recipe asks for.
 
     `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance;
     `frozen` are the names of tensors in learner.weights() that no update changes (the base under an adapter). `transport`
-    none takes that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters.
+    none takes that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters, `rounding`
+    for one with other kernels (see proof_settings).
     """
-    probe = proof_settings(settings, vocab, numerics, special)
+    probe = proof_settings(settings, vocab, numerics, special, rounding)
     transport = transport or settings.transport
     match transport:
         case "shared":

@@ -272,6 +272,20 @@ def test_probe_sequences_are_fixed_and_avoid_special_ids():
     assert proof_settings(sync, VOCAB, "fp32").tolerance == 1e-4
 
 
+def test_the_limit_of_another_engine_follows_from_what_rounding_does_to_the_model():
+    asked: list[Sequence[TokenIds]] = []
+
+    def rounding(sequences: Sequence[TokenIds]) -> float:
+        asked.append(sequences)
+        return 0.07
+
+    drawn = proof_settings(Sync(), VOCAB, "bf16", rounding=rounding)
+    assert drawn.tolerance == 0.14
+    assert asked == [drawn.sequences]
+    assert proof_settings(Sync(), VOCAB, "bf16", rounding=lambda _: 0.001).tolerance == 0.03
+    assert proof_settings(Sync(), VOCAB, "fp32", rounding=rounding).tolerance == 1e-4
+
+
 def test_probe_sequences_use_special_ids_if_there_are_no_others():
     drawn = proof_settings(Sync(), 3, "fp32", {0, 1, 2})
     assert {token for ids in drawn.sequences for token in ids} == {0, 1, 2}

@@ -30,7 +30,10 @@ def vars_of_probe() -> dict[str, object]:
 
 
 def test_line_of_a_proof_that_passed():
-    assert proof_line(PROOF) == "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 p99 0.06"
+    assert (
+        proof_line(PROOF)
+        == "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 of at most 0.03, p99 0.06"
+    )
 
 
 def test_line_of_a_first_proof_without_probe():
@@ -41,7 +44,7 @@ def test_line_of_a_first_proof_without_probe():
 
 def test_line_of_a_proof_that_failed_names_the_tensors():
     assert proof_line(FAILED) == (
-        "sync v17 FAILED: 337/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 p99 0.06; "
+        "sync v17 FAILED: 337/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 of at most 0.03, p99 0.06; "
         "version: engine 16, learner 17; a.weight: stale, x; b.weight: missing, y"
     )
 
@@ -49,7 +52,7 @@ def test_line_of_a_proof_that_failed_names_the_tensors():
 def test_line_of_a_probe_beyond_its_tolerance():
     line = proof_line(replace(PROOF, probe=Probe(124, 0.2, 0.9, 1.5, 0.03)))
     assert line.startswith("sync v17 FAILED: 339/339")
-    assert line.endswith("probe mean 0.2 p99 0.9 (mean above 0.03)")
+    assert line.endswith("probe mean 0.2 ABOVE 0.03, p99 0.9")
 
 
 @pytest.mark.parametrize(

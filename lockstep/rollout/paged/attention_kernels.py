@@ -64,7 +64,7 @@ def _attend_block(
 @triton.jit
 def attend_kernel(
     query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr,
-    layer, table_stride, query_head_stride, query_row_stride, scale, softcap, window,
+    layer, table_stride, query_head_stride, query_row_stride, out_stride, scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,7 +113,7 @@ def attend_kernel(
         if SINKS:
             sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
             mass += tl.exp2(sink * 1.4426950408889634 - peak)
-        out_at = (row.to(tl.int64) * H + head * G + g[:, None]) * D + d[None, :]
+        out_at = row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
         result = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, result, mask=in_group[:, None] & in_head[None, :])
     else:
@@ -130,6 +130,7 @@ def combine_kernel(
     mass_ptr,
     sinks_ptr,
     out_ptr,
+    out_stride,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -149,4 +150,4 @@ def combine_kernel(
     filled = (d[None, :] < D) & (masses[:, None] > 0)
     parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=filled, other=0.0)
     total = tl.sum(parts * weight[:, None], 0) / mass
-    tl.store(out_ptr + (row * H + head) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(out_ptr + row * out_stride + head * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

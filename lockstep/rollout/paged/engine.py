@@ -37,6 +37,8 @@ CHUNK = 16
 """Decode steps between two looks at what has ended."""
 CACHE_SHARE = 0.9
 """Of the free memory, what the cache may take."""
+ENDLESS = 32768
+"""Positions that rotary tables have for a model that states no longest context."""
 FORCED = 8
 """Tokens at the end of a scored sequence that run through decode steps instead of the prefill."""
 
@@ -65,7 +67,7 @@ class PagedEngine:
         self._device = weight.device
         self._cache = PageCache(decoder.layers, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
         self._computation = Computation(model)
-        self._fused = fuse_or_log(decoder.model, self._context or 32768) if fused else None
+        self._fused = fuse_or_log(decoder.model, self._context or ENDLESS) if fused else None
         self._ops = ops_for(self._device)
         self._prefill = Prefill(self._decoder, self._head, self._cache)
         self._step = DecodeStep(self._decoder, self._fused, self._head, self._cache, self._ops)
@@ -143,6 +145,7 @@ class PagedEngine:
             yield name, fused.get(name, tensor)
 
     def close(self) -> None:
+        """Give all memory back and forget what was queued or running."""
         self._cache.release()
         self._rows = None
         self._step.forget()
@@ -163,11 +166,17 @@ class PagedEngine:
     def _prepare_rows(self, pages: int, tokens: int) -> None:
         rows = self._rows
         if rows is None or not rows.fits(pages, tokens):
+            # Rounded up: a rollout that is a little longer than the last keeps its rows, and with them the captured steps.
             pages = max(-(-pages // 16) * 16, rows.table_BS.shape[1] if rows else 0)
             tokens = max(-(-tokens // 256) * 256, rows.ids_BN.shape[1] if rows else 0)
             self._rows = Rows.empty(self._slots, pages, tokens, self._device)
             self._step.prepare(self._rows, self._stops_X)
         self._rebind()
+
+    @property
+    def _live(self) -> Rows:
+        assert self._rows is not None, "rows are prepared before anything runs"
+        return self._rows
 
     def _rebind(self) -> None:
         """Captured steps hold addresses of weights and scalings of adapters: drop them if one of these is another now. The
@@ -193,8 +202,7 @@ class PagedEngine:
 
     def _fits(self, request: Request) -> bool:
         """Whether rows and cache are large enough for it; one that came while others ran may need larger ones."""
-        rows, prompt, tokens = self._rows, len(request.prompt_ids), request.sampling.max_tokens
-        assert rows is not None
+        rows, prompt, tokens = self._live, len(request.prompt_ids), request.sampling.max_tokens
         return rows.fits(pages_of(prompt + tokens), tokens) and pages_for(request) <= self._cache.pages
 
     # --- admission ------------------------------------------------------------------------------------------------
@@ -243,8 +251,7 @@ class PagedEngine:
 
     def _start(self, started: Sequence[Running]) -> None:
         """Give new sequences the rows behind those in use, their own copy of a half-filled page, and their first token."""
-        rows, first, count = self._rows, len(self._active) - len(started), len(started)
-        assert rows is not None
+        rows, first, count = self._live, len(self._active) - len(started), len(started)
         copies = [(s.prompt.pages[-1], s.own[0]) for s in started if len(s.prompt.ids) % PAGE]
         if copies:
             self._cache.copy([source for source, _ in copies], [target for _, target in copies])
@@ -270,8 +277,7 @@ class PagedEngine:
         self._first_tokens(started, place)
 
     def _first_tokens(self, started: Sequence[Running], place: slice) -> None:
-        rows = self._rows
-        assert rows is not None
+        rows = self._live
         view = rows.part(place)
         logits_BV = torch.stack([s.prompt.logits_V for s in started if s.prompt.logits_V is not None])
         if any(_cuts(s.request.sampling) for s in started):
@@ -283,8 +289,7 @@ class PagedEngine:
     # --- decoding -------------------------------------------------------------------------------------------------
     def _decode_chunk(self) -> None:
         """Some steps for every active sequence, then out with those that have ended."""
-        rows, count = self._rows, captured_rows(len(self._active), self._slots)
-        assert rows is not None
+        rows, count = self._live, captured_rows(len(self._active), self._slots)
         cut = any(_cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
         for _ in range(steps):
@@ -313,8 +318,7 @@ class PagedEngine:
 
     def _collect(self) -> None:
         """Read how far the active sequences are; complete those that have ended and close the ranks."""
-        rows, count = self._rows, len(self._active)
-        assert rows is not None
+        rows, count = self._live, len(self._active)
         done, drawn = torch.stack([rows.done_B[:count].int(), rows.drawn_B[:count]]).tolist()
         for sequence, number in zip(self._active, drawn, strict=True):
             sequence.drawn = number
@@ -338,8 +342,6 @@ class PagedEngine:
         self._remove(finished)
 
     def _remove(self, finished: Sequence[int]) -> None:
-        rows = self._rows
-        assert rows is not None
         if not finished:
             return
         for row in finished:
@@ -353,7 +355,7 @@ class PagedEngine:
         gone = set(finished)
         kept = [row for row in range(len(self._active)) if row not in gone]
         self._active = [self._active[row] for row in kept]
-        rows.keep(kept)
+        self._live.keep(kept)
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -362,8 +364,7 @@ class PagedEngine:
         pages = [pages_of(len(ids)) for ids in sequences]
         self._prepare_rows(max(pages), 1)
         self._allocate(sum(pages))
-        rows = self._rows
-        assert rows is not None
+        rows = self._live
         tables = [self._cache.take(number) for number in pages]
         spans = [Span(ids, t, 0, len(ids) - n) for ids, t, n in zip(sequences, tables, forced, strict=True)]
         with self._computation.running():
@@ -381,8 +382,7 @@ class PagedEngine:
         self, sequences: Sequence[TokenIds], forced: Sequence[int], place: int, result: list[list[float]]
     ) -> None:
         """Feed token `place` of the forced ones, and score the one after it."""
-        rows, count = self._rows, captured_rows(len(sequences), self._slots)
-        assert rows is not None
+        rows, count = self._live, captured_rows(len(sequences), self._slots)
         at = [min(len(ids) - n + place, len(ids) - 2) for ids, n in zip(sequences, forced, strict=True)]
         fed = torch.tensor([ids[i] for ids, i in zip(sequences, at, strict=True)], device=self._device)
         rows.next_B[: len(fed)] = fed

@@ -17,7 +17,16 @@ CHUNK = 4096
 
 @triton.jit
 def add_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, ADD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    out_stride,
+    eps,
+    ADD: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """residual + x (rounded, as the model rounds it), and its RMS norm."""
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -30,11 +39,12 @@ def add_norm_kernel(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
-    tl.store(out_ptr + row + at, (wide * scale).to(value.dtype) * weight, mask=ok)
+    out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
+    tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """silu(first half) × second half of each row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +52,7 @@ def gate_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(x_ptr + row * 2 * SIZE + at, mask=ok, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + at, mask=ok, other=0.0)
     wide = gate.to(tl.float32)
-    tl.store(out_ptr + row * SIZE + at, (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up, mask=ok)
+    tl.store(out_ptr + row * out_stride + at, (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up, mask=ok)
 
 
 @triton.jit

@@ -21,12 +21,17 @@ best: 43 µs a layer where 64 keys and four warps take 50 (512 rows of 384 token
 
 
 class Ops(Protocol):
-    """What a decode step is made of, beside matrix products. Rows are the first ones of `rows`, as many as the input has."""
+    """What a decode step is made of, beside matrix products. Rows are the first ones of `rows`, as many as the input has.
 
-    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    `room` is the number of columns left free in memory behind each row of a result: an adapter's product goes there.
+    """
+
+    def add_norm(
+        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """(residual + x, its RMS norm times weight)."""
 
-    def gate(self, x_BX: Tensor) -> Tensor:
+    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         """silu(first half) × second half."""
 
     def rope_append(
@@ -45,7 +50,14 @@ class Ops(Protocol):
         """Write one key and value for each row at its position."""
 
     def attend(
-        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+        self,
+        query_HBD: Tensor,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+        kind: AttentionKind,
+        splits: int,
+        room: int = 0,
     ) -> Tensor:
         """Attention of each row over its pages up to its position, [B, H·D]; in so many parts side by side."""
 
@@ -65,9 +77,11 @@ class TritonOps:
         self._kernels: Any = kernels
         self._attention: Any = attention_kernels
 
-    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
         count, size = residual_BX.shape
-        out_BX = torch.empty_like(residual_BX)
+        out_BX = with_room(residual_BX, size, room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
         block = _power(size)
         self._kernels.add_norm_kernel[(count,)](
@@ -76,6 +90,7 @@ class TritonOps:
             weight_X,
             total_BX,
             out_BX,
+            out_BX.stride(0),
             eps,
             x_BX is not None,
             size,
@@ -84,11 +99,11 @@ class TritonOps:
         )
         return total_BX, out_BX
 
-    def gate(self, x_BX: Tensor) -> Tensor:
+    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         count, size = x_BX.shape[0], x_BX.shape[1] // 2
-        out_BX = x_BX.new_empty(count, size)
+        out_BX = with_room(x_BX, size, room)
         block = min(2048, _power(size))
-        self._kernels.gate_kernel[(count, -(-size // block))](x_BX, out_BX, size, block)
+        self._kernels.gate_kernel[(count, -(-size // block))](x_BX, out_BX, out_BX.stride(0), size, block)
         return out_BX
 
     def rope_append(
@@ -153,11 +168,18 @@ class TritonOps:
         )
 
     def attend(
-        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+        self,
+        query_HBD: Tensor,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+        kind: AttentionKind,
+        splits: int,
+        room: int = 0,
     ) -> Tensor:
         query_HBD = query_HBD if query_HBD.stride(-1) == 1 else query_HBD.contiguous()
         heads, count, size = query_HBD.shape
-        out_BX = query_HBD.new_empty(count, heads * size)
+        out_BX = with_room(query_HBD[0], heads * size, room)
         parts = (count, heads, splits)
         wide = {"dtype": torch.float32, "device": query_HBD.device}
         part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
@@ -180,6 +202,7 @@ class TritonOps:
             rows.table_BS.stride(0),
             query_HBD.stride(0),
             query_HBD.stride(1),
+            out_BX.stride(0),
             kind.scale,
             kind.softcap or 1.0,
             kind.window or 0,
@@ -198,7 +221,7 @@ class TritonOps:
         )
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
-                part, peak, mass, sinks, out_BX, heads, size, block, splits, flags[2], num_warps=1
+                part, peak, mass, sinks, out_BX, out_BX.stride(0), heads, size, block, splits, flags[2], num_warps=1
             )
         return out_BX
 
@@ -251,6 +274,11 @@ class TritonOps:
 def ops_for(device: torch.device) -> Ops:
     """Kernels on a GPU, plain torch elsewhere."""
     return TritonOps() if device.type == "cuda" else PlainOps()
+
+
+def with_room(like_BX: Tensor, size: int, room: int) -> Tensor:
+    """Uninitialised rows of `size`, as many as `like_BX` has, with so many free columns behind each."""
+    return like_BX.new_empty(like_BX.shape[0], size + room)[:, :size]
 
 
 def _power(number: int) -> int:

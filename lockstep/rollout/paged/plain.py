@@ -16,15 +16,17 @@ from lockstep.rollout.sampler import sample_rows
 class PlainOps:
     """Implements ops.Ops on any device."""
 
-    def add_norm(self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+    ) -> tuple[Tensor, Tensor]:
         total_BX = residual_BX if x_BX is None else residual_BX + x_BX
         wide_BX = total_BX.float()
         normed_BX = wide_BX * torch.rsqrt(wide_BX.pow(2).mean(-1, keepdim=True) + eps)
-        return total_BX, normed_BX.to(total_BX.dtype) * weight_X
+        return total_BX, _with_room(normed_BX.to(total_BX.dtype) * weight_X, room)
 
-    def gate(self, x_BX: Tensor) -> Tensor:
+    def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         gate_BX, up_BX = x_BX.chunk(2, -1)
-        return torch.nn.functional.silu(gate_BX) * up_BX
+        return _with_room(torch.nn.functional.silu(gate_BX) * up_BX, room)
 
     def rope_append(
         self,
@@ -55,7 +57,14 @@ class PlainOps:
         cache.values[layer][page_B, :, position_B % PAGE] = value_KBD.transpose(0, 1)
 
     def attend(
-        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, splits: int
+        self,
+        query_HBD: Tensor,
+        rows: Rows,
+        cache: PageCache,
+        layer: int,
+        kind: AttentionKind,
+        splits: int,
+        room: int = 0,
     ) -> Tensor:
         heads, count, size = query_HBD.shape
         table_BS = rows.table_BS[:count].long()
@@ -78,7 +87,8 @@ class PlainOps:
         else:
             probs_BHS = scores_BHS.softmax(-1)
         value = value.float().masked_fill(~seen_BS[:, :, None, None], 0)  # a page may hold anything where nobody wrote
-        return torch.einsum("bhs,bshd->bhd", probs_BHS, value).to(query_HBD.dtype).view(count, heads * size)
+        out_BHD = torch.einsum("bhs,bshd->bhd", probs_BHS, value).to(query_HBD.dtype)
+        return _with_room(out_BHD.view(count, heads * size), room)
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
         count = logits_BV.shape[0]
@@ -101,6 +111,11 @@ class PlainOps:
         stopped_B = torch.isin(token_B, stops_X) & (rows.ignore_B[:count] == 0)
         spent_B = rows.drawn_B[:count] >= rows.budget_B[:count]
         rows.done_B[:count] = (~live_B | stopped_B | spent_B).to(torch.int8)
+
+
+def _with_room(x_BX: Tensor, room: int) -> Tensor:
+    """The same with so many free columns in memory behind each row, full of nonsense until they are written."""
+    return torch.nn.functional.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX
 
 
 def _turn(x_BHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.errors import EngineError, LockstepError
 from lockstep.numerics.formats import Scale
-from lockstep.rollout.requests import check_groups
+from lockstep.rollout.requests import check_clean, check_groups, check_idle
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share
 from lockstep.rollout.vllm.plugin import register
@@ -161,18 +161,11 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM did not empty its prefix cache", where=why, fix=FIX)
 
-    def _require_clean(self, what: str) -> None:
-        if self.forward.noise is not None:
-            raise EngineError(
-                f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first"
-            )
-
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy checkpoint tensors into vLLM's parameters, forget every prefix, and become `version`. Nothing may be running."""
         self._check_alive()
-        self._require_clean(f"weights {version} arrived")
-        if self._pending:
-            raise EngineError(f"weights {version} arrived while {len(self._pending)} requests run")
+        check_clean(self.forward, f"weights {version} arrived")
+        check_idle(len(self._pending), version)
         self._drain()
         self.version = -1  # a load that fails half-way leaves weights that belong to no version
         with self._on_stream():
@@ -183,7 +176,7 @@ class VllmEngine:
 
     def weights(self) -> WeightStream:
         """Views of what vLLM computes with, under the checkpoint's names and shapes; what is quantised is made of them."""
-        self._require_clean("the weights were asked for")
+        check_clean(self.forward, "the weights were asked for")
         self._drain()
         views: WeightStream = self._worker("lockstep_views")
         return views

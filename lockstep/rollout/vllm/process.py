@@ -18,7 +18,7 @@ import torch
 
 from lockstep import errors
 from lockstep.errors import EngineError, LockstepError
-from lockstep.rollout.requests import check_version
+from lockstep.rollout.requests import check_clean, check_idle, check_version
 from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.settings import VllmSettings
@@ -147,12 +147,8 @@ class EngineProcess:
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Pass weights through the bucket and let the engine become `version`. Nothing may be running."""
-        if self._running:
-            raise EngineError(f"weights {version} arrived while {len(self._running)} requests run")
-        if self.forward.noise is not None:
-            raise EngineError(
-                f"weights {version} arrived while noise is on the norms", fix="set_forward without noise first"
-            )
+        check_idle(len(self._running), version)
+        check_clean(self.forward, f"weights {version} arrived")
         self.version = -1
         self._ask(wire.Load(version))
         for load in bucket.loads(weights, bucket.SIZE):

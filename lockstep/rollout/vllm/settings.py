@@ -51,12 +51,12 @@ def settings_of(
     if vllm.kv_cache_gib is not None:
         cache = int(vllm.kv_cache_gib * GIB)
     else:
-        wanted = recipe.rollout.slots * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
+        wanted = recipe.slots("cuda") * length * bytes_per_token(text, 4 if dtype == "float32" else 2)
         cache = min(wanted, int(vllm.gpu_memory_utilization * gpu_bytes))
     return VllmSettings(
         folder=folder,
         dtype=dtype,
-        slots=recipe.rollout.slots,
+        slots=recipe.slots("cuda"),
         max_model_len=length,
         kv_cache_bytes=cache,
         stop_ids=tuple(sorted(stop_ids)),

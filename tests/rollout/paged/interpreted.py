@@ -1,10 +1,10 @@
-"""Kernels against their plain torch twins, without a GPU: run by test_kernels.py with TRITON_INTERPRET=1."""
+"""Kernels against their plain torch twins, without a GPU: test_kernels.py runs each check under Triton's interpreter."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,16 @@ class _Int(metaclass=_Kind):
         return int(args[0].reshape(-1)[0]) if args and isinstance(args[0], np.ndarray) else int(*args)
 
 
-interpreter.int = _Int
+def alone(check: Callable[[], None]) -> Callable[[], None]:
+    """A check that starts from the same random numbers."""
+
+    @wraps(check)
+    def seeded() -> None:
+        interpreter.int = _Int
+        torch.manual_seed(0)
+        check()
+
+    return seeded
 
 
 def state(kv_heads: int, size: int, dtype: torch.dtype) -> tuple[PageCache, Rows]:
@@ -78,19 +87,20 @@ def same_cache(one: PageCache, other: PageCache) -> None:
         same(mine, theirs)
 
 
+@alone
 def layers() -> None:
     for dtype in TOLERANCES:
         for heads, kv_heads, size in SHAPES:
             (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
             x, residual, weight = (torch.randn(*shape, dtype=dtype) for shape in ((COUNT, 48), (COUNT, 48), (48,)))
-            for added in (x, None):
-                for mine, theirs in zip(
-                    PLAIN.add_norm(added, residual, weight, 1e-5),
-                    KERNELS.add_norm(added, residual, weight, 1e-5),
-                    strict=True,
-                ):
-                    same(mine, theirs)
-            same(PLAIN.gate(x), KERNELS.gate(x))
+            for added, room in ((x, 0), (None, 0), (x, 12)):
+                mine, theirs = (ops.add_norm(added, residual, weight, 1e-5, room) for ops in (PLAIN, KERNELS))
+                same(mine[0], theirs[0])
+                same(mine[1], theirs[1])
+                assert mine[1].stride() == theirs[1].stride() == (48 + room, 1)
+            for room in (0, 12):
+                same(PLAIN.gate(x, room), KERNELS.gate(x, room))
+                assert KERNELS.gate(x, room).stride() == (24 + room, 1)
             qkv, angle = torch.randn(COUNT, (heads + 2 * kv_heads) * size, dtype=dtype), torch.rand(300, size // 2)
             rope = (angle.cos(), angle.sin())
             for norms in (None, (torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype), 1e-6)):
@@ -103,6 +113,7 @@ def layers() -> None:
             same_cache(cache, other)
 
 
+@alone
 def attention() -> None:
     for dtype in TOLERANCES:
         for heads, kv_heads, size in SHAPES:
@@ -117,8 +128,13 @@ def attention() -> None:
                 expected = PLAIN.attend(query, rows, cache, 0, kind, 1)
                 for splits in (1, 2, 8):
                     same(expected, KERNELS.attend(query, other_rows, other, 0, kind, splits))
+        for splits in (1, 2):  # of the last shape and kind
+            roomy = KERNELS.attend(query, other_rows, other, 0, kind, splits, 12)
+            same(expected, roomy)
+            assert roomy.stride() == (heads * size + 12, 1)
 
 
+@alone
 def sampling() -> None:
     differing = 0
     for vocabulary in (9000, 4096, 700):
@@ -146,10 +162,3 @@ def sampling() -> None:
                 each.drawn_B[:COUNT].clamp_(max=30)
     # Sums of a row in another order may move a bound past a random number: a matter of one draw in hundreds.
     assert differing <= 2, differing
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    parts: dict[str, Callable[[], None]] = {"layers": layers, "attention": attention, "sampling": sampling}
-    parts[sys.argv[1]]()
-    print(f"{sys.argv[1]}: all equal")

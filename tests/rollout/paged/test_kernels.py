@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
+from tests.interpreter import interpreted
+
 pytest.importorskip("triton")
 
+from tests.rollout.paged import interpreted as checks
 
-@pytest.mark.parametrize("part", ["layers", "attention", "sampling"])
-def test_the_kernels_compute_what_plain_torch_does(part: str):
-    script = Path(__file__).with_name("interpreted.py")
-    root = Path(__file__).parents[3]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), part], env=env, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"{part}: all equal"
+
+@pytest.mark.parametrize("part", [checks.layers, checks.attention, checks.sampling])
+def test_the_kernels_compute_what_plain_torch_does(part: Callable[[], None]):
+    interpreted(part, seconds=600)
