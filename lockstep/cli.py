@@ -21,6 +21,7 @@ from lockstep import __version__
 from lockstep.errors import LockstepError
 
 COMMANDS = (
+    "doctor",
     "plan",
     "train",
     "eval",
@@ -32,6 +33,7 @@ COMMANDS = (
     "import",
     "rollouts",
     "report",
+    "diagnose",
     "metrics",
     "data",
     "config",

@@ -17,6 +17,7 @@
     ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
     │   └── RunLockedError     another process writes there                            exit 6
     ├── EvaluationError        an evaluation cannot be made, or two not be compared    exit 7
+    ├── MachineError           this machine cannot run the recipe; says all reasons    exit 8
     ├── HealthStop             the run stopped itself; says why and what to do         exit 3
     └── Interrupted            SIGTERM or SIGINT; saved and resumable                  exit 75
 
@@ -134,6 +135,12 @@ class EvaluationError(LockstepError):
     """An evaluation cannot be made, or two scores cannot be compared."""
 
     exit_code = 7
+
+
+class MachineError(LockstepError):
+    """This machine cannot run the recipe; the message has every reason, as `lockstep doctor` finds them."""
+
+    exit_code = 8
 
 
 class HealthStop(LockstepError):

@@ -150,10 +150,11 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
 def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
     """The steps of a run's complete checkpoints, oldest first. Raises ConfigError for what is no run."""
     from lockstep.checkpoint.store import list_checkpoints
+    from lockstep.track.rundir import is_run
 
     if step is not None:
         raise ConfigError(["--step and --all-checkpoints cannot both be meant"])
-    if not (Path(path) / "manifest.json").is_file():
+    if not is_run(Path(path)):
         raise ConfigError([f"--all-checkpoints: {path} is no run directory"], fix="give a run, such as runs/mine")
     return [info.step for info in list_checkpoints(Path(path)) if info.complete] or [None]
 
@@ -168,6 +169,7 @@ def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str]
     target = outcome.target
     identity = "as saved" if target.checkpoint or target.adapter else "of the model's own files"
     alarms = [f"{mode_of(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
+    alarms += outcome.alarms
     lines = [
         f"{target.label}: weights {outcome.proof.fingerprint}, {identity}, in {outcome.scores[0].conditions.numerics}",
         proof_line(outcome.proof),

@@ -1,21 +1,19 @@
-"""`lockstep export`: a checkpoint as a folder for transformers, PEFT and vLLM, proven to be the model that trained."""
+"""`lockstep export`: a checkpoint as a folder for transformers, PEFT, vLLM or llama.cpp, proven to be the model that trained."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from lockstep.errors import ConfigError
 
-GGUF = (
-    "--format gguf is not written: its readers use their own tokenizer rules and quantisations, so that what they compute "
-    "cannot be proven here to be the model that trained"
-)
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `export CKPT OUT`."""
-    parser = subparsers.add_parser("export", help="write a checkpoint as a verified Hugging Face folder")
+    parser = subparsers.add_parser(
+        "export", help="write a checkpoint as a verified Hugging Face folder, or a GGUF file"
+    )
     parser.add_argument(
         "checkpoint",
         metavar="CKPT",
@@ -27,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     kind.add_argument(
         "--adapter", action="store_true", help="the adapter alone, in PEFT's layout, for the original base"
     )
-    parser.add_argument("--format", choices=("hf", "gguf"), default="hf", help="hf is the one that is written")
+    parser.add_argument("--format", choices=("hf", "gguf"), default="hf", help="gguf: one merged file for llama.cpp")
     parser.add_argument(
         "--step", type=int, metavar="N", help="which checkpoint of a run that has several; 0 is its base"
     )
@@ -42,10 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write and verify. Raises ConfigError if the step is a guess, ExportError if the outcome is not the trained model."""
-    if args.format == "gguf":
-        raise ConfigError([GGUF], fix="export to hf, and convert that folder with llama.cpp's convert_hf_to_gguf.py")
-    if args.shard_gb <= 0:
-        raise ConfigError([f"--shard-gb {args.shard_gb:g} holds no tensor"])
+    gguf = args.format == "gguf"
+    if gguf and args.adapter:
+        raise ConfigError(["--format gguf writes merged models, and --adapter asks for the adapter alone"])
+    if not 0 < args.shard_gb < math.inf:
+        raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
     from lockstep.export.export import export, refuse_guess
     from lockstep.loops.target import find_target
 
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.checkpoint, args.recipe, args.set, args.step)
     for note in target.notes:
         print(f"warning: {note}")
-    done = export(target, args.out, adapter=args.adapter, shard_bytes=int(args.shard_gb * 1e9))
+    done = export(target, args.out, adapter=args.adapter, gguf=gguf, shard_bytes=int(args.shard_gb * 1e9))
     print(f"{target.label} → {done.path}: {done.kind} in {done.dtype}, {done.bytes / 1e6:,.1f} MB of tensors")
     print(done.verified.line)
     for change in done.config_changes:

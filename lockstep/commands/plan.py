@@ -94,6 +94,12 @@ def _evaluation(recipe: Recipe) -> list[str]:
     return [*evaluation_lines(recipe), *checkpoint_lines(recipe)]
 
 
+def _health(recipe: Recipe) -> list[str]:
+    from lockstep.health.rules import health_lines
+
+    return health_lines(recipe)
+
+
 def _memory(recipe: Recipe, gpu_gib: float | None) -> list[str]:
     from lockstep.plan.preview import disk_preview, preview_lines
 
@@ -105,5 +111,6 @@ SECTIONS: tuple[PlanSection, ...] = (
     PlanSection("Objective", _objective),
     PlanSection("Learning rate", _rate),
     PlanSection("Evaluations and checkpoints", _evaluation),
+    PlanSection("Health", _health),
 )
 """In the order in which they are printed. To add one: a function from a recipe to its lines, and an entry here."""

@@ -65,6 +65,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     from lockstep.evaluate.runner import collect, eval_requests, heldout_items, request_id
     from lockstep.loops.target import build_rig
     from lockstep.types import FinishReason
+    from lockstep.verifiers.beside import Grading
 
     rig = build_rig(target.recipe)
     plan = eval_plan(target.recipe, rig.policy.numerics, rig.policy.context)
@@ -75,15 +76,13 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     proof = rig.prove_saved(rig.read(target.checkpoint)) if target.checkpoint else rig.prove()
     mode = EvalMode(name="sample", temperature=heat)
     rig.engine.submit(eval_requests(prompts, rig.policy.chat, mode, plan, proof.version))
-    found = collect(rig.engine, prompts, 1, proof)
     samples = []
-    for prompt in prompts:
-        done = found[request_id(prompt, 0)]
-        text = rig.policy.chat.decode(done.ids)
-        ended = done.finish is FinishReason.STOP
-        samples.append(
-            Sample(prompt, text, len(done.ids), ended, rig.task.grade(prompt, rig.policy.chat.answer(done.ids)))
-        )
+    with Grading(rig.task) as grading:
+        found = collect(rig.engine, rig.policy.chat, prompts, 1, proof, grading)
+        for prompt in prompts:
+            done = found[request_id(prompt, 0)]
+            text, ended = rig.policy.chat.decode(done.ids), done.finish is FinishReason.STOP
+            samples.append(Sample(prompt, text, len(done.ids), ended, grading.grade(done.request.id)))
     how = "greedy" if heat == 0 else f"T={heat:g}"
     return samples, f"{target.label}: weights {proof.fingerprint} in {rig.policy.numerics}, {how}, {plan.role}"
 

@@ -12,7 +12,12 @@ from lockstep.errors import ConfigError
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `train`."""
     parser = subparsers.add_parser("train", help="train a recipe, or continue a run")
-    parser.add_argument("recipe", nargs="*", metavar="RECIPE|a.b=c", help="recipe files and overrides; later ones win")
+    parser.add_argument(
+        "recipe",
+        nargs="*",
+        metavar="RECIPE|a.b=c",
+        help="recipe files and overrides; later ones win. With --resume only settings of health: health.clipping=off",
+    )
     parser.add_argument(
         "--resume", metavar="RUN", type=Path, help="continue this run directory from its last checkpoint"
     )
@@ -26,14 +31,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train. Raises LockstepError: 2 for a wrong recipe, 3 if the run stopped itself, 75 if it was interrupted and saved."""
     if args.resume is not None:
-        if args.recipe:
+        if others := [arg for arg in args.recipe if not arg.startswith("health.")]:
             raise ConfigError(
-                [f"{args.recipe[0]}: a resumed run keeps its own recipe"],
+                [f"{others[0]}: a resumed run keeps its own recipe; only settings of health may change"],
                 fix="start a new run to change a setting, or leave the argument out",
             )
         from lockstep.loops.run import resume_run
 
-        resume_run(args.resume, allow_fallback=args.allow_fallback)
+        resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
         return 0
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")

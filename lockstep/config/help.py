@@ -25,7 +25,7 @@ SHORTHANDS = {"model": "path"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. Example: Setting("rollout.slots", "integer", "64", ">= 1, <= 4096", "Sequences decoded side by side; …")"""
+    """One setting. Example: Setting("eval.every", "integer", "10", ">= 1", "Steps between evaluations; …")"""
 
     path: str
     type: str
@@ -191,8 +191,13 @@ def settings_markdown(model: type[Section] = Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _groups(section: type[Section], path: str, variant: str, text: str, known: frozenset[str]) -> Iterator[Group]:
-    """The group of a section without the settings in `known`, then those of the sections within."""
+def _groups(
+    section: type[Section], path: str, variant: str, text: str, known: frozenset[str], place: Section | None = None
+) -> Iterator[Group]:
+    """The group of a section without the settings in `known`, then those of the sections within.
+
+    `place`: the default of the place that the section is at, whose values then stand for the section's own.
+    """
     schema = section.model_json_schema()
     settings: list[Setting] = []
     inner: list[Group] = []
@@ -202,10 +207,18 @@ def _groups(section: type[Section], path: str, variant: str, text: str, known: f
         if name in known or (name == TAG and variant):
             continue
         if not children or ("" in children and type(None) in typing.get_args(field.annotation)):
-            settings.append(_setting(at, field, schema["properties"][name]))
+            settings.append(_setting(at, field, schema["properties"][name], place))
         if len(children) > 1:
             settings.append(Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), _meaning(field)))
-        inner += _variant_groups(children, at)
+        default = field.get_default(call_default_factory=True)
+        if (
+            "" in children
+            and isinstance(default, Section)
+            and any(f.is_required() for f in children[""].model_fields.values())
+        ):
+            inner += _groups(children[""], at, "", (field.description or "").replace("\n", " "), frozenset(), default)
+        else:
+            inner += _variant_groups(children, at)
         if item := item_section(field.annotation):
             inner += _groups(item, f"{at}.{ITEM}", "", _text(item), frozenset())
     if settings or not known:
@@ -266,8 +279,10 @@ def _text(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
 
 
-def _setting(path: str, field: FieldInfo, schema: dict[str, Any]) -> Setting:
-    if field.is_required():
+def _setting(path: str, field: FieldInfo, schema: dict[str, Any], place: Section | None = None) -> Setting:
+    if place is not None:
+        default = json.dumps(to_jsonable_python(getattr(place, path.rpartition(".")[2])), ensure_ascii=False)
+    elif field.is_required():
         default = "required"
     else:
         default = json.dumps(to_jsonable_python(field.get_default(call_default_factory=True)), ensure_ascii=False)

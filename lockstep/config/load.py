@@ -174,6 +174,8 @@ def _merge_section(old: dict[str, Any], new: dict[str, Any], section: type[Secti
 
 def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
     """`new` on top of `old`: mappings key by key, a list item by its number, everything else replaced."""
+    if info is not None:
+        new = _written_out(new, info)
     if not isinstance(new, dict) or not new:
         return new
     if all(key.isdecimal() for key in new) and (items := _items(old, info)) is not None:
@@ -195,6 +197,13 @@ def _from_path(text: Value, options: Mapping[str, type[Section]]) -> dict[str, A
     if isinstance(text, str) and (short := getattr(options.get(""), "SHORT", None)):
         return {short: text}
     return {TAG: "python", "path": text} if isinstance(text, str) and ".py:" in text and "python" in options else {}
+
+
+def _written_out(value: Value, info: FieldInfo) -> Value:
+    """`health.clipping: off` as the settings that it is short for: those of the place that it does not name stay."""
+    short = getattr(variants(info.annotation).get(""), "SHORT", None)
+    has_others = isinstance(info.get_default(call_default_factory=True), Section)
+    return {short: value} if isinstance(value, str) and short and has_others else value
 
 
 def _merge_items(items: list[Value], new: dict[str, Value], section: type[Section] | None, at: At) -> list[Value]:

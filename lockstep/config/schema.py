@@ -6,7 +6,7 @@ A section with variants is a union told apart by `kind`. Larger groups of settin
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,8 @@ from lockstep.config.evaluate import EvalSet as EvalSet
 from lockstep.config.evaluate import NoStop as NoStop
 from lockstep.config.evaluate import Plateau as Plateau
 from lockstep.config.evaluate import decision_mistake
+from lockstep.config.health import Health as Health
+from lockstep.config.health import HealthRule as HealthRule
 from lockstep.config.numerics import Noise as Noise
 from lockstep.config.numerics import Numerics as Numerics
 from lockstep.config.optimizer import AdamW as AdamW
@@ -48,6 +50,7 @@ from lockstep.config.task import MixedTask as MixedTask
 from lockstep.config.task import OpenSpielTask as OpenSpielTask
 from lockstep.config.task import PythonTask as PythonTask
 from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
+from lockstep.config.task import Rival as Rival
 from lockstep.config.task import Share as Share
 from lockstep.config.task import Task as Task
 from lockstep.config.task import TextArenaTask as TextArenaTask
@@ -61,6 +64,7 @@ from lockstep.config.verifier import JsonVerifier as JsonVerifier
 from lockstep.config.verifier import JudgeVerifier as JudgeVerifier
 from lockstep.config.verifier import MathVerifier as MathVerifier
 from lockstep.config.verifier import NumericVerifier as NumericVerifier
+from lockstep.config.verifier import OwnGrading as OwnGrading
 from lockstep.config.verifier import Part as Part
 from lockstep.config.verifier import PythonVerifier as PythonVerifier
 from lockstep.config.verifier import RegexVerifier as RegexVerifier
@@ -68,6 +72,10 @@ from lockstep.config.verifier import SetVerifier as SetVerifier
 from lockstep.config.verifier import TextVerifier as TextVerifier
 from lockstep.config.verifier import Verifier as Verifier
 from lockstep.config.vllm import Vllm, mistake_of, numerics_mistake, transport_of
+
+AUTO_SLOTS = 64
+MOST_AUTO_SLOTS = 1024
+"""More rows hardly make decoding faster: on an H200 its matrix products are bound by arithmetic from some 200 on."""
 
 
 class Model(Section):
@@ -88,8 +96,9 @@ class Rollout(Section):
 
     engine: Literal["native", "vllm"] = "native"
     """native samples from the learner's own weights in one process; vllm needs a GPU and pip install 'lockstep-rl[vllm]'."""
-    slots: int = Field(default=64, ge=1, le=4096)
-    """Sequences decoded side by side; more wait for a free slot."""
+    slots: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] = "auto"
+    """Sequences decoded side by side; more wait for a free slot. auto is 64, and for the native engine on a GPU all samples of a
+    step (64 to 1024), fewer where the memory plan finds no room for their keys and values."""
     max_tokens: int = Field(default=64, ge=1)
     """Longest response, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
@@ -169,17 +178,6 @@ class Track(Section):
     """Steps between rollout files (rollouts/step_000012.parquet)."""
 
 
-class Health(Section):
-    """When a run stops itself."""
-
-    max_unscored: float = Field(default=0.05, ge=0, le=1)
-    """Stop when a larger share of a step's replies could not be scored."""
-    warn_unscored: float = Field(default=0.01, ge=0, le=1)
-    """Warn above this share."""
-    selftest_every: int = Field(default=50, ge=1)
-    """Steps between tests of the grader on the step's own prompts: a right reply must pay 1, wrong ones 0, or the run stops."""
-
-
 class Recipe(Section):
     """One run."""
 
@@ -230,6 +228,14 @@ class Recipe(Section):
     @property
     def samples_per_update(self) -> int:
         return self.update.samples_per_update or self.samples_per_step
+
+    def slots(self, device: str) -> int:
+        """Sequences decoded side by side on a device of this type, "cuda" or another, if there is room for them."""
+        if self.rollout.slots != "auto":
+            return self.rollout.slots
+        if self.rollout.engine != "native" or device != "cuda":
+            return AUTO_SLOTS
+        return max(AUTO_SLOTS, min(MOST_AUTO_SLOTS, self.samples_per_step))
 
     @property
     def updates_per_step(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
 from lockstep.config.section import Json, Section
-from lockstep.config.verifier import NumericVerifier, Verifier
+from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
 
 
 class ReasoningGymTask(Section):
@@ -57,6 +57,8 @@ class PythonTask(Section):
     """file.py:Class"""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the class as keyword arguments."""
+    grading: OwnGrading = OwnGrading()
+    """Its `grade` runs on other objects of the class, each in a process of its own."""
 
 
 Questions: TypeAlias = Annotated[ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
@@ -138,6 +140,8 @@ class EnvTask(Section):
     """Passed to the class as keyword arguments."""
     seeds: int = Field(default=200, ge=1)
     """Different episodes to train on, for a class with start and step: each is one seed given to start."""
+    grading: OwnGrading = OwnGrading()
+    """Of a class with `grade`, which runs on other objects of it, each in a process of its own."""
     turns: Turns = Turns()
 
 
@@ -178,6 +182,20 @@ class TextArenaTask(Section):
     turns: Turns = Turns(limit=20)
 
 
+class Rival(Section):
+    """A frozen adapter that moves for the opponent, sampled by a model of its own on the CPU."""
+
+    path: str = Field(min_length=1)
+    """An adapter in PEFT's layout, a checkpoint of a run that trained one, or the run, whose newest checkpoint it then is. It
+    must have been made for this recipe's model."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of its moves; 0 takes the likeliest tokens."""
+    max_tokens: int = Field(default=32, ge=1)
+    """Longest reply."""
+    slots: int = Field(default=16, ge=1, le=4096)
+    """Games in which it moves at once."""
+
+
 class OpenSpielTask(Section):
     """States of OpenSpiel's games to move in, or whole games. Needs pip install 'lockstep-rl[envs]'."""
 
@@ -203,9 +221,13 @@ class OpenSpielTask(Section):
     """Playouts of an outcome, averaged."""
     playout: Literal["random", "mcts"] = "random"
     """How both sides move in a playout."""
-    opponent: str = Field(default="random", pattern=r"^(random|mcts|.+\.py:\w+)$")
-    """Of whole games: random, mcts, or file.py:function, which is called with a pyspiel state and a random.Random and gives
-    an action or its name."""
+    workers: int = Field(default=2, ge=1, le=64)
+    """Processes for playouts."""
+    opponent: str = Field(default="random", pattern=r"^(random|mcts|adapter|.+\.py:\w+)$")
+    """Of whole games: random, mcts, adapter (see rival), or file.py:function, which is called with a pyspiel state and a
+    random.Random and gives an action or its name."""
+    rival: Rival | None = None
+    """Of opponent adapter: which one."""
     simulations: int = Field(default=64, ge=2)
     """Of each move by mcts."""
     illegal_moves: int = Field(default=0, ge=0)
@@ -236,7 +258,9 @@ class OpenSpielTask(Section):
         modes = {
             "playouts": "outcome",
             "playout": "outcome",
+            "workers": "outcome",
             "opponent": "game",
+            "rival": "game",
             "illegal_moves": "game",
             "turns": "game",
         }
@@ -244,6 +268,9 @@ class OpenSpielTask(Section):
             field = type(self).model_fields[name]
             if self.reward_mode != mode and getattr(self, name) != field.get_default(call_default_factory=True):
                 raise ValueError(f"{name} is of reward_mode {mode}, not of {self.reward_mode}")
+        if (self.opponent == "adapter") is not (self.rival is not None):
+            has = "names no adapter: set rival.path" if self.rival is None else "is not adapter: rival has no effect"
+            raise ValueError(f"opponent = {self.opponent} {has}")
         return self
 
 

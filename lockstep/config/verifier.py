@@ -131,18 +131,23 @@ class JsonVerifier(Section):
         return self
 
 
-class PythonVerifier(Section):
-    """A function from your file: def grade(prompt, reply) returning a number or a Grade. It runs in a process of its own."""
+class OwnGrading(Section):
+    """Limits of a `grade` of your own, which runs in processes that are ended when it goes beyond them."""
 
-    kind: Literal["python"] = "python"
-    path: str = Field(pattern=r".+\.py:\w+$")
-    """file.py:function"""
     seconds: float = Field(default=5.0, gt=0, le=3600)
     """Longest time of one call; its process is then killed and the reply is unscored."""
     memory_gib: float | None = Field(default=4.0, gt=0)
     """Memory that a call may take beyond what the file took when it was loaded; none sets no limit (needed for CUDA)."""
     workers: int = Field(default=2, ge=1, le=64)
     """Processes that call it."""
+
+
+class PythonVerifier(OwnGrading):
+    """A function from your file: def grade(prompt, reply) returning a number or a Grade. It runs in a process of its own."""
+
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=r".+\.py:\w+$")
+    """file.py:function"""
 
 
 class CodeVerifier(Section):
@@ -171,7 +176,8 @@ class CodeVerifier(Section):
     """Programs that run at once."""
 
 
-RuleVerifier: TypeAlias = Annotated[
+# To add a kind: a Section here, its name in the union, a case in verifiers/build.py.
+_Rules: TypeAlias = (
     NumericVerifier
     | TextVerifier
     | MathVerifier
@@ -180,9 +186,9 @@ RuleVerifier: TypeAlias = Annotated[
     | RegexVerifier
     | JsonVerifier
     | CodeVerifier
-    | PythonVerifier,
-    Field(discriminator="kind"),
-]
+    | PythonVerifier
+)
+RuleVerifier: TypeAlias = Annotated[_Rules, Field(discriminator="kind")]
 """Verifiers that no model decides."""
 
 
@@ -219,20 +225,7 @@ class JudgeVerifier(Section):
     """Requests under way at once."""
 
 
-# To add a kind: a Section here, its name in the unions, a case in verifiers/build.py.
-PlainVerifier: TypeAlias = Annotated[
-    NumericVerifier
-    | TextVerifier
-    | MathVerifier
-    | ChoiceVerifier
-    | SetVerifier
-    | RegexVerifier
-    | JsonVerifier
-    | CodeVerifier
-    | PythonVerifier
-    | JudgeVerifier,
-    Field(discriminator="kind"),
-]
+PlainVerifier: TypeAlias = Annotated[_Rules | JudgeVerifier, Field(discriminator="kind")]
 
 
 class Part(Section):
@@ -271,17 +264,4 @@ class CompositeVerifier(Section):
         return self
 
 
-Verifier: TypeAlias = Annotated[
-    NumericVerifier
-    | TextVerifier
-    | MathVerifier
-    | ChoiceVerifier
-    | SetVerifier
-    | RegexVerifier
-    | JsonVerifier
-    | CodeVerifier
-    | PythonVerifier
-    | JudgeVerifier
-    | CompositeVerifier,
-    Field(discriminator="kind"),
-]
+Verifier: TypeAlias = Annotated[_Rules | JudgeVerifier | CompositeVerifier, Field(discriminator="kind")]

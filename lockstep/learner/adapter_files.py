@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_start import START_A, START_B, lora_layers, start_of
+from lockstep.models.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 from lockstep.models.weights import named_weights
 from lockstep.sync.fingerprint import dtype_name, fingerprint
 from lockstep.types import WeightStream
 
-CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
+CONFIG, TENSORS, BASE = ADAPTER_CONFIG, ADAPTER_TENSORS, "adapter_base.json"
 PREFIX = "base_model.model."
 _MODULES = (".lora_A", ".lora_B")
 """Parts that PEFT's files name with a .weight at the end."""
@@ -122,7 +123,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
             where=str(folder),
             fix="give a folder that PEFT's save_pretrained wrote, or a checkpoint of an adapter run",
         )
-    config = _json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -136,7 +137,7 @@ def read_base(folder: Path) -> tuple[Base | None, str]:
     """What adapter_base.json says; (None, "") if there is none."""
     if not (folder / BASE).is_file():
         return None, ""
-    content = _json(folder / BASE)
+    content = read_json(folder / BASE)
     try:
         return Base(content["name"], content["fingerprint"], content["dtype"]), str(content["residual"])
     except KeyError as error:
@@ -191,13 +192,3 @@ def live_name(name: str) -> str:
     own = name.removeprefix(PREFIX)
     short = own.removesuffix(".weight")
     return short if short.endswith(_MODULES) else own
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
-    return content

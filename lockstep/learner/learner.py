@@ -18,7 +18,6 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
 from lockstep.learner.adapters import as_reference
 from lockstep.learner.execution import Execution, execution_of
-from lockstep.learner.host import on_device
 from lockstep.learner.oom import run_or_halve
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.packing import Packed, as_sequence, number_tokens, pack, per_token, streams
@@ -28,6 +27,7 @@ from lockstep.learner.statistics import UpdateStatistics
 from lockstep.models.attention import require_attention_only
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
+from lockstep.models.host import on_device
 from lockstep.models.weights import clean_name, named_weights
 from lockstep.noise.apply import require_clean
 from lockstep.numerics.apply import settle

@@ -15,11 +15,14 @@ from lockstep.learner.packing import Packed
 Run = Callable[[Packed], None]
 """Forward and backward pass of a micro-batch; it records what it did only when both are done."""
 
+NO_ROOM = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+"""What libraries say that ask the driver for memory themselves, when torch's allocator has left none."""
+
 
 def run_or_halve(
     packed: Packed, run: Run, repack: Callable[[Sequence[int]], Packed], collected: Callable[[], list[nn.Parameter]]
 ) -> int:
-    """Run a micro-batch; if the GPU's memory runs out, once more by halves of its sequences. Returns the splits, 0 or 1.
+    """Run a micro-batch; if the GPU's memory runs out, once more by halves of its tokens. Returns the splits, 0 or 1.
 
     A pass that broke off may have finished the gradients of some parameters: `collected` names those of the pass. They are left
     out of the halves, so that each parameter's gradient counts every sequence once. Raises LearnerError if a half does not fit.
@@ -29,7 +32,7 @@ def run_or_halve(
     order = packed.order
     if len(order) < 2:
         raise _too_large(packed, reason)
-    middle = len(order) // 2
+    middle = _middle(order, repack)
     with _frozen(collected()):
         for half in (order[:middle], order[middle:]):
             smaller = repack(half)
@@ -38,12 +41,28 @@ def run_or_halve(
     return 1
 
 
+def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> int:
+    """Where to part the sequences so that the larger part has as few tokens as may be: their lengths may differ much."""
+
+    def tokens(place: int) -> tuple[int, int]:
+        return repack(order[:place]).tokens, repack(order[place:]).tokens
+
+    low, high = 1, len(order) - 1
+    while low < high:  # the first place with no more tokens behind it than before it
+        middle = (low + high) // 2
+        before, behind = tokens(middle)
+        low, high = (low, middle) if before >= behind else (middle + 1, high)
+    return min((place for place in (low - 1, low) if place), key=lambda place: max(tokens(place)))
+
+
 def _attempt(run: Run, packed: Packed) -> str | None:
     """What the allocator said, if memory ran out."""
     try:
         run(packed)
         return None
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_ROOM):
+            raise
         reason = str(error).splitlines()[0]
     # Only here, when the exception has gone, are the tensors of its traceback free.
     gc.collect()

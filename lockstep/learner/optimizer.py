@@ -184,11 +184,12 @@ def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
     """Adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""
 
     def collect(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        # It leaves the parameter first: if memory runs out for the sum, nothing may stay that is counted again (learner.oom).
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
         if master.grad is None:
-            master.grad = parameter.grad.float()
+            master.grad = grad.float()
         else:
-            master.grad += parameter.grad
-        parameter.grad = None
+            master.grad += grad
 
     return collect

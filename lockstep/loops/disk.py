@@ -19,7 +19,9 @@ from lockstep.plan.disk import (
     require_room,
     size,
 )
+from lockstep.plan.memory import GIB
 from lockstep.plan.shapes import read_shape
+from lockstep.types import Metrics
 
 
 def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
@@ -32,6 +34,16 @@ def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
         return None  # the memory plan has said so
     device = "cuda" if choose_device(recipe.device).type == "cuda" else "cpu"
     return plan_disk(recipe, shape, device, beside_bytes(model))  # type: ignore[arg-type]
+
+
+def checkpoint_gib(recipe: Recipe, model: Path) -> float:
+    """Planned size of a checkpoint; 0 where it cannot be told."""
+    plan = forecast(recipe, model)
+    return 0.0 if plan is None else plan.checkpoint / GIB
+
+
+def disk_metrics(run: Path) -> Metrics:
+    return {"memory/disk_free_gib": free_bytes(run) / GIB}
 
 
 def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:

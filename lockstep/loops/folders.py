@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from lockstep.config.adapter import Adapter, Lora, OtherPeft
 from lockstep.errors import CheckpointError, ModelError
+from lockstep.models.folder import ADAPTER_CONFIG, read_json
 
-ADAPTER = "adapter_config.json"
 NESTED = ("lora_adapter", "actor/lora_adapter", "adapter")
 """Where trainers put an adapter inside of a step's folder (verl: global_step_29/actor/lora_adapter)."""
 SHARDS = {
@@ -42,8 +41,8 @@ class AdapterTarget:
 def find_adapter(path: Path) -> AdapterTarget | None:
     """The adapter in a folder, or in a folder inside where trainers put it; None if there is none."""
     for place in (path, *(path / name for name in NESTED)):
-        if (place / ADAPTER).is_file():
-            config = _read(place / ADAPTER)
+        if (place / ADAPTER_CONFIG).is_file():
+            config = read_json(place / ADAPTER_CONFIG)
             return AdapterTarget(place, str(config.get("base_model_name_or_path") or ""), config)
     return None
 
@@ -93,13 +92,3 @@ def _unread(found: AdapterTarget, why: str, setting: str = "") -> ModelError:
         where=str(found.path),
         fix=f"{fix}merge it into its base with the program that made it, and give the merged folder",
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
-    return content

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from lockstep.errors import Interrupted
 
 
 class StopRequest:
@@ -29,6 +32,12 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+
+    def after(self, done: int, steps: int, run: Path) -> Interrupted:
+        """What to raise when step `done` of `steps` is recorded and its checkpoint saved."""
+        return Interrupted(
+            f"{self.name} after step {done} of {steps}; a checkpoint was saved", fix=f"lockstep train --resume {run}"
+        )
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name

@@ -44,9 +44,9 @@ class Journal:
         for sink in self._sinks:
             sink.log(step, metrics)
 
-    def add(self, step: int, metrics: Metrics) -> None:
+    def add(self, step: int, metrics: Metrics, proof: Proof | None = None) -> None:
         """Numbers that came after a step's row was stored; they are merged into it."""
-        self.writer.step(step, metrics)
+        self.writer.step(step, metrics, proof)
 
     def at_start(self, step: int, metrics: Metrics, proof: Proof) -> None:
         """The evaluation of weights that were there before this process: row 0, or what a stop left out of a step's row."""
@@ -103,6 +103,8 @@ class Clock:
     def metrics(self, counts: Mapping[str, float]) -> Metrics:
         """Times, throughputs and memory of the step so far."""
         times = self.seconds | {"time/step": time.perf_counter() - self._start}
+        if (trained := times["time/step"] - times.get("time/evaluate", 0.0)) > 0 and "time/grade" in times:
+            times["time/grade_share"] = times["time/grade"] / trained
         times["memory/rss_gib"] = psutil.Process().memory_info().rss / 2**30
         if torch.cuda.is_available():
             times["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
 from lockstep.loops.disk import check_first
-from lockstep.loops.journal import Journal
+from lockstep.loops.journal import Clock, Journal
 from lockstep.loops.parts import Parts
 from lockstep.loops.state import save_checkpoint
 from lockstep.track.writer import read_metrics
@@ -27,7 +27,13 @@ class Keeper:
         self._best = (metrics[name], step)
         return True
 
-    def save(self, step: int, proof: Proof) -> None:
+    def save(self, step: int, proof: Proof, clock: Clock) -> None:
+        """Write the checkpoint of a step whose record is written already, and add to that how long it took."""
+        with clock("save"):
+            self._save(step, proof)
+        self._journal.add(step, {"time/save": clock.seconds["time/save"]})
+
+    def _save(self, step: int, proof: Proof) -> None:
         best = self._best[1] if self._best else None
         first = not any(info.complete for info in list_checkpoints(self._journal.run.path))
         path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 
 import numpy as np
 
 from lockstep.config.schema import Recipe
 from lockstep.loops.credit import Samples, kl_estimates, shaped_reward, truncated
+from lockstep.track.writer import StepRecord
 from lockstep.types import Group, Metrics, Proof, Rollout
 
 
@@ -59,6 +60,17 @@ def proof_metrics(proof: Proof) -> Metrics:
     if proof.probe is not None:
         metrics |= {"sync/probe_mean": proof.probe.mean, "sync/probe_max": proof.probe.max}
     return metrics
+
+
+def grading_line(rows: Sequence[StepRecord]) -> str:
+    """What grading added to the steps of a run; "" if none was graded.
+
+    Example: "grading added 0.3% to a step (median of 40, at most 0.9%)"
+    """
+    shares = [row.metrics["time/grade_share"] for row in rows if "time/grade_share" in row.metrics]
+    if not shares:
+        return ""
+    return f"grading added {median(shares):.1%} to a step (median of {len(shares)}, at most {max(shares):.1%})"
 
 
 def _all_equal(group: Group) -> bool:

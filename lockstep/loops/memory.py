@@ -55,6 +55,16 @@ def execution(plan: MemoryPlan | None) -> Execution | None:
     return Execution(plan.sizes.tokens, plan.sizes.recompute)
 
 
+def rows_of_engine(recipe: Recipe, device: str, plan: MemoryPlan | None) -> int:
+    """Sequences that the native engine decodes side by side: the recipe's number, or, where that is auto, the plan's.
+
+    A number stands even where the plan found room for fewer: the engine then takes what memory there is, and the rest waits.
+    """
+    if recipe.rollout.slots == "auto" and plan is not None:
+        return plan.sizes.slots
+    return recipe.slots(device)
+
+
 def available_bytes(device: torch.device) -> float:
     """Bytes for this process: what is free, and on a GPU what torch holds already."""
     if device.type != "cuda":

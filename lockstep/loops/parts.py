@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
@@ -17,9 +17,11 @@ from lockstep.learner.adapters import adopt_starts, attach
 from lockstep.learner.critic import TorchCritic, build_critic
 from lockstep.learner.device import choose_device, prepare_process
 from lockstep.learner.learner import TorchLearner, base_model
+from lockstep.learner.rounding import rounding_gap
 from lockstep.loops.carried import Carried
 from lockstep.loops.forward import require_precision
-from lockstep.loops.memory import execution, plan_run
+from lockstep.loops.memory import execution, plan_run, rows_of_engine
+from lockstep.loops.rivals import seat_rivals
 from lockstep.loops.warm import Parent, adapter_weights, find_parent, load_base, require_proven
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
@@ -32,7 +34,7 @@ from lockstep.seeds import seed_for
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
-from lockstep.types import RolloutEngine
+from lockstep.types import RolloutEngine, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +76,10 @@ class Parts:
 
 
 def build_task_of(recipe: Recipe) -> BuiltTask:
-    return build_task(recipe.task, recipe.seed)
+    """The recipe's task, with what plays against the policy."""
+    task = build_task(recipe.task, recipe.seed)
+    seat_rivals(task, recipe)
+    return task
 
 
 def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
@@ -115,14 +120,20 @@ def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return adopt_starts(policy.model, weights, originals)
 
 
-def build_engine(policy: Policy, recipe: Recipe, *, own_copy: bool = False) -> RolloutEngine:
-    """The recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its weights."""
+def build_engine(
+    policy: Policy, recipe: Recipe, *, own_copy: bool = False, memory: MemoryPlan | None = None
+) -> RolloutEngine:
+    """The recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its weights.
+
+    `memory` decides its rows where the recipe leaves them open.
+    """
     decode: Any = policy.tokenizer.decode
     stop_ids = frozenset(policy.chat.stop_ids)
     match recipe.rollout.engine:
         case "native":
             model = copy.deepcopy(policy.model) if own_copy else policy.model
-            return native_engine(model, slots=recipe.rollout.slots, stop_ids=stop_ids, decode=decode)
+            slots = rows_of_engine(recipe, next(model.parameters()).device.type, memory)
+            return native_engine(model, slots=slots, stop_ids=stop_ids, decode=decode)
         case "vllm":
             return vllm_engine(recipe, policy.model, str(policy.resolved.path), stop_ids, decode)
         case other:
@@ -132,6 +143,10 @@ def build_engine(policy: Policy, recipe: Recipe, *, own_copy: bool = False) -> R
 def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
     """How the policy's weights reach its engine. vLLM has no adapters: they are merged into what is sent."""
     merges = recipe.rollout.engine == "vllm" and recipe.adapter.kind != "none"
+
+    def rounding(sequences: Sequence[TokenIds]) -> float:
+        return rounding_gap(policy.model, sequences, sum(map(len, sequences)))
+
     return build_sync(
         recipe.sync,
         vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
@@ -140,6 +155,7 @@ def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
         frozen=frozen_names(policy.model),
         transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",
         merge=frozenset(name for name, _ in named_weights(policy.model)) if merges else None,
+        rounding=rounding if recipe.rollout.engine == "vllm" else None,
     )
 
 
@@ -166,7 +182,7 @@ def build_parts(
         reference = copy.deepcopy(policy.model).requires_grad_(False)
     if weights is not None:
         load_weights(policy.model, iter(adopt(policy, weights).items()))
-    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy")
+    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy", memory=memory)
     learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
     sync = build_weight_sync(policy, recipe)
     return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory)

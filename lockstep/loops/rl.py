@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.config.schema import Recipe
-from lockstep.errors import Interrupted
 from lockstep.evaluate.plan import evaluation_steps
 from lockstep.loops.credit import Samples, advantage_rows, assign_credit, mean_kl, train_samples
+from lockstep.loops.disk import disk_metrics
 from lockstep.loops.evaluation import evaluate_modes
 from lockstep.loops.forward import computing, probe_lines
 from lockstep.loops.interrupts import StopRequest
@@ -28,8 +28,8 @@ from lockstep.types import Forward, Group, Metrics, Proof
 
 
 def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
-    """Train from `start` done steps to the recipe's number, or until eval.stop ends it. Step k of the records is the state after
-    k trained steps.
+    """Train from `start` done steps to the recipe's number, or until eval.stop or a rule of health ends it. Step k of the records
+    is the state after k trained steps.
 
     Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop when the run must stop.
     """
@@ -37,7 +37,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
     for line in probe_lines(parts, recipe):
         journal.say(line)
     keeper, targets = Keeper(parts, recipe, journal), noise_targets(parts, recipe)
-    watch = Watch(recipe, journal, start)
+    watch = Watch(recipe, journal, start, parts.policy.resolved.path)
     due = set(evaluation_steps(recipe))
     with StopRequest() as stop:
         if start in due:
@@ -48,7 +48,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                 keeper.note(start, metrics)
         journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
-            if watch.over:  # by eval.stop; the checkpoint of that step is saved
+            if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
             done, clock = step + 1, Clock()
             if step == start or step % recipe.health.selftest_every == 0:
@@ -74,18 +74,15 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                 with clock("evaluate"):
                     metrics |= evaluate_modes(parts, recipe, journal, done, proof)
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
+            metrics |= disk_metrics(journal.run.path)
             journal.step(done, metrics, proof)
-            watch.note(done, metrics)
+            over = watch.note(done, metrics)
             best = keeper.note(done, metrics)
-            if best or done % recipe.save.every == 0 or done == recipe.steps or stop or watch.over:
-                with clock("save"):
-                    keeper.save(done, proof)
-                journal.add(done, {"time/save": clock.seconds["time/save"]})
+            if best or done % recipe.save.every == 0 or done == recipe.steps or stop or over:
+                keeper.save(done, proof, clock)
             if stop:  # after the last step too: its evaluation and the report are still to come
-                raise Interrupted(
-                    f"{stop.name} after step {done} of {recipe.steps}; a checkpoint was saved",
-                    fix=f"lockstep train --resume {journal.run.path}",
-                )
+                raise stop.after(done, recipe.steps, journal.run.path)
+    watch.require_healthy()
 
 
 def prove_at_start(parts: Parts, journal: Journal, start: int) -> Proof:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +12,13 @@ from lockstep.config.load import dump, load
 from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Recipe, Sft
 from lockstep.data.questions import data_hash
+from lockstep.doctor.check import Check
+from lockstep.doctor.run import require_machine
 from lockstep.envs.driver import plays
-from lockstep.errors import LockstepError
+from lockstep.errors import HealthStop, LockstepError
 from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
+from lockstep.health.rules import health_lines
 from lockstep.learner.adapters import describe
 from lockstep.loops import sft
 from lockstep.loops.base import frozen_print, require_unchanged
@@ -22,8 +26,10 @@ from lockstep.loops.disk import check_disk
 from lockstep.loops.evaluation import final_table
 from lockstep.loops.forward import numerics_lines
 from lockstep.loops.journal import Journal
+from lockstep.loops.measures import grading_line
 from lockstep.loops.noise import describe_noise
 from lockstep.loops.parts import Parts, build_parts, build_task_of
+from lockstep.loops.rivals import pinned_rivals
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_prompts
 from lockstep.loops.sampling import round_prompts
@@ -37,6 +43,7 @@ from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from lockstep.track.sinks import check_installed
+from lockstep.track.writer import read_metrics
 from lockstep.types import Prompt
 from lockstep.verifiers.base import keep_in
 
@@ -44,30 +51,41 @@ from lockstep.verifiers.base import keep_in
 def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
     check_installed(recipe.track)
-    recipe = with_steps(pinned(recipe))
+    warned = require_machine(recipe)
+    recipe = with_steps(pinned_rivals(pinned(recipe)))
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:
-        _run(run, recipe, None)
+        _run(run, recipe, None, warned)
     return run
 
 
-def resume_run(path: Path, *, allow_fallback: bool = False) -> RunDirectory:
-    """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet."""
+def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool = False) -> RunDirectory:
+    """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
+
+    `health`: overrides of settings of health, which change no number of the run; they stay with it.
+    """
+    if health:  # a mistake in them must not cost an attempt
+        load([str(RunDirectory.open(path).recipe_path), *health])
     run = RunDirectory.resume(path, manifest_facts())
     with run:
-        recipe = load([str(run.recipe_path)])
+        recipe = load([str(run.recipe_path), *health])
+        if health:
+            run.replace_recipe(dump(recipe))
         # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
         there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
         info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
-        _run(run, recipe, info)
+        _run(run, recipe, info, require_machine(recipe))
     return run
 
 
-def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None) -> None:
+def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check]) -> None:
     journal = Journal(run, recipe)
     try:
+        for check in machine:
+            journal.say(f"machine: {check.name}: {check.found}; {check.fix}")
         start = info.step if info else 0
-        journal.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start)
+        with_health = {"health": recipe.health.model_dump(mode="json")}
+        journal.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start, **with_health)
         for note in info.notes if info else ():
             journal.warn(note)
         material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
@@ -82,6 +100,8 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None) -> None
     except LockstepError as error:
         journal.event("stopped", str(error), error=type(error).__name__)
         journal.say(f"stopped: {error}")
+        if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
+            journal.say(f"report: {write_report(run.path)}")
         raise
     finally:
         journal.close()
@@ -131,6 +151,7 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
         *describe(recipe.adapter, policy.model).splitlines(),
         *batch,
         *rate_lines(recipe),
+        *health_lines(recipe),
         *numerics_lines(parts, recipe),
         *describe_noise(parts, recipe),
         *parts.objective.formula.splitlines(),
@@ -185,6 +206,8 @@ def _finish(run: RunDirectory, parts: Parts, recipe: Recipe, journal: Journal) -
     last = last_evaluated(recipe, journal) if recipe.eval.enabled else recipe.steps
     journal.event("verified", "all tensors and the probe, at the end", step=last, fingerprint=proof.fingerprint)
     for line in final_table(recipe, journal):
+        journal.say(line)
+    if line := grading_line(read_metrics(run)):
         journal.say(line)
     path = write_report(run.path)
     journal.event("finished", str(path.name), step=last)

@@ -76,7 +76,7 @@ def _answered(
     engine, chat, task, version = parts.engine, parts.policy.chat, parts.task, parts.learner.version
     if plays(task):
         with clock("rollout"):
-            return play_groups(engine, chat, task, prompts, recipe, step, version)
+            return play_groups(engine, chat, task, prompts, recipe, step, version, clock)
     with Grader(task, chat) as grader:
         with clock("rollout"):
             completions = sample_groups(engine, chat, prompts, recipe, step, version, grader.take)

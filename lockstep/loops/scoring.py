@@ -49,6 +49,8 @@ class Outcome:
     base: tuple[Score, ...] = ()
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
+    """Replies that are those of a stored score in other numerics."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Measuring:
     numerics: str
     files: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
 
 
 def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
@@ -147,7 +150,7 @@ def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None,
         proof = rig.prove_saved(saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(rival.files if rival else ()), *measuring.files)
-    return Outcome(target, proof, scores, base, files, tuple(measuring.notes))
+    return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms))
 
 
 def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:
@@ -191,7 +194,22 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
             measuring.notes.append(agreement(name, score, stored, home))
     elsewhere = measuring.how.out / file_name(target, name, step, base=reuse) if measuring.how.out else home
     _store(measuring, score, home if stored is not None else None, elsewhere)
+    if score is not stored:
+        measuring.alarms += _same_as_before(target, name, step, score)
     return score
+
+
+def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[str]:
+    """A sentence for each stored score of the run's step whose replies this one has, although its numerics are others."""
+    from lockstep.evaluate.alarms import identity_alarms
+    from lockstep.evaluate.brief import brief_of
+    from lockstep.evaluate.records import read_brief, score_path
+
+    if target.run is None:
+        return []
+    path = score_path(target.run, step, name)
+    mine, others = (f"{target.label}, now", brief_of(score)), sorted(path.parent.rglob(path.name))
+    return [alarm for other in others for alarm in identity_alarms([(str(other), read_brief(other)), mine])]
 
 
 def agreement(name: str, score: Score, stored: Score, path: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lockstep.config.schema import Recipe, Sft
 from lockstep.data.order import batch_indices
-from lockstep.errors import Interrupted
 from lockstep.evaluate.plan import evaluation_steps
+from lockstep.loops.disk import disk_metrics
 from lockstep.loops.evaluation import evaluate_modes
 from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Clock, Journal
@@ -21,15 +21,15 @@ from lockstep.types import Batch, Metrics
 
 
 def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: int) -> None:
-    """Train from `start` done steps to the recipe's number, or until eval.stop ends it. Step k of the records is the state
-    after k trained steps.
+    """Train from `start` done steps to the recipe's number, or until eval.stop or a rule of health ends it. Step k of the records
+    is the state after k trained steps.
 
     The engine gets the weights only where they are scored or saved. Raises Interrupted, after saving, on SIGTERM or SIGINT;
-    SyncError or LearnerError when the run must stop.
+    SyncError, LearnerError or HealthStop when the run must stop.
     """
     sft = settings_of(recipe)
     proof = prove_at_start(parts, journal, start)
-    keeper, watch = Keeper(parts, recipe, journal), Watch(recipe, journal, start)
+    keeper, watch = Keeper(parts, recipe, journal), Watch(recipe, journal, start, parts.policy.resolved.path)
     scored, validated = set(evaluation_steps(recipe)), set(validation_steps(recipe)) if rows.validation else set()
     with StopRequest() as stop:
         if start in scored | validated:
@@ -41,7 +41,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
                 keeper.note(start, metrics)
         journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
-            if watch.over:  # by eval.stop; the checkpoint of that step is saved
+            if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
             done, clock = step + 1, Clock()
             with clock("update"):
@@ -64,17 +64,17 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
                 with clock("evaluate"):
                     metrics |= evaluate_modes(parts, recipe, journal, done, proof)
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
+            metrics |= disk_metrics(journal.run.path)
             journal.step(done, metrics, proof if seen else None)
-            watch.note(done, metrics)
-            if keeper.note(done, metrics) or save or watch.over:
-                with clock("save"):
-                    keeper.save(done, proof)
-                journal.add(done, {"time/save": clock.seconds["time/save"]})
+            over = watch.note(done, metrics)
+            if over and not seen:  # a checkpoint is of proven weights
+                proof = parts.sync.push(parts.learner, parts.engine)
+                journal.add(done, proof_metrics(proof), proof)
+            if keeper.note(done, metrics) or save or over:
+                keeper.save(done, proof, clock)
             if interrupted:  # after the last step too: its evaluation and the report are still to come
-                raise Interrupted(
-                    f"{stop.name} after step {done} of {recipe.steps}; a checkpoint was saved",
-                    fix=f"lockstep train --resume {journal.run.path}",
-                )
+                raise stop.after(done, recipe.steps, journal.run.path)
+    watch.require_healthy()
 
 
 def sft_batch(parts: Parts, recipe: Recipe, rows: SftRows, step: int) -> Batch:

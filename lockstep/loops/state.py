@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.checkpoint.state import CheckpointState, ModelFiles, read_state, save_state
 from lockstep.checkpoint.store import CheckpointInfo, prune
 from lockstep.config.load import dump
-from lockstep.config.schema import Recipe
+from lockstep.config.schema import Health, Recipe
 from lockstep.errors import CheckpointError
 from lockstep.learner.adapter_files import live_tensors, read_base, saved_tensors, saved_texts
 from lockstep.learner.adapters import facts_of
@@ -27,7 +27,9 @@ CRITIC_PREFIX = "critic."
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    return hashlib.sha256(dump(recipe).encode()).hexdigest()[:16]
+    """Of all settings that may change a result: those of health may change while a run is resumed."""
+    result = recipe.model_copy(update={"health": Health()})
+    return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 
 
 def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: Proof, best: int | None) -> Path:

@@ -29,7 +29,7 @@ from lockstep.errors import (
     LearnerError,
 )
 from lockstep.loops.folders import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
-from lockstep.track.rundir import RunDirectory
+from lockstep.track.rundir import RunDirectory, is_run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -81,10 +81,10 @@ def find_target(
     path = Path(name)
     place = STEP_NAME.fullmatch(path.resolve().name)
     run = path.resolve().parent.parent
-    if place and path.resolve().parent.name == FOLDER and (run / "manifest.json").is_file():
+    if place and path.resolve().parent.name == FOLDER and is_run(run):
         _refuse_step(name, step)
         return _of_run(path.parent.parent if path.parent.name == FOLDER else run, recipes, overrides, int(place[1]))
-    if (path / "manifest.json").is_file():
+    if is_run(path):
         return _of_run(path, recipes, overrides, step)
     if (path / COMMIT).is_file():
         _refuse_step(name, step)

@@ -8,8 +8,10 @@ from statistics import fmean
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
 from lockstep.envs.driver import Ask, Played, PlayedTask, play
+from lockstep.loops.journal import Clock
 from lockstep.loops.rollouts import sampling_of
 from lockstep.types import Group, Metrics, Prompt, Rollout, RolloutEngine
+from lockstep.verifiers.beside import Grading
 
 
 def play_groups(
@@ -20,8 +22,9 @@ def play_groups(
     recipe: Recipe,
     step: int,
     version: int,
+    clock: Clock,
 ) -> tuple[list[Group], Metrics]:
-    """The groups of the prompts, samples in order, and what their environments did.
+    """The groups of the prompts, samples in order, and what their environments did; `clock` is in its phase rollout.
 
     A reply is a function of (run, step, prompt, sample, turn) and of what was said before it, whatever else is played.
     """
@@ -36,7 +39,10 @@ def play_groups(
         for prompt in prompts
         for sample in range(recipe.samples_per_prompt)
     ]
-    done = {played.ask.key: played for played in play(engine, chat, task, asks)}
+    grading = Grading(task)
+    done = {played.ask.key: played for played in play(engine, chat, task, asks, grading)}
+    clock.move(grading.held, "rollout", "grade")
+    clock.add(grading.metrics)
     ordered = iter([done[ask.key] for ask in asks])
     groups = [
         Group(prompt, tuple(rollout_of(next(ordered), sample, chat) for sample in range(recipe.samples_per_prompt)))

@@ -21,7 +21,7 @@ from lockstep.config.schema import Adapter, Recipe
 from lockstep.errors import CheckpointError
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.sync.fingerprint import fingerprint
-from lockstep.track.rundir import RunDirectory
+from lockstep.track.rundir import RunDirectory, is_run
 
 WHERE = "warm_start"
 
@@ -75,7 +75,7 @@ def find_checkpoint(name: str) -> CheckpointInfo:
     path = Path(name)
     if (path / COMMIT).is_file():
         return verify_checkpoint(path)
-    if (path / "manifest.json").is_file():
+    if is_run(path):
         return open_checkpoint(path)
     gone = path.parent.name == FOLDER
     raise CheckpointError(
@@ -97,7 +97,7 @@ def find_parent(recipe: Recipe) -> Parent | None:
 def _read(name: str) -> Parent:
     info = find_checkpoint(name)
     run = info.path.parent.parent
-    if info.path.parent.name != FOLDER or not (run / "manifest.json").is_file():
+    if info.path.parent.name != FOLDER or not is_run(run):
         return Parent(info, None, None)
     recipe = load([str(RunDirectory.open(run).recipe_path)])
     over = info.meta["adapter"] != "none" and recipe.warm_start is not None
@@ -130,11 +130,17 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         )
 
 
+def base_of(parent: Parent | None) -> Parent | None:
+    """The last full training behind a warm start; None if what its adapters are over is the recipe's own model."""
+    while parent is not None and parent.trained != "none":
+        parent = parent.parent
+    return parent
+
+
 # --- weights --------------------------------------------------------------------------------------------------------
 def load_base(model: nn.Module, parent: Parent | None) -> None:
     """Put the last full training behind `parent` into a model without adapters. Raises CheckpointError if it does not fit."""
-    while parent is not None and parent.trained != "none":
-        parent = parent.parent
+    parent = base_of(parent)
     if parent is None:
         return
     weights = _stored(parent.info)

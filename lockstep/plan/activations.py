@@ -24,6 +24,8 @@ from lockstep.plan.shapes import ModelShape
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 FP32 = 4
+STREAM = 7 * 8
+"""Of a stream: tokens and positions, both again with padding, and of those with loss row, target and sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class PerToken:
     working: float
     """At most, on top, while one layer runs backwards."""
     forward: float
-    """At most while a forward pass runs that keeps nothing."""
+    """At most while a layer runs in a forward pass that keeps nothing."""
 
 
 def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerToken:
@@ -69,8 +71,21 @@ def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerTok
     else:
         kept = shape.layers * _layer(shape, layers, recompute)
         working += (hidden + inner) * (recompute == "selective")
-    forward = 2 * hidden + max(3 * inner, 3 * FP32 * shape.hidden)
-    return PerToken(kept + outside, working, forward)
+    return PerToken(kept + outside, working, _forward(shape, layers))
+
+
+def _forward(shape: ModelShape, layers: Layers) -> float:
+    """The stream itself, the embeddings, and the worst moment of a layer that keeps nothing, beside what it adds to.
+
+    Attention has queries, keys and values, rotated queries, and two parts of the output; transformers' own operations rotate
+    in three pieces. The MLP has the layer's input, the norm's output, gate, up and product; a norm has two copies in fp32.
+    """
+    hidden, query, key = (layers.element * width for width in (shape.hidden, shape.query_size, shape.kv_size))
+    inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
+    attention = hidden + (3 if layers.fused else 4) * query + 2 * key
+    norm = 0.0 if layers.fused else hidden + 2 * FP32 * shape.hidden
+    mlp = 2 * hidden + 3 * inner
+    return STREAM + _rotary(shape, layers) + 2 * hidden + max(attention, norm, mlp)
 
 
 def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:

@@ -16,7 +16,8 @@ from lockstep.config.section import Section
 from lockstep.config.vllm import Vllm
 from lockstep.errors import DoesNotFitError
 from lockstep.plan.activations import FP32, Recompute, per_token
-from lockstep.plan.memory import GIB, OUTSIDE, Job, Phase, Sizes, Term, host_bytes, job_of, peak, phases, stream_tokens
+from lockstep.plan.job import GIB, Job, job_of
+from lockstep.plan.memory import OUTSIDE, Phase, Sizes, Term, host_bytes, peak, phases, stream_tokens
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Metrics
 
@@ -38,7 +39,7 @@ class MemoryPlan:
     job: Job
     sizes: Sizes
     asked_slots: int
-    """The recipe's; `sizes.slots` is what fits."""
+    """The recipe's, or what its auto is on this device; `sizes.slots` is what fits."""
     phases: tuple[Phase, ...]
     available: float
     """Bytes that the device has for this process."""
@@ -81,7 +82,7 @@ def plan_memory(
 # --- choosing -------------------------------------------------------------------------------------------------------
 def _best(job: Job, recipe: Recipe, available: float) -> MemoryPlan:
     """The first sizes that fit, or else those that need least."""
-    slots = recipe.rollout.slots
+    slots = recipe.slots(job.device)
     tried = [_planned(job, recipe, replace(sizes, slots=slots), available) for sizes in _candidates(job, recipe)]
     fitting = next((plan for plan in tried if plan.fits), None)
     return fitting or min(tried, key=lambda plan: plan.needs)
@@ -103,7 +104,7 @@ def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
 
 def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float) -> MemoryPlan:
     """The plan of these sizes. The native engine on a GPU takes the cache that there is room for: fewer rows, if need be."""
-    plan = MemoryPlan(job, sizes, recipe.rollout.slots, phases(job, sizes), available)
+    plan = MemoryPlan(job, sizes, recipe.slots(job.device), phases(job, sizes), available)
     while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and not plan.fits:
         if plan.sizes.slots == 1:
             break

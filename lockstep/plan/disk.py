@@ -16,7 +16,7 @@ from lockstep.config.adapter import RESIDUAL_INITS, Lora, NoAdapter
 from lockstep.config.schema import AdamW, Muon, Recipe
 from lockstep.errors import DoesNotFitError
 from lockstep.plan.adapter import adapter_size, targeted
-from lockstep.plan.memory import state_bytes
+from lockstep.plan.job import state_bytes
 from lockstep.plan.shapes import ModelShape
 
 FP32 = 4

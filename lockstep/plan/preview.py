@@ -32,7 +32,7 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
     if folder is None:
         return [f"{recipe.model.path} is not on this machine: the plan is printed when a run has fetched it"]
     shape = read_shape(folder)
-    device, available, name = _device(recipe, gpu_gib)
+    device, available, name = planned_device(recipe, gpu_gib)
     objective = build_objective(recipe)
     trained = f"rows of {recipe.sft.max_tokens} tokens, evaluated with " if recipe.sft is not None else ""
     lines = [f"on {name}, with {trained}prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"]
@@ -64,7 +64,7 @@ def disk_preview(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
     folder = folder_here(recipe.model)
     if folder is None or recipe.adapter.kind == "peft":
         return []
-    plan = plan_disk(recipe, read_shape(folder), _device(recipe, gpu_gib)[0], beside_bytes(folder))
+    plan = plan_disk(recipe, read_shape(folder), planned_device(recipe, gpu_gib)[0], beside_bytes(folder))
     where = Path(recipe.runs_dir)
     free = free_bytes(where)
     lines = disk_lines(plan, free)
@@ -126,7 +126,7 @@ def _hub_cache(model: Model) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _device(recipe: Recipe, gpu_gib: float | None) -> tuple[Literal["cuda", "cpu"], float, str]:
+def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, str]:
     """Kind, bytes and name of what the plan is for."""
     if gpu_gib is not None:
         return "cuda", gpu_gib * GIB, f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"

@@ -121,7 +121,8 @@ def metrics_markdown() -> str:
         "",
         "Every number that a run writes to `metrics.jsonl`, under these names and in these units, in all trackers too.",
         "A value outside its healthy range is marked `!` on the console and listed in `report.html`; no range here stops",
-        "a run. A range is a starting point, from the source named beside it: a task may have good reasons to leave it.",
+        "a run, the rules of [health](health.md) do. A range is a starting point, from the source named beside it: a task may",
+        "have good reasons to leave it.",
         "",
         "This page is generated: `lockstep metrics list --markdown > docs/metrics.md`.",
     ]

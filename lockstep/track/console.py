@@ -43,6 +43,7 @@ SHOWN = (
     Shown("grad", "grad/norm", ".2f"),
     Shown("lr", "lr", ".1e"),
     Shown("Δlogp", "mismatch/mean_abs_dlogp", ".4f"),
+    Shown("grading", "time/grade_share", ".1%"),
 )
 TIMES = (
     Shown("rollout", "time/rollout", ".1f"),

@@ -38,7 +38,7 @@ REWARD = (
         "share of replies",
         "Replies that the grader could not score. They are never counted as reward 0.",
         Healthy(high=0.01),
-        advice="The `error` column of the rollouts says why. The run stops above health.max_unscored.",
+        advice="The `error` column of the rollouts says why. The run stops by health.unscored and health.max_unscored.",
     ),
     MetricInfo(
         "reward/shaped_mean",
@@ -320,6 +320,13 @@ TIME = (
         "time/grade", "s", "What grading added: reading replies, grading in this process, and waiting for the rest."
     ),
     MetricInfo(
+        "time/grade_share",
+        "share",
+        "time/grade over the step without its evaluation: what grading adds to a step.",
+        Healthy(high=0.1),
+        advice="Give the verifier more workers, or find what is slow: time/grade_slowest, and the rollouts.",
+    ),
+    MetricInfo(
         "time/grade_work", "s", "All grading, most of it beside sampling when the verifier has processes of its own."
     ),
     MetricInfo(
@@ -338,6 +345,11 @@ TIME = (
     MetricInfo("throughput/train_tokens_per_s", "tokens/s", "batch/tokens_trained over time/update."),
     MetricInfo("memory/rss_gib", "GiB", "Resident memory of the process at the end of the step."),
     MetricInfo("memory/gpu_gib", "GiB", "Largest GPU memory allocated so far; absent on a CPU."),
+    MetricInfo(
+        "memory/disk_free_gib",
+        "GiB",
+        "Free on the disk of the run directory; health.disk stops a run that would fill it.",
+    ),
     MetricInfo(
         "memory/predicted_gib", "GiB", "What the memory plan predicted for it; absent on a CPU and in the first step."
     ),

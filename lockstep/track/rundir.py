@@ -19,11 +19,11 @@ from lockstep.track.files import remove_temporary, write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.lock import Holder, Lock
 
-__all__ = ["RunDirectory", "manifest_facts"]
+__all__ = ["RunDirectory", "is_run", "manifest_facts"]
 
 FORMAT = 1
 """Of the layout; a directory of a newer format is refused."""
-LOCK = "run.lock"
+LOCK, MANIFEST = "run.lock", "manifest.json"
 FOLDERS = ("rollouts", "scores", "checkpoints")
 UNFINISHED = {LOCK, "recipe.yaml"}
 """What a creation that was killed may have left, besides empty folders; manifest.json is written last."""
@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def manifest_path(self) -> Path:
-        return self.path / "manifest.json"
+        return self.path / MANIFEST
 
     @property
     def metrics_path(self) -> Path:
@@ -139,6 +139,11 @@ class RunDirectory:
             return self.recipe_path.read_text(encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(self.recipe_path)) from error
+
+    def replace_recipe(self, recipe_yaml: str) -> None:
+        """Put another resolved recipe in its place."""
+        self.require_writable()
+        write_atomic(self.recipe_path, recipe_yaml)
 
     def manifest(self) -> dict[str, Any]:
         return _read_manifest(self.path)
@@ -188,8 +193,13 @@ def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:
     return {"attempt": number, **kept}
 
 
+def is_run(path: Path) -> bool:
+    """Whether a run was started there. `RunDirectory.open` says whether it can be read."""
+    return (path / MANIFEST).is_file()
+
+
 def _refuse_existing(path: Path) -> None:
-    if (path / "manifest.json").exists():
+    if (path / MANIFEST).exists():
         fix = f"continue it with `lockstep train --resume {path}`, or choose another name"
         raise RunDirectoryError("a run is already there", where=str(path), fix=fix)
     if path.exists() and not path.is_dir():
@@ -211,12 +221,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         near = sorted(entry.parent.name for entry in path.parent.glob("*/manifest.json"))
         fix = f"runs in {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
         raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
-    if not (path / "manifest.json").exists():
+    if not (path / MANIFEST).exists():
         fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
         raise RunDirectoryError("is not a run directory: it has no manifest.json", where=str(path), fix=fix)
-    manifest = read_json(path / "manifest.json")
+    manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int) or not manifest.get("attempts"):
-        raise RunDirectoryError("is not a manifest of Lockstep", where=str(path / "manifest.json"))
+        raise RunDirectoryError("is not a manifest of Lockstep", where=str(path / MANIFEST))
     if manifest["format"] > FORMAT:
         what = f"has format {manifest['format']}; this version reads up to {FORMAT}"
         raise RunDirectoryError(what, where=str(path), fix="update lockstep")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -178,8 +179,6 @@ def test_another_base_is_refused_before_anything_is_measured(
 
 def test_a_changed_reply_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stored score of the same weights that does not say the same is a warning, and stays as it was."""
-    import dataclasses
-
     from lockstep.evaluate.records import write_score
 
     path = score_path(run, 3, "greedy")
@@ -369,6 +368,28 @@ def test_the_same_weights_under_two_names_are_no_alarm_but_other_weights_are(
     assert (code, "alarms, the first" in err) == (7, True)
     code, out, _ = said(capsys, f"a={model}", f"b={model}", "--recipe", *recipe, "--mode", "greedy")
     assert "weights not loaded?" not in out
+
+
+def test_numerics_that_change_no_reply_since_the_last_command_are_an_alarm(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two commands, as in note 000: the second finds the first one's score. Its record is given the second's own replies."""
+    from lockstep.evaluate.records import write_score
+
+    words = (run, "--numerics", "mxfp4-w4a4", "--mode", "greedy", "--no-base")
+    code, out, _ = said(capsys, *words)
+    assert (code, "numerics not applied?" in out) == (0, False)
+    (quantised,) = (run / "scores").glob("*/step_000003_greedy.json")
+    path = score_path(run, 3, "greedy")
+    plain = read_score(path)
+    assert plain.results != read_score(quantised).results
+    write_score(path, dataclasses.replace(plain, results=read_score(quantised).results))
+    code, out, _ = said(capsys, *words)
+    assert code == 0
+    assert f"alarm: {path} and {run} at step 3, now, greedy: numerics not applied? All 8 replies are the same" in out
+    path.write_bytes(path.read_bytes()[:-2])
+    code, _, err = said(capsys, *words)
+    assert (code, str(path) in err) == (7, True)  # a damaged record is named, after the new one was stored
 
 
 def test_with_base_a_model_stands_beside_the_recipes_own(

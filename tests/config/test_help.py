@@ -26,9 +26,11 @@ def setting(path: str) -> Setting:
 
 
 def test_a_setting_has_type_default_range_and_meaning() -> None:
-    assert setting("rollout.slots") == Setting(
-        "rollout.slots", "integer", "64", ">= 1, <= 4096", "Sequences decoded side by side; more wait for a free slot."
+    assert setting("rollout.max_tokens") == Setting(
+        "rollout.max_tokens", "integer", "64", ">= 1", "Longest response, in tokens."
     )
+    assert setting("rollout.slots").type == "choice or integer"
+    assert setting("rollout.slots").allowed == "auto, >= 1, <= 4096"
     assert setting("optimizer.lr").type == "number or null"
     assert setting("optimizer.betas").type == "list of 2 numbers"
     assert setting("optimizer.betas").allowed == "each >= 0, < 1"

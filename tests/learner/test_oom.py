@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Lora, Recipe
@@ -48,6 +49,14 @@ class Allocator:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
 
 
+def build_plain() -> TorchLearner:
+    return TorchLearner(twin(plain("starcoder2", dtype=torch.float64)), Recipe())
+
+
+def simple(inputs: LossInput) -> LossOutput:
+    return LossOutput(-inputs.logprobs_T * inputs.advantages_T)
+
+
 def forward(allocator: Allocator) -> Loss:
     def loss(inputs: LossInput) -> LossOutput:
         allocator()
@@ -64,6 +73,21 @@ def in_backward(model: nn.Module, allocator: Allocator) -> None:
         allocator()
 
     layers[0].register_full_backward_pre_hook(hook)
+
+
+class NoRoomForSums(TorchDispatchMode):
+    """Memory runs out once when a gradient of this shape is made fp32 for its sum."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.left = shape, 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.float32
+        if wide and self.left and args[0].shape == self.shape and not torch.is_grad_enabled():
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
 
 
 def result(learner: TorchLearner, loss: Loss, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -108,6 +132,63 @@ def test_a_pass_that_breaks_off_late_leaves_its_finished_gradients_as_they_are()
     assert not any("layers.0" in name for name in same)
 
 
+def test_no_room_for_a_gradients_fp32_sum_counts_it_once():
+    """The gradient of the whole micro-batch is there, its sum is not: the halves must not be added to it."""
+    batch = make_batch(0.7)
+    learner = build("bf16")
+    shape = next(p.shape for name, p in learner.trainable.items() if "layers.0.mlp.c_fc.weight" in name)
+    expected, weights = result(build("bf16"), LOSS, batch)
+    with NoRoomForSums(shape) as no_room:
+        found, ours = result(learner, LOSS, batch)
+    assert no_room.left == 0
+    assert found["batch/oom_splits"] == 1
+    assert found["grad/norm"] == pytest.approx(expected["grad/norm"], rel=2e-2)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=5e-2, atol=5e-3)
+    assert all(p.grad is None for p in learner.trainable.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_libraries_that_get_no_memory_of_the_driver(text: str):
+    left = [RuntimeError(text)]
+
+    def loss(inputs: LossInput) -> LossOutput:
+        if left:
+            raise left.pop()
+        return LOSS(inputs)
+
+    assert build("fp64").update(make_batch(), loss)["batch/oom_splits"] == 1
+
+
+def test_halves_are_of_tokens():
+    """One long sequence and seven short ones, on a device that has room for the long one and little more."""
+    short, long = make_batch().sequences[0], 40
+    lists = (True,) * long, (-1.0,) * long, (0.5,) * long
+    first = replace(short, ids=tuple(3 + i % 20 for i in range(long)), trained=lists[0], rollout_logprobs=lists[1],
+                    advantages=lists[2], old_logprobs=None, ref_logprobs=None, group=0)  # fmt: skip
+    plain = replace(short, old_logprobs=None, ref_logprobs=None)
+    batch = Batch((first, *(replace(plain, group=group) for group in range(1, 8))))
+    learner, tokens = build_plain(), list[int]()
+
+    def room(module: nn.Module, args: Any, keywords: Any) -> None:
+        tokens.append(keywords["input_ids"].shape[1])
+        if tokens[-1] > 48:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    learner.model.get_decoder().register_forward_pre_hook(room, with_kwargs=True)  # type: ignore[operator, union-attr]
+    metrics = learner.update(batch, simple)
+    assert metrics["batch/oom_splits"] == 1
+    assert len(tokens) == 3
+    assert max(tokens[1:]) <= 48 < tokens[0]
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_critic_on_the_same_states_counts_its_tokens_once(place: str):
     critic_recipe = recipe(algorithm={"kind": "ppo", "critic": {"backbone": "shared"}})
@@ -141,7 +222,8 @@ def test_a_half_that_does_not_fit_is_an_error_with_advice():
     learner, batch = build("fp64"), make_batch()
     with pytest.raises(LearnerError, match="ran out in a micro-batch of") as caught:
         learner.update(batch, forward(Allocator(2)))
-    assert f"{len(batch.sequences) // 2} sequences: CUDA out of memory" in caught.value.what
+    # 33 tokens in three groups, 53 in the fourth: parted anywhere else, one half would be larger
+    assert "of 33 tokens, 6 sequences: CUDA out of memory" in caught.value.what
     assert "more lines" not in caught.value.what
     assert "update.tokens_per_microbatch" in caught.value.fix
     assert all(p.requires_grad for p in learner.trainable.values())

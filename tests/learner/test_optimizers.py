@@ -16,7 +16,8 @@ from lockstep.errors import CheckpointError, ConfigError, LearnerError
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.optimizers import is_hidden_matrix
 from lockstep.learner.schedule import learning_rate
-from lockstep.plan.memory import optimizer_terms, state_bytes
+from lockstep.plan.job import state_bytes
+from lockstep.plan.memory import optimizer_terms
 
 SHAPES = {"embed_tokens.weight": (6, 4), "q_proj.weight": (4, 3), "norm.weight": (5,), "up_proj.weight": (3, 8)}
 MATRICES = ("q_proj.weight", "up_proj.weight")
@@ -288,7 +289,7 @@ def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path)
     """Counted on the tensors of a real optimizer over a real model."""
     from transformers import AutoModelForCausalLM
 
-    from lockstep.plan.memory import job_of
+    from lockstep.plan.job import job_of
     from lockstep.plan.shapes import read_shape
 
     shape = read_shape(tiny_model_dir)

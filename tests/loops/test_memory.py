@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.config.load import load
 from lockstep.errors import DoesNotFitError
 from lockstep.learner.execution import Execution
-from lockstep.loops.memory import available_bytes, execution, longest_prompt, plan_run
-from lockstep.loops.parts import build_parts, build_task_of
+from lockstep.loops.memory import available_bytes, execution, longest_prompt, plan_run, rows_of_engine
+from lockstep.loops.parts import build_engine, build_parts, build_policy, build_task_of
 from lockstep.models import load_tokenizer, resolve
 from lockstep.plan.choice import plan_memory
 from lockstep.plan.shapes import read_shape
+from lockstep.rollout.native import NativeEngine
 from tests.loops.runs import trained, words
 
 
@@ -52,6 +54,30 @@ def test_on_a_gpu_the_plan_decides_what_the_recipe_leaves_open(tmp_path: Path, t
     on_cpu = plan_memory(recipe, shape, "cpu", 8 * 2**30, prompt_tokens=30, passes=False)
     assert execution(on_cpu) is None
     assert execution(None) is None
+
+
+def test_auto_rows_of_the_engine_are_the_plans(tmp_path: Path, tiny_model_dir: Path) -> None:
+    recipe = load(words(tmp_path, tiny_model_dir, "prompts_per_step=40", "samples_per_prompt=10", "rollout={}"))
+    plan = plan_memory(recipe, read_shape(tiny_model_dir), "cuda", 8 * 2**30, prompt_tokens=30, passes=False)
+    fewer = replace(plan, sizes=replace(plan.sizes, slots=77))  # what fits of the 400
+    assert plan.sizes.slots == 400
+    assert rows_of_engine(recipe, "cuda", fewer) == 77
+    assert rows_of_engine(recipe, "cuda", None) == 400  # an evaluation has no plan
+    assert rows_of_engine(recipe, "cpu", None) == 64
+    number = load(words(tmp_path, tiny_model_dir, "rollout.slots=100"))
+    assert rows_of_engine(number, "cuda", fewer) == rows_of_engine(number, "cpu", None) == 100
+
+
+def test_the_engine_has_as_many_rows_as_the_plan_says(tmp_path: Path, tiny_model_dir: Path) -> None:
+    recipe = load(words(tmp_path, tiny_model_dir, "rollout.slots=auto"))
+    task = build_task_of(recipe)
+    plan = plan_run(recipe, task, build_objective(recipe), lambda line: None)
+    policy = build_policy(recipe)
+    assert plan is not None
+    for given, rows in ((plan, 64), (replace(plan, sizes=replace(plan.sizes, slots=5)), 5)):
+        engine = build_engine(policy, recipe, memory=given)
+        assert isinstance(engine, NativeEngine)
+        assert engine._capacity == rows
 
 
 def test_a_model_of_unknown_sizes_is_loaded_without_a_plan(tmp_path: Path, tiny_model_dir: Path) -> None:

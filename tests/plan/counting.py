@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes of all tensors made inside and still alive, and the largest they ever were. Rounds to 512 bytes as CUDA does."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """`known` tensors were made outside: views of them are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._alive: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

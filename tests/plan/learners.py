@@ -1,4 +1,4 @@
-"""Tiny learners whose memory is counted: every sequence is a prompt and one token, so that attention runs in one piece."""
+"""Tiny learners whose memory is counted: a sequence of a prompt and one token runs through attention in one piece."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def learner(model: Any, of: Recipe) -> tuple[nn.Module, TorchLearner]:
     return trained, TorchLearner(trained, of)
 
 
-def batch(lengths: Sequence[int]) -> Batch:
-    """Prompts of these lengths, each with one trained token."""
+def batch(lengths: Sequence[int], trained: int = 1) -> Batch:
+    """Prompts of these lengths, each with so many trained tokens behind it."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 500, (count,), generator=generator).tolist())
 
-    one = (True,), (-1.0,), (1.0,)
-    return Batch(tuple(TrainSequence(ids(n), ids(1), *one, 1.0, group) for group, n in enumerate(lengths)))
+    lists = (True,) * trained, (-1.0,) * trained, (1.0,) * trained
+    return Batch(tuple(TrainSequence(ids(n), ids(trained), *lists, 1.0, group) for group, n in enumerate(lengths)))
 
 
 def loss(inputs: LossInput) -> LossOutput:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from lockstep.models.fused_layers import fuse_layers
 from lockstep.plan.activations import Layers, Recompute, per_token
 from lockstep.plan.shapes import shape_of_model
+from tests.interpreter import interpreted
 from tests.plan import learners
 
 TOKENS = 608
@@ -45,38 +42,24 @@ def test_what_a_token_keeps(family: str, adapter: str, dtype: torch.dtype, recom
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-FUSED = """
-import sys
-import torch
-from lockstep.models.fused_layers import fuse_layers
-from lockstep.plan.activations import Layers, per_token
-from lockstep.plan.shapes import shape_of_model
-from tests.plan import learners
-
-recipe = learners.recipe(f"update={{recompute: {sys.argv[1]}, tokens_per_microbatch: 4096}}")
-tokens, found = 272, []
-for count in (1, 2):
-    model = learners.tiny("Qwen3", torch.bfloat16, num_hidden_layers=1)
-    assert fuse_layers(model).norms == 5
-    found.append(learners.alive_between_passes(model, recipe, [tokens] * count))
-shape = shape_of_model(model)
-predicted = per_token(shape, Layers(2, fused=True), sys.argv[1]).kept
-predicted += 2 * shape.query_size  # a CPU's attention joins its pieces into one more copy of the output
-predicted += 2 * shape.hidden  # the interpreter holds what the last norm was given
-print((found[1] - found[0]) / tokens, predicted)
-"""
+def counted_fused(recompute: Recompute) -> None:
+    recipe = learners.recipe(f"update={{recompute: {recompute}, tokens_per_microbatch: 4096}}")
+    tokens, found = 272, []
+    for count in (1, 2):
+        model = learners.tiny("Qwen3", torch.bfloat16, num_hidden_layers=1)
+        assert fuse_layers(model).norms == 5
+        found.append(learners.alive_between_passes(model, recipe, [tokens] * count))
+    shape = shape_of_model(model)
+    predicted = per_token(shape, Layers(2, fused=True), recompute).kept
+    predicted += 2 * shape.query_size  # a CPU's attention joins its pieces into one more copy of the output
+    predicted += 2 * shape.hidden  # the interpreter holds what the last norm was given
+    assert predicted == pytest.approx((found[1] - found[0]) / tokens, rel=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_what_a_token_keeps_in_fused_layers(recompute: str) -> None:
+def test_what_a_token_keeps_in_fused_layers(recompute: Recompute) -> None:
     """By Triton's interpreter, which runs a GPU's kernels on a CPU, slowly."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FUSED, recompute], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    measured, predicted = map(float, done.stdout.split())
-    assert predicted == pytest.approx(measured, rel=0.02)
+    interpreted(counted_fused, recompute, seconds=890)

@@ -51,6 +51,33 @@ def test_fewer_rows_when_only_their_cache_is_too_large() -> None:
     assert any("512 rows" in line and "rollout.slots" in line for line in memory_lines(chosen))
 
 
+def auto(*overrides: str, gib: float = H200 / GIB, shape: ModelShape = SMALL, device: str = "cuda") -> MemoryPlan:
+    recipe = load(["samples_per_prompt=8", "rollout.max_tokens=512", "task={kind: reasoning_gym}", *overrides])
+    return plan_memory(recipe, shape, device, gib * GIB, prompt_tokens=256, passes=False)  # type: ignore[arg-type]
+
+
+def test_auto_rows_are_all_samples_of_a_step() -> None:
+    chosen = auto("prompts_per_step=64")
+    assert chosen.sizes.slots == chosen.asked_slots == 512
+    assert memory_lines(chosen)[0].endswith(", 512 rows in the engine")
+    assert auto("prompts_per_step=2").sizes.slots == 64  # evaluations draw more than a small step
+    assert auto("prompts_per_step=1000").sizes.slots == 1024
+    assert auto("prompts_per_step=64", "rollout.slots=100").sizes.slots == 100
+
+
+def test_auto_rows_are_fewer_where_their_cache_is_too_large() -> None:
+    lora = ("adapter.kind=lora", "prompts_per_step=64", "rollout.max_tokens=8192")
+    chosen = auto(*lora, gib=60, shape=LARGE)
+    assert chosen.fits
+    assert 1 < chosen.sizes.slots < 512 == chosen.asked_slots
+    assert any("of 512 rows have no room" in line for line in memory_lines(chosen))
+
+
+def test_elsewhere_auto_rows_stay_what_they_were() -> None:
+    assert auto("prompts_per_step=64", device="cpu").sizes.slots == 64
+    assert auto("prompts_per_step=64", "rollout.engine=vllm").sizes.slots == 64
+
+
 def test_a_cpu_is_never_refused() -> None:
     chosen = plan(LARGE, gib=8, device="cpu")
     assert not chosen.fits

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from lockstep.config.load import load
+from lockstep.plan import job as jobs
 from lockstep.plan import memory
-from lockstep.plan.activations import Layers, Recompute, per_token
-from lockstep.plan.memory import GIB, Job, Sizes, Term, cache_bytes, job_of, peak, phases, stream_tokens
+from lockstep.plan.activations import STREAM, Layers, Recompute, per_token
+from lockstep.plan.job import GIB, Job, job_of
+from lockstep.plan.memory import Sizes, Term, cache_bytes, pass_tokens, peak, phases, stream_tokens
 from lockstep.plan.shapes import ModelShape, shape_of_model
 from tests.plan import learners
 from tests.plan.counting import LiveBytes
-from tests.plan.test_floors import LARGE, SMALL
+from tests.plan.test_floors import LARGE, SMALL, _qwen
 
 H200 = 139.8 * GIB
 GPU = (
@@ -79,6 +81,82 @@ def test_the_peak_of_an_update(dtype: torch.dtype, recompute: Recompute, adapter
     if recompute != "full":  # a CPU's attention joins its pieces into one more copy of the output
         predicted += stream_tokens(planned, micro) * shape.layers * dtype.itemsize * shape.query_size
     assert predicted == pytest.approx(update_peak(model, recipe, [length] * count), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapter", "inner", "scored"),
+    [
+        (torch.bfloat16, "", 512, 1),  # the MLP's moment is the worst
+        (torch.float32, learners.LORA, 512, 1),
+        (torch.bfloat16, learners.LORA, 64, 1),  # attention's
+        (torch.float32, "", 64, 1),
+        (torch.bfloat16, "", 64, 600),  # the head's: of the layers only the states of 600 tokens are left
+        (torch.float32, "", 512, 600),
+    ],
+)
+def test_the_peak_of_a_pass_without_gradient(dtype: torch.dtype, adapter: str, inner: int, scored: int) -> None:
+    count, length = (1, 616) if scored > 1 else (4, 1216)
+    model = learners.tiny("Llama", dtype, vocab_size=4096, intermediate_size=inner)
+    recipe = learners.recipe(
+        f"model.dtype={'bf16' if dtype == torch.bfloat16 else 'fp32'}",
+        "update={tokens_per_microbatch: 100000, share_prompts: false}",
+        "prompts_per_step=2",
+        f"samples_per_prompt={max(2, count // 2)}",
+        f"rollout={{max_tokens: {scored}, slots: 1}}",
+        *filter(None, [adapter]),
+    )
+    planned = job_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - scored, passes=True)
+    planned = replace(planned, samples_per_step=count)
+    found = terms(planned, "log-probabilities", Sizes(100000, "none", 1))
+    static = terms(planned, "save", Sizes(100000, "none", 1))
+    predicted = sum(found.values()) - sum(static.values())
+    assert ("logits" in found) == (scored > 1)
+    trained, learner = learners.learner(model, recipe)
+    sequences = learners.batch([length - scored] * count, scored).sequences
+    with LiveBytes(trained.parameters()) as live:
+        learner.response_logprobs(sequences, 0.9)
+    assert predicted == pytest.approx(live.peak, rel=0.05)
+
+
+# --- against a GPU --------------------------------------------------------------------------------------------------
+HALF = _qwen(
+    num_hidden_layers=24,
+    hidden_size=896,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+MEASURED: list[tuple[ModelShape, str, Recompute, int, float, float]] = [
+    (HALF, "none", "none", 8192, 18.18, 8.53),
+    (HALF, "lora", "none", 8192, 10.74, 3.23),
+    (HALF, "none", "full", 8192, 11.23, 8.53),
+    (HALF, "lora", "full", 8192, 3.64, 3.23),
+    (SMALL, "none", "none", 8192, 44.19, 22.24),
+    (SMALL, "lora", "none", 8192, 21.27, 5.50),
+    (SMALL, "none", "selective", 8192, 39.15, 22.25),
+    (SMALL, "lora", "selective", 8192, 16.15, 5.49),
+    (SMALL, "none", "full", 8192, 29.52, 22.22),
+    (SMALL, "lora", "full", 8192, 6.34, 5.49),
+    (SMALL, "none", "none", 16384, 59.93, 22.26),
+    (SMALL, "none", "none", 32768, 91.74, 22.31),
+    (SMALL, "lora", "none", 16384, 37.06, 5.51),
+    (SMALL, "lora", "none", 32768, 68.83, 5.57),
+]
+"""Of benchmarks/gpu_memory.py on an H200: shape, adapter, recompute, budget; GiB of an update and of a pass without gradient."""
+
+
+@pytest.mark.parametrize(("shape", "adapter", "recompute", "budget", "update", "scoring"), MEASURED)
+def test_peaks_that_were_measured_on_an_h200(
+    shape: ModelShape, adapter: str, recompute: Recompute, budget: int, update: float, scoring: float
+) -> None:
+    lora = ("adapter={kind: lora, rank: 32}",) if adapter == "lora" else ()
+    groups = max(4, -(-5 * budget // (2 * (256 + 8 * 512))))
+    planned = job(shape, f"prompts_per_step={groups}", "model.dtype=bf16", *lora, passes=True)
+    found = {phase.name: phase.bytes / GIB for phase in phases(planned, Sizes(budget, recompute, 1))}
+    assert max(found["train"], found["optimizer"]) == pytest.approx(update, rel=0.015)
+    assert found["log-probabilities"] == pytest.approx(scoring, rel=0.015)
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -169,6 +247,39 @@ def test_passes_before_the_update_have_their_own_phase() -> None:
     assert "log-probabilities" not in [phase.name for phase in phases(job(SMALL), Sizes(16384, "none", 512))]
 
 
+def test_a_pass_is_at_its_worst_in_the_head_or_in_a_layer() -> None:
+    found = terms(job(SMALL, passes=True), "log-probabilities")
+    rows = 16384 * 512 * 8 / (512 * 8 + 256)
+    assert found["logits"] == 2**31
+    assert found["states with loss"] == pytest.approx(rows * (2 * 1536 + 3 * 4) + 16384 * STREAM)
+    assert "forward pass of 16384 tokens" not in found
+    long = terms(job(SMALL, passes=True), "log-probabilities", Sizes(65536, "none", 512))
+    # embeddings, what the layer adds to, its input and the norm's output; gate, up, product; sines and cosines; the stream
+    assert long["forward pass of 65536 tokens"] == 65536 * (2 * (4 * 1536 + 3 * 8960) + 2 * 2 * 128 + STREAM)
+    assert "logits" not in long
+
+
+def test_passes_see_all_samples_of_a_step_at_once() -> None:
+    """Updates of one prompt's 8 samples, 64 prompts a step: the passes before them fill the whole budget."""
+    several = job(SMALL, "update.samples_per_update=8", passes=True)
+    assert stream_tokens(several, 65536) == 8 * 512 + 256
+    assert pass_tokens(several, 65536) == 65536
+    assert "forward pass of 65536 tokens" in terms(several, "log-probabilities", Sizes(65536, "full", 512))
+
+
+def test_prompts_and_first_tokens_of_the_native_engine() -> None:
+    def beside(planned: Job, slots: int) -> float:
+        return terms(planned, "generate", Sizes(16384, "none", slots))["prompts and sampling"]
+
+    forward, logits = per_token(SMALL, Layers(2, fused=True), "none").forward, 2 * 151936
+    # 64 prompts of 256 tokens are one stream; the logits behind each are kept
+    assert beside(job(SMALL), 512) == 16384 * forward + 64 * logits
+    assert beside(job(SMALL), 16) == 2 * 256 * forward + 2 * logits  # two prompts at a time
+    # of short prompts the first tokens' logits are more: a row for each sample
+    short = job(SMALL, prompt=2)
+    assert beside(short, 512) == 64 * logits + 512 * logits > 64 * logits + 128 * forward
+
+
 def test_the_largest_phase_and_part_are_named() -> None:
     worst = peak(phases(job(SMALL), Sizes(32768, "none", 512)))
     assert worst.name == "train"
@@ -187,8 +298,8 @@ def test_the_code_has_the_sizes_that_the_plan_assumes() -> None:
     assert heads.TILES["cpu"][0] * heads.TILES["cpu"][1] == memory.CPU_TILE
     assert memory.PAGE == state.PAGE
     assert memory.PREFILL_TOKENS == prefill.PREFILL_TOKENS
-    assert memory.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
-    assert memory.STATE_CHUNK == adamw8bit.CHUNK
-    assert memory.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
+    assert jobs.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
+    assert jobs.STATE_CHUNK == adamw8bit.CHUNK
+    assert jobs.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
     head_kernels = pytest.importorskip("lockstep.models.head_kernels")
     assert memory.LOGITS_BYTES == head_kernels.TILE_BYTES

@@ -1,0 +1,40 @@
+"""`lockstep doctor`: is this machine fit for a run, and for this recipe? Every problem at once, each with what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from lockstep.config.load import load
+
+MARKS = {"ok": "all is well", "warn": "it works, but worse than it could", "fail": "a run would end in an error"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `doctor [RECIPE...]`."""
+    parser = subparsers.add_parser("doctor", help="check this machine, and a recipe on it, before a run")
+    parser.add_argument(
+        "recipe", nargs="*", metavar="RECIPE|a.b=c", help="recipe files and overrides; none checks the machine alone"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line a check. Returns 1 if one failed, else 0. Raises ConfigError for a recipe with mistakes."""
+    recipe = load(args.recipe) if args.recipe else None
+    from lockstep.doctor.check import lines, worst
+    from lockstep.doctor.run import doctor
+
+    found = []
+    for check in doctor(recipe):
+        found.append(check)
+        if not args.json:
+            print("\n".join(lines(check)), flush=True)
+    verdict = worst(found)
+    if args.json:
+        print(json.dumps({"verdict": verdict, "checks": [asdict(check) for check in found]}, indent=2))
+    else:
+        counts = ", ".join(f"{sum(c.verdict == v for c in found)} {v}" for v in MARKS)
+        print(f"\n{counts}: {MARKS[verdict]}")
+    return int(verdict == "fail")

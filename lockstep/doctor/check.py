@@ -1,0 +1,45 @@
+"""What a check returns, and how a list of checks is run and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Example: Check("threads", "warn", "OMP_NUM_THREADS = 64 on 16 cores", "export OMP_NUM_THREADS=16")"""
+
+    name: str
+    verdict: Verdict
+    """warn: a run works, but worse than it could; fail: it would end in an error."""
+    found: str
+    fix: str = ""
+    """What to do; empty where there is nothing to do."""
+
+
+Checking: TypeAlias = Callable[[], "Check | Sequence[Check]"]
+
+
+def perform(checks: Iterable[tuple[str, Checking]]) -> Iterator[Check]:
+    """The results in order. A check that raises is itself a failed one: the others are still made."""
+    for name, checking in checks:
+        try:
+            found = checking()
+        except Exception as error:  # whatever it is, it is shown, and must not hide what the other checks find
+            found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", "report this")
+        yield from [found] if isinstance(found, Check) else found
+
+
+def worst(checks: Iterable[Check]) -> Verdict:
+    verdicts = {check.verdict for check in checks}
+    return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "ok"
+
+
+def lines(check: Check) -> list[str]:
+    """A check as text, its fix on a line of its own."""
+    first = f"{check.verdict:<5} {check.name:<14} {check.found}"
+    return [first, f"{'':<21}to fix: {check.fix}"] if check.fix else [first]

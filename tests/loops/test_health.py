@@ -1,0 +1,145 @@
+"""Real runs that their own rules stop: what they leave, what they say, and how they go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.store import list_checkpoints
+from lockstep.cli import main
+from lockstep.config.load import load
+from lockstep.errors import ConfigError, HealthStop
+from lockstep.loops.run import resume_run
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import read_events, read_metrics
+from tests.loops import sft_runs
+from tests.loops.runs import NO_EVAL, events, numbers, trained, weights, words
+
+CLIPPED = (
+    NO_EVAL, "steps=6", "save.every=6", "optimizer.max_grad_norm=0.001", "health.clipping={limit: 400, steps: 3, within: 3}",
+)  # fmt: skip
+"""Norms of 1 to 3 against a clip norm of 0.001: the rule is broken from the first step on."""
+
+
+def health_events(run: RunDirectory) -> list[tuple[int | None, object, object]]:
+    return [(e.step, e.facts["rule"], e.facts["tier"]) for e in read_events(run) if e.kind == "health"]
+
+
+def test_a_run_that_its_gradients_stop_is_saved_reported_and_says_how_to_go_on(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words(tmp_path, tiny_model_dir, *CLIPPED)]) == 3
+    run = RunDirectory.open(tmp_path / "runs" / "run")
+    assert [row.step for row in read_metrics(run)] == [1, 2, 3]
+    assert [info.step for info in list_checkpoints(run.path) if info.complete] == [3]  # save.every would be 6
+    norms = ", ".join(f"{row.metrics['grad/norm']:.4g}" for row in read_metrics(run))
+    err = capsys.readouterr().err
+    assert "lockstep: step 3: clipping: grad/norm was above 0.4 (400 times optimizer.max_grad_norm = 0.001)" in err
+    assert f"({norms} at steps 1 to 3; grad/clipped 1" in err
+    assert "to fix: lower optimizer.lr" in err
+    assert f"lockstep train --resume {run.path} health.clipping=off" in err
+    assert health_events(run) == [(3, "clipping", "stop")]
+    assert read_events(run)[-1].kind == "stopped"
+    page = run.report_path.read_text()
+    assert "grad/norm was above 0.4" in page
+    log = run.log_path.read_text()
+    assert "stopping after step 3 of 6, by the rule health.clipping" in log
+    assert f"report: {run.report_path}" in log
+
+
+def test_with_the_rule_off_the_resumed_run_is_the_one_that_was_never_stopped(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, *CLIPPED, "health.clipping=off", "name=unbroken")
+    with pytest.raises(HealthStop):
+        trained(tmp_path, tiny_model_dir, *CLIPPED, "name=stopped")
+    path = tmp_path / "runs" / "stopped"
+    assert main(["train", "--resume", str(path), "health.clipping=off"]) == 0
+    run = RunDirectory.open(path)
+    assert weights(run, 6) == weights(unbroken, 6)
+    assert numbers(run) == numbers(unbroken)
+    assert health_events(run) == [(3, "clipping", "stop")]
+    kept = load([str(run.recipe_path)]).health.clipping
+    assert (kept.tier, kept.limit, kept.steps) == ("off", 400, 3)  # it stays off in the next resume, and can be read
+    changed = [e.facts["health"]["clipping"]["tier"] for e in read_events(run) if e.kind in ("start", "resume")]
+    assert changed == ["stop", "off"]
+    assert run.report_path.is_file()
+    assert events(run, "finished")
+
+
+def test_with_the_rule_on_the_resumed_run_stops_at_its_next_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(HealthStop):
+        trained(tmp_path, tiny_model_dir, *CLIPPED)
+    with pytest.raises(HealthStop, match="at steps 2 to 4"):  # steps before the stop count
+        resume_run(tmp_path / "runs" / "run")
+    run = resume_run(tmp_path / "runs" / "run", ["health.clipping=warn"])
+    assert [row.step for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert health_events(run) == [
+        (3, "clipping", "stop"),
+        (4, "clipping", "stop"),
+    ]  # it was said already: not once more
+
+
+def test_nothing_but_health_may_change_in_a_resume(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
+    before = run.recipe_path.read_text()
+    assert main(["train", "--resume", str(run.path), "health.clipping=off", "optimizer.lr=1"]) == 2
+    assert (
+        "optimizer.lr=1: a resumed run keeps its own recipe; only settings of health may change"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(ConfigError, match=r"did you mean health\.clipping\?"):
+        resume_run(run.path, ["health.clippin=off"])
+    assert run.recipe_path.read_text() == before
+    assert len(run.manifest()["attempts"]) == 1
+
+
+def test_a_rule_that_warns_says_it_once_and_lets_the_run_end(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = trained(tmp_path, tiny_model_dir, *CLIPPED, "health.clipping=warn")
+    assert [row.step for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert health_events(run) == [(3, "clipping", "warn")]
+    log = run.log_path.read_text()
+    assert log.count("warning: clipping: grad/norm was above 0.4") == 1
+    assert "to do: lower optimizer.lr" in log
+
+
+def test_after_the_last_step_there_is_nothing_to_stop(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = trained(tmp_path, tiny_model_dir, *CLIPPED, "steps=3")
+    assert health_events(run) == [(3, "clipping", "stop")]
+    assert events(run, "finished")
+    assert "warning: clipping: " in run.log_path.read_text()
+
+
+def test_replies_that_all_earn_the_same_stop_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    found = words(tmp_path, tiny_model_dir, NO_EVAL, "steps=30")
+    always = f"task.verifier.path={tmp_path}/grader.py:always_right"
+    assert main(["train", *found, always, "health.selftest_every=100"]) == 3
+    run = RunDirectory.open(tmp_path / "runs" / "run")
+    assert [row.step for row in read_metrics(run)] == list(range(1, 11))
+    assert health_events(run)[-1] == (10, "reward_flat", "stop")
+
+
+def test_an_sft_run_that_stops_between_its_checkpoints_saves_proven_weights(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    args = ("eval.enabled=false", "steps=8", "save.every=8", "sft.validation_rows=0", "optimizer.max_grad_norm=0.0001")
+    rule = "health.clipping={limit: 100, steps: 3, within: 3}"
+    with pytest.raises(HealthStop, match="step 3: clipping"):
+        sft_runs.trained(tmp_path, tiny_model_dir, *args, rule, "name=stopped")
+    path = tmp_path / "runs" / "stopped"
+    (row,) = [row for row in read_metrics(RunDirectory.open(path)) if row.step == 3]
+    assert row.proof is not None
+    assert row.proof["version"] == 3
+    run = resume_run(path, ["health.clipping=off"])  # whose weights must have the fingerprint that was saved
+    unbroken = sft_runs.trained(tmp_path, tiny_model_dir, *args, "health.clipping=off", "name=unbroken")
+    assert weights(run, 8) == weights(unbroken, 8)
+
+
+def test_the_free_disk_is_measured_at_each_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(HealthStop, match="step 2: disk: memory/disk_free_gib was below"):
+        trained(tmp_path, tiny_model_dir, NO_EVAL, "health.disk.limit=1e12")
+    run = RunDirectory.open(tmp_path / "runs" / "run")
+    assert all(row.metrics["memory/disk_free_gib"] > 0 for row in read_metrics(run))
