@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeGuard
 from lockstep.chat.chat import ChatFormat
 from lockstep.chat.continuation import Continuation
 from lockstep.config.schema import Turns
+from lockstep.envs.checks import check_append, check_tokens
 from lockstep.envs.runners import Answer, Fault, Runner, poll_all
 from lockstep.errors import ChatError, EngineError
 from lockstep.seeds import seed_for
@@ -29,9 +30,12 @@ from lockstep.types import (
     TokenIds,
     Turn,
 )
+from lockstep.verifiers.beside import Grading
 
 WAIT_SECONDS = 1.0
-"""How long is waited for an environment at a time, while the engine has nothing to do."""
+"""How long is waited for an environment or a grade at a time, while the engine has nothing to do."""
+SHORT_SECONDS = 0.005
+"""The same where both are waited for."""
 
 
 class PlayedTask(Task, Protocol):
@@ -124,29 +128,37 @@ class _Episode:
     """Its environment has said its opening."""
     unread: str | None = None
     """A reply that the environment has not been given yet."""
+    said: Turn | None = None
+    """What the environment said of a final answer, which is being graded."""
     fault: Fault | None = None
     """Why it cannot be scored, known while its reply is still being sampled."""
     out_of_turns: bool = False
 
 
-def play(engine: RolloutEngine, chat: ChatFormat, task: PlayedTask, asks: Sequence[Ask]) -> Iterator[Played]:
+def play(
+    engine: RolloutEngine, chat: ChatFormat, task: PlayedTask, asks: Sequence[Ask], grading: Grading | None = None
+) -> Iterator[Played]:
     """Each episode once, as they end; samples do not depend on the order.
 
-    An environment that fails or takes too long leaves its episode unscored, with the reason. Raises EngineError if the engine
-    fails or answers something else than it was asked; ChatError for a prompt that cannot be rendered.
+    Final answers, and questions with one reply, are graded beside the sampling of the others, by `grading` if it is given: it
+    then knows what that took. An environment that fails or takes too long leaves its episode unscored, with the reason.
+
+    Raises EngineError if the engine fails or answers something else than it was asked; ChatError for a prompt that cannot be
+    rendered.
     """
-    table = _Table(engine, chat, task)
-    try:
-        yield from table.play(asks)
-    finally:
-        table.close()
+    with grading or Grading(task) as graders:
+        table = _Table(engine, chat, task, graders)
+        try:
+            yield from table.play(asks)
+        finally:
+            table.close()
 
 
 class _Table:
     """The episodes of one call of `play`."""
 
-    def __init__(self, engine: RolloutEngine, chat: ChatFormat, task: PlayedTask) -> None:
-        self._engine, self._chat, self._task = engine, chat, task
+    def __init__(self, engine: RolloutEngine, chat: ChatFormat, task: PlayedTask, grading: Grading) -> None:
+        self._engine, self._chat, self._task, self._grading = engine, chat, task, grading
         self._continuation: Continuation | None = None
         self._open: dict[str, _Episode] = {}
         self._thinking: set[str] = set()
@@ -226,7 +238,7 @@ class _Table:
         episode.trained += [True] * len(completion.ids)
         text = self._chat.answer(completion.ids)
         if episode.runner is None:
-            self._end(episode, completion.finish, self._task.grade(episode.ask.prompt, text))
+            self._grading.submit(key, episode.ask.prompt, text)
             return
         if episode.fault is not None:
             self._fail(episode, episode.fault)
@@ -237,11 +249,13 @@ class _Table:
 
     # --- environments ---------------------------------------------------------------------------------------------
     def _listen(self, seconds: float = 0.0) -> None:
-        """Take what environments have said, and ask the engine for the replies to it."""
+        """Take grades and what environments have said, and ask the engine for the replies to it."""
+        for key in self._grading.done(0.0 if self._thinking else seconds):
+            self._graded(self._open[key], self._grading.grade(key))
         if not self._thinking:
             return
         busy = {id(runner): runner for key in self._thinking if (runner := self._open[key].runner) is not None}
-        answers = poll_all(list(busy.values()), seconds)
+        answers = poll_all(list(busy.values()), min(seconds, SHORT_SECONDS) if self._grading.open else seconds)
         requests = [request for answer in answers if (request := self._answered(answer)) is not None]
         if requests:
             self._engine.submit(requests)
@@ -280,7 +294,10 @@ class _Table:
     def _turn(self, episode: _Episode, said: Turn) -> Request | None:
         """Take what followed a reply; the request for the next one, if there is to be one."""
         if said.answer:
-            said = self._graded(episode, said)
+            episode.said = replace(said, answer=False)
+            text = self._chat.answer(episode.replies[-1].completion.ids)
+            self._grading.submit(episode.ask.key, episode.ask.prompt, text)
+            return None
         for name, value in said.metrics.items():
             episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
         episode.extracted = said.extracted if said.extracted is not None else episode.extracted
@@ -319,13 +336,16 @@ class _Table:
         episode.trained += [False] * len(ids)
         return True
 
-    def _graded(self, episode: _Episode, said: Turn) -> Turn:
-        """A final answer, as the task grades it."""
-        grade = self._task.grade(episode.ask.prompt, self._chat.answer(episode.replies[-1].completion.ids))
-        if grade.reward is None or said.reward is None:
-            return replace(said, reward=None, error=grade.error or said.error)
-        metrics = {**said.metrics, **grade.metrics}
-        return replace(said, reward=said.reward + grade.reward, done=True, metrics=metrics, extracted=grade.extracted)
+    def _graded(self, episode: _Episode, grade: Grade) -> None:
+        """Take the task's grade of an only reply or a final answer, which ends the episode."""
+        said = episode.said
+        if said is None:
+            self._end(episode, episode.replies[-1].completion.finish, grade)
+        elif grade.reward is None or said.reward is None:
+            self._turn(episode, replace(said, reward=None, error=grade.error or said.error))
+        else:
+            metrics, reward = {**said.metrics, **grade.metrics}, said.reward + grade.reward
+            self._turn(episode, replace(said, reward=reward, done=True, metrics=metrics, extracted=grade.extracted))
 
     # --- endings --------------------------------------------------------------------------------------------------
     def _fail(self, episode: _Episode, fault: Fault) -> None:
@@ -361,30 +381,3 @@ class _Table:
         )
         check_tokens(played)
         self._ended.append(played)
-
-
-def check_append(completion: Completion, prompt_ids: TokenIds, ids: Sequence[int]) -> None:
-    """Raise EngineError unless a reply was sampled behind exactly the ids that are there."""
-    if completion.request.prompt_ids != (*prompt_ids, *ids) or not completion.ids:
-        raise EngineError(
-            "a reply was sampled after other ids than those of its episode, or has none",
-            where=completion.request.id,
-            fix="report this engine",
-        )
-
-
-def check_tokens(played: Played) -> None:
-    """Raise EngineError unless what is trained is what was sampled: every id, its log-probability, and nothing else."""
-    sampled = 0
-    for reply in played.replies:
-        span, done = slice(reply.start, reply.end), reply.completion
-        same = played.ids[span] == done.ids and played.logprobs[span] == done.logprobs and all(played.trained[span])
-        if not same or done.request.prompt_ids != played.prompt_ids + played.ids[: reply.start]:
-            raise EngineError("its ids are not those that were sampled", where=done.request.id, fix="report this")
-        sampled += len(done.ids)
-    if sampled != sum(played.trained) or len(played.ids) != len(played.trained):
-        raise EngineError(
-            f"{sum(played.trained)} of its tokens are trained, {sampled} were sampled",
-            where=played.ask.key,
-            fix="report this",
-        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import assert_never, cast
 
 from lockstep.config import schema
@@ -13,8 +11,7 @@ from lockstep.envs.tool_env import ToolEnv
 from lockstep.envs.tools import build_tools
 from lockstep.errors import TaskError
 from lockstep.types import Env, EnvTask, Prompt, Turn
-from lockstep.user_code import describe, load_object
-from lockstep.verifiers.python import check_call
+from lockstep.verifiers.python import check_call, load_class, make_object
 
 Make = Callable[[Prompt], Env]
 ENV_METHODS = {"start": ("seed",), "step": ("reply",)}
@@ -70,9 +67,7 @@ def is_env_task(made: type) -> bool:
 
 def own_class(path: str) -> type:
     """The user's class. Raises TaskError unless it is one, with the methods of an Env or of an EnvTask."""
-    made = load_object(path)
-    if not inspect.isclass(made):
-        raise TaskError(f"it is a {type(made).__name__}, not a class", where=path, fix="name a class")
+    made = load_class(path)
     methods: dict[str, tuple[str, ...]] = {"env": ("prompt",)} if is_env_task(made) else dict(ENV_METHODS)
     for method, parameters in methods.items():
         function = getattr(made, method, None)
@@ -88,14 +83,7 @@ def own_class(path: str) -> type:
 
 def made_with(made: type, settings: schema.EnvTask) -> object:
     """An object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
-    try:
-        return made(**settings.settings)
-    except Exception as error:
-        raise TaskError(
-            f"it cannot be made with {settings.settings}: {describe(error, Path(settings.path.rpartition(':')[0]))}",
-            where=settings.path,
-            fix="correct task.settings",
-        ) from error
+    return make_object(made, settings.settings, settings.path)
 
 
 def _own(settings: schema.EnvTask) -> Make:

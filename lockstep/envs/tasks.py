@@ -19,10 +19,12 @@ from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
 from lockstep.errors import TaskError
 from lockstep.seeds import seed_for
-from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.tasks.base import BuiltTask, SelfTested, draw_batch, no_such_role
 from lockstep.tasks.generator import Side, side_of
 from lockstep.tasks.python import UserTask
 from lockstep.types import EnvTask, Grade, Message, Prompt
+from lockstep.verifiers.base import keep_in, workers_of
+from lockstep.verifiers.python import UserFunction
 
 OPENINGS = 32
 """Openings that are asked for at a time."""
@@ -60,6 +62,17 @@ class ToolQuestions:
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         return [self._with_tools(prompt) for prompt in self._questions.heldout(role, size)]
+
+    def keep_in(self, folder: Path) -> None:
+        keep_in(self._questions, folder)
+
+    @property
+    def workers(self) -> int:
+        return workers_of(self._questions)
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """Of the final answer's grading, which sees the same question as without tools."""
+        return self._questions.problems(prompt) if isinstance(self._questions, SelfTested) else []
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self._questions.grade(prompt, reply)
@@ -207,7 +220,9 @@ class OwnEpisodes(UserTask):
     """A class of the user's with batch, heldout and env; its prompts are checked like those of any task of one's own."""
 
     def __init__(self, task: EnvTask, settings: schema.EnvTask) -> None:
-        super().__init__(task, Path(settings.path.rpartition(":")[0]).expanduser())
+        grader = UserFunction(settings.path, settings.grading, settings.settings)
+        grader.pool.close()  # that it can be loaded is known; many an environment never asks for a grade
+        super().__init__(task, Path(settings.path.rpartition(":")[0]).expanduser(), grader)
         self._settings = settings
         self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=True))
 
@@ -216,6 +231,10 @@ class OwnEpisodes(UserTask):
 
     def limits(self, prompt: Prompt) -> schema.Turns:
         return self._settings.turns
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """Nothing that one reply could show: `grade` may never be asked."""
+        return []
 
     def _digest(self, prompt: Prompt) -> bytes:
         """Episodes may begin alike: answer and data tell them apart too."""

@@ -92,7 +92,11 @@ def _label(task: Task) -> str:
             return f"{_label(task.questions)}+{_changed(task, 'questions')}"
         case MixedTask():
             return "mixed(" + ",".join(f"{name}={_label(share.task)}" for name, share in task.tasks.items()) + ")"
-        case GuessNumberTask() | EnvTask() | GymnasiumTask() | TextArenaTask() | OpenSpielTask():
+        case EnvTask():
+            return _changed(task, "grading")
+        case OpenSpielTask():
+            return _changed(task, "workers")
+        case GuessNumberTask() | GymnasiumTask() | TextArenaTask():
             return _changed(task)
         case ReasoningGymTask() | FileTask():
             return _label_of_verifier(task.verifier)

@@ -30,6 +30,7 @@ from lockstep.types import (
     Score,
     Task,
 )
+from lockstep.verifiers.beside import Grading
 
 
 def evaluate(
@@ -63,13 +64,15 @@ def evaluate(
         graded = play_items(engine, task, chat, prompts, mode, plan, progress)
         require_proof(engine, proof)
     else:
-        engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
-        completions = collect(engine, prompts, mode.samples, proof, progress)
-        graded = [
-            _grade(task, chat, prompt, sample, completions[request_id(prompt, sample)])
-            for prompt in prompts
-            for sample in range(mode.samples)
-        ]
+        with Grading(task) as grading:
+            engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
+            completions = collect(engine, chat, prompts, mode.samples, proof, grading, progress)
+            graded = [
+                _result_of(chat, prompt, sample, completions[id], grading.grade(id))
+                for prompt in prompts
+                for sample in range(mode.samples)
+                if (id := request_id(prompt, sample))
+            ]
     results = tuple(result for result, _ in graded)
     if all(result.correct is None for result in results):
         raise EvaluationError(
@@ -214,13 +217,16 @@ def request_id(prompt: Prompt, sample: int) -> str:
 
 def collect(
     engine: RolloutEngine,
+    chat: ChatFormat,
     prompts: Sequence[Prompt],
     samples: int,
     proof: Proof,
+    grading: Grading,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Completion]:
-    """All completions by request id. Raises if one is missing, unasked for, double, or of other weights."""
-    expected = {request_id(prompt, sample) for prompt in prompts for sample in range(samples)}
+    """All completions by request id, each given to `grading` as it comes. Raises if one is missing, unasked for, double, or of
+    other weights."""
+    expected = {request_id(prompt, sample): prompt for prompt in prompts for sample in range(samples)}
     found: dict[str, Completion] = {}
     for completion in engine.completed():
         id = completion.request.id
@@ -237,9 +243,10 @@ def collect(
                 fix="let the engine finish other work before an evaluation",
             )
         found[id] = completion
+        grading.submit(id, expected[id], chat.answer(completion.ids))
         if progress is not None:
             progress(len(found), len(expected))
-    if missing := sorted(expected - set(found)):
+    if missing := sorted(expected.keys() - found.keys()):
         raise EvaluationError(
             f"the engine returned no reply for {len(missing)} of {len(expected)} requests, first {missing[0]}",
             where="evaluation",
@@ -298,11 +305,10 @@ def _of_episode(chat: ChatFormat, prompt: Prompt, sample: int, played: Played) -
     return _result(prompt, sample, grade, chat.decode(played.ids), played.finish, tokens), grade
 
 
-def _grade(
-    task: Task, chat: ChatFormat, prompt: Prompt, sample: int, completion: Completion
+def _result_of(
+    chat: ChatFormat, prompt: Prompt, sample: int, completion: Completion, grade: Grade
 ) -> tuple[ItemResult, Grade]:
     text = chat.decode(completion.ids)
-    grade = task.grade(prompt, chat.answer(completion.ids))
     return _result(prompt, sample, grade, text, completion.finish, len(completion.ids)), grade
 
 

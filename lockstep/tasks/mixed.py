@@ -91,9 +91,16 @@ class Mixed:
         return task.problems(own) if isinstance(task, SelfTested) else []
 
     @property
+    def members(self) -> tuple[BuiltTask, ...]:
+        return tuple(self._tasks.values())
+
+    @property
     def workers(self) -> int:
-        """Only if every task grades in processes of its own: the others want one reply at a time."""
-        return min(workers_of(task) for task in self._tasks.values())
+        return max(workers_of(task) for task in self._tasks.values())
+
+    def workers_for(self, prompt: Prompt) -> int:
+        """Of the prompt's own task: those that grade in this process are given one reply at a time."""
+        return workers_of(self._own(prompt)[0])
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         task, own = self._own(prompt)

@@ -10,23 +10,29 @@ from typing import cast
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import LockstepError, TaskError
+from lockstep.tasks.base import grading_problems
 from lockstep.types import Grade, Prompt, Task
-from lockstep.user_code import describe, load_object
-from lockstep.verifiers.python import check_call, grade_safely
+from lockstep.user_code import describe
+from lockstep.verifiers.python import UserFunction, check_call, check_sendable, load_class, make_object
 
 METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("prompt", "reply")}
 _EXAMPLE = 'self.name = "my_task"'
 
 
 class UserTask:
-    """Calls the user's task and checks what it returns. Its own mistakes become TaskErrors or unscored replies."""
+    """Calls the user's task and checks what it returns. Its own mistakes become TaskErrors or unscored replies.
+
+    Replies are graded in processes, by other objects of the class made with the same settings: what `batch` keeps in the object
+    is not there, and a `grade` that hangs, dies or eats memory costs its own sample alone.
+    """
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, task: Task, file: Path) -> None:
+    def __init__(self, task: Task, file: Path, grader: UserFunction) -> None:
         self.name = task.name
         self._task = task
         self._file = file
+        self._grader = grader
         self._asked: dict[bytes, str] = {}
         self._held_out: dict[bytes, str] = {}
 
@@ -43,7 +49,15 @@ class UserTask:
         return prompts
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return grade_safely(self._task.grade, prompt, reply, self._file)
+        return self._grader.grade(prompt, reply)
+
+    @property
+    def workers(self) -> int:
+        return self._grader.workers
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """The self-test: its grader may pay as it likes, but an empty reply, garbage and the boxed answer must be scored."""
+        return grading_problems(self._grader, prompt)
 
     def _prompts(self, call: Callable[[], Sequence[Prompt]], what: str, size: int) -> tuple[Prompt, ...]:
         where = f"{self._file}, {what}"
@@ -62,6 +76,8 @@ class UserTask:
             raise TaskError(f"it gives {len(prompts)} prompts", where=where, fix=f"give {size}")
         if len({prompt.id for prompt in prompts}) < size:
             raise TaskError("two of its prompts have the same id", where=where, fix="give each question one id")
+        for prompt in prompts:
+            check_sendable(prompt, where)
         return prompts
 
     def _refuse_shared(
@@ -84,23 +100,14 @@ class UserTask:
 def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
     """An object of the class `file.py:Class`, made with the task's settings, and the run's seed if it takes `seed`.
 
-    Raises TaskError if the class is missing, cannot be made with these settings, or lacks a method of the protocol.
+    Raises TaskError if the class is missing, cannot be made with these settings, here or in a process that grades, or lacks a
+    method of the protocol.
     """
-    file = Path(settings.path.rpartition(":")[0]).expanduser()
-    made = load_object(settings.path)
-    if not inspect.isclass(made):
-        raise TaskError(f"it is a {type(made).__name__}, not a class", where=settings.path, fix="name a class")
-    arguments: dict[str, object] = dict(settings.settings)
+    made = load_class(settings.path)
+    arguments: dict[str, schema.Json] = dict(settings.settings)
     if "seed" in inspect.signature(made).parameters:
         arguments.setdefault("seed", seed)
-    try:
-        task = cast(Task, made(**arguments))  # checked below
-    except Exception as error:
-        raise TaskError(
-            f"it cannot be made with {arguments}: {describe(error, file)}",
-            where=settings.path,
-            fix="correct task.settings",
-        ) from error
+    task = cast(Task, make_object(made, arguments, settings.path))  # checked below
     for method, parameters in METHODS.items():
         function = getattr(task, method, None)
         if not callable(function):
@@ -110,4 +117,5 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
         check_call(function, parameters, f"{settings.path}.{method}")
     if not isinstance(getattr(task, "name", None), str) or not task.name:
         raise TaskError("it has no name", where=settings.path, fix=f"give it one: {_EXAMPLE}")
-    return UserTask(task, file)
+    file = Path(settings.path.rpartition(":")[0]).expanduser()
+    return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))

@@ -27,6 +27,12 @@ def workers_of(grader: object) -> int:
     return int(getattr(grader, "workers", 0))
 
 
+def workers_for(grader: object, prompt: Prompt) -> int:
+    """As workers_of, for replies to one prompt: a mix of tasks, of which only some work so, has a method `workers_for`."""
+    method = getattr(grader, "workers_for", None)
+    return workers_of(grader) if method is None else int(method(prompt))
+
+
 def notes_of(verifier: object) -> tuple[str, ...]:
     """What a user should read of a verifier before a run, which it says by an attribute `notes`."""
     return tuple(getattr(verifier, "notes", ()))

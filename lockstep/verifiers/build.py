@@ -38,7 +38,7 @@ def build_verifier(settings: schema.Verifier) -> Verifier:
         case schema.JsonVerifier():
             return StructuredJson(settings)
         case schema.PythonVerifier():
-            return UserFunction(settings)
+            return UserFunction(settings.path, settings)
         case schema.CodeVerifier():
             return Code(settings)
         case schema.JudgeVerifier():

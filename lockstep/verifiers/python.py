@@ -1,21 +1,21 @@
-"""A verifier of one's own: def grade(prompt, reply) in a Python file, called in processes that may be killed."""
+"""A grader of one's own: def grade(prompt, reply) in a Python file, or a method of a task, called in killable processes."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.user_code import describe, load_object
 from lockstep.verifiers.base import unscored
 from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
-from lockstep.verifiers.wire import grade_fields, prompt_fields, read_grade, read_prompt
+from lockstep.verifiers.wire import dumps, grade_fields, prompt_fields, read_grade, read_prompt
 
 if TYPE_CHECKING:  # a worker has no use for the settings
     from lockstep.config import schema
@@ -27,13 +27,17 @@ class UserFunction:
     """Calls the user's function, in a process of its own. What it returns or raises by mistake, a call that takes too long
     or too much memory, and one that starts processes or ends its own become an unscored reply, never a 0."""
 
-    def __init__(self, settings: schema.PythonVerifier) -> None:
-        """Raises TaskError if the function is missing or cannot be called as (prompt, reply)."""
-        memory = None if settings.memory_gib is None else int(settings.memory_gib * 2**30)
-        load = {"kind": "python", "path": settings.path}
-        work = Work(load, settings.path, wall_seconds=settings.seconds, memory=memory, own_code=True)
-        self.pool = WorkerPool(work, settings.workers)
-        self.workers = settings.workers
+    def __init__(
+        self, path: str, limits: schema.OwnGrading, arguments: Mapping[str, schema.Json] | None = None
+    ) -> None:
+        """`path` is file.py:function; with `arguments` it is file.py:Class, and the function is `grade` of an object made with
+        them. Raises TaskError if a process cannot load or make it, or if it cannot be called as (prompt, reply).
+        """
+        memory = None if limits.memory_gib is None else int(limits.memory_gib * 2**30)
+        load = {"kind": "python", "path": path, "arguments": None if arguments is None else dict(arguments)}
+        work = Work(load, path, wall_seconds=limits.seconds, memory=memory, own_code=True)
+        self.pool = WorkerPool(work, limits.workers)
+        self.workers = limits.workers
         self.pool.start()
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
@@ -50,9 +54,9 @@ class UserFunction:
                 assert_never(outcome)
 
 
-def load_in_worker(spec: str) -> Callable[[Any], dict[str, Any]]:
-    """The function `file.py:function`, as a worker calls it. Raises TaskError if it cannot be used."""
-    function = load_function(spec)
+def load_in_worker(spec: str, arguments: Mapping[str, Any] | None) -> Callable[[Any], dict[str, Any]]:
+    """What UserFunction calls, as a worker calls it. Raises TaskError if it cannot be used."""
+    function = load_function(spec) if arguments is None else load_method(spec, arguments)
 
     def answer(call: Any) -> dict[str, Any]:
         grade = as_grade(function(read_prompt(call["prompt"]), call["reply"]))
@@ -70,6 +74,46 @@ def load_function(spec: str) -> UserGrade:
     return function
 
 
+def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
+    """`grade` of an object of `file.py:Class`. Raises TaskError if it cannot be made, or not be called as (prompt, reply)."""
+    function = getattr(make_object(load_class(spec), arguments, spec), "grade", None)
+    if not callable(function):
+        raise TaskError("it has no method grade", where=spec, fix="define grade(self, prompt, reply)")
+    check_call(function, ("prompt", "reply"), f"{spec}.grade")
+    return cast(UserGrade, function)
+
+
+def load_class(spec: str) -> type:
+    """The class `file.py:Class`. Raises TaskError if it is missing, or something else."""
+    made = load_object(spec)
+    if not inspect.isclass(made):
+        raise TaskError(f"it is a {type(made).__name__}, not a class", where=spec, fix="name a class")
+    return made
+
+
+def make_object(made: type, arguments: Mapping[str, Any], spec: str) -> object:
+    """An object of the class at `spec`. Raises TaskError if it cannot be made with these settings of a task."""
+    try:
+        return made(**arguments)
+    except Exception as error:
+        why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
+        raise TaskError(
+            f"it cannot be made with {dict(arguments)}: {why}", where=spec, fix="correct task.settings"
+        ) from error
+
+
+def check_sendable(prompt: Prompt, where: str) -> None:
+    """Raise TaskError for a prompt that holds what cannot be given to the processes that grade its replies."""
+    try:
+        dumps(prompt_fields(prompt))
+    except TypeError as error:
+        raise TaskError(
+            f"its prompt {prompt.id} cannot be given to the processes that grade: {error}",
+            where=where,
+            fix="put text, numbers, lists, dictionaries, dates or bytes into its data, and make the rest of them in grade",
+        ) from error
+
+
 def check_call(function: Callable[..., object], arguments: tuple[str, ...], where: str) -> None:
     """Raise TaskError unless the function takes exactly these positional arguments and is not async."""
     if inspect.iscoroutinefunction(function):
@@ -83,14 +127,6 @@ def check_call(function: Callable[..., object], arguments: tuple[str, ...], wher
             where=where,
             fix=f"define it as ({', '.join(arguments)})",
         ) from error
-
-
-def grade_safely(function: UserGrade, prompt: Prompt, reply: str, file: Path) -> Grade:
-    """The function's grade; an exception or an unusable result gives a Grade without reward that says why."""
-    try:
-        return as_grade(function(prompt, reply))
-    except (Exception, SystemExit) as error:
-        return unscored(describe(error, file))
 
 
 def as_grade(result: object) -> Grade:

@@ -7,6 +7,7 @@ Its own time limits are alarms, which work in no thread but the main one; they a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -23,6 +24,12 @@ ROUNDING = 6
 """Decimals to which floating-point numbers are compared; math-verify's default."""
 PRECISION = 15
 """Digits to which two numbers without variables are compared; math-verify's default."""
+FIRST_POINT, POINT_STEP = 1.3718281828, 0.2141592653
+"""Where expressions are evaluated: the first variable's value, and how much larger each next one's is."""
+MAX_WORK = 300
+"""Parts of an expression that are evaluated at most; fractions in fractions in fractions have more."""
+CLEARLY = 1e-3
+"""Values that differ by so much of the larger one, or of 1, are of different expressions: far above any rounding."""
 
 
 def load() -> Callable[[Any], object]:
@@ -54,10 +61,55 @@ def compare(answer: str, reference: str) -> Verdict:
     read = _read(f"\\boxed{{{answer}}}")
     if not read:
         return "no answer"
+    if all(apart(a, b) for a in right for b in read):
+        return "different"
     same = verify(
         list(right), read, float_rounding=ROUNDING, numeric_precision=PRECISION, strict=True, timeout_seconds=None
     )
     return "equal" if same else "different"
+
+
+def apart(a: Any, b: Any) -> bool:
+    """Whether two expressions are shown to be different by their values at a point, which takes a millisecond.
+
+    To simplify their difference, as math-verify does next, takes a hundred times that where it is long, and cannot make zero of
+    it: what has another value somewhere is not the same expression. So this is only ever said where math-verify would say the
+    same after all its work; where a value cannot be had, or the two are close, or one of them is more than numbers, variables,
+    powers and elementary functions (a percentage, a set, an equation, a name), nothing is said.
+    """
+    from sympy import Symbol
+
+    if isinstance(a, Symbol) or isinstance(b, Symbol) or max(_work(a), _work(b)) > MAX_WORK:
+        return False
+    names = sorted(a.free_symbols | b.free_symbols, key=str)
+    point = {name: FIRST_POINT + POINT_STEP * i for i, name in enumerate(names)}
+    try:
+        x, y = (complex(one.evalf(PRECISION, subs=point)) for one in (a, b))
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError):
+        return False
+    size = max(1.0, abs(x), abs(y))
+    return math.isfinite(size) and abs(x - y) > CLEARLY * size
+
+
+def _work(node: Any) -> float:
+    """How many parts are evaluated for the value of an expression: twice those below a fraction bar, as evalf does it.
+
+    Infinite for anything that does not mean at any positive point what it means in general; so a variable that is known to be
+    an integer.
+    """
+    import sympy
+    from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
+
+    functions = (sympy.exp, sympy.log, sympy.Abs, TrigonometricFunction, InverseTrigonometricFunction)
+    if isinstance(node, sympy.Symbol):
+        plain = node.is_commutative and node.is_integer is None and node.is_positive is not False
+        return 1.0 if plain else math.inf
+    if isinstance(node, (sympy.Rational, sympy.Float, sympy.NumberSymbol)) or node is sympy.I:
+        return 1.0
+    if not isinstance(node, (sympy.Add, sympy.Mul, sympy.Pow, *functions)):
+        return math.inf
+    below = 1.0 + sum(map(_work, node.args))
+    return 2.0 * below if isinstance(node, sympy.Pow) and node.exp.is_negative else below
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ call that takes too much processor time, and a thread ends it when its owner is 
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import os
 import resource
@@ -214,11 +215,15 @@ def _load(work: dict[str, Any]) -> tuple[Handler, Path | None]:
         case "python":
             from lockstep.verifiers import python
 
-            return python.load_in_worker(work["path"]), Path(work["path"].rpartition(":")[0]).expanduser()
+            file = Path(work["path"].rpartition(":")[0]).expanduser()
+            return python.load_in_worker(work["path"], work["arguments"]), file
         case "code":
             from lockstep.verifiers import code_worker
 
             return code_worker.load(work), None
+        case "module":  # of a layer above, by name; `load` gives what answers calls
+            found: Handler = importlib.import_module(work["module"]).load(**work["arguments"])
+            return found, None
         case "reasoning_gym":
             from lockstep.verifiers import gym_worker
 

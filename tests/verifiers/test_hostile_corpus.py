@@ -43,21 +43,22 @@ def test_expressions_are_graded_right_in_time_and_leave_nothing():
     verifier.pool.start()
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     before = [verifier.grade(Prompt("t/2", (), "x+1"), f"\\boxed{{{answer}}}") for answer in ("1+x", "x", "7", "x+1")]
-    seconds = {}
+    seconds, worst = {}, 0.0
     for case in cases():
         best = 10.0
-        for _ in range(5):  # above a second the best of several tries counts: the machine may be busy
+        for _ in range(5):  # above 50 ms the best of several tries counts: the machine may be busy, the reader learns
             verifier.forget()
             start = time.perf_counter()
             grade = verifier.grade(PROMPT, case.reply)
-            best = min(best, time.perf_counter() - start)
-            if best <= 1:
+            worst, best = max(worst, time.perf_counter() - start), min(best, time.perf_counter() - start)
+            if best <= 0.05:
                 break
         assert grade.reward == float(case.right if case.expression is None else case.expression), case.name
         seconds[case.name] = best
-    assert statistics.median(seconds.values()) < 0.05
+    assert statistics.median(seconds.values()) < 0.01
     busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # processes that want each core
-    assert max(seconds.values()) <= busy, max(seconds, key=seconds.__getitem__)
+    assert max(seconds.values()) <= 0.05 * busy, max(seconds, key=seconds.__getitem__)
+    assert worst <= 1.5 * busy  # the first of its kind that a process meets
     verifier.forget()
     after = [verifier.grade(Prompt("t/2", (), "x+1"), f"\\boxed{{{answer}}}") for answer in ("1+x", "x", "7", "x+1")]
     assert before == after

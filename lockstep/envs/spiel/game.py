@@ -31,23 +31,42 @@ class SpielGame:
         self._low = paid(0.0, settings.reward_range)
         self._due = self._low
         self._forgiven = settings.illegal_moves
+        self._noted: dict[str, float] = {}
+        """Metrics of the turn that is being played."""
+        self._moved = ""
 
     def start(self, seed: int) -> Turn:
         self._numbers.seed(seed_for("open_spiel game", seed))
         return Turn(self._question())
 
     def step(self, reply: str) -> Turn:
+        turn = self.take(reply)
+        while turn is None:
+            turn = self.oppose(self._opponent(self._state, self._numbers))
+        return turn
+
+    def take(self, reply: str) -> Turn | None:
+        """What follows a reply; None if somebody else is to move first, who does by `oppose`."""
         moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
         if read.text is None or read.text not in moves:
             return self._illegal(read.text)
-        self._state.apply_action(moves[read.text])
-        self._others_move()
-        metrics = {"legal_moves": 1.0}
+        self._noted, self._moved = {"legal_moves": 1.0}, read.text
+        return self._go_on(moves[read.text])
+
+    def oppose(self, action: int) -> Turn | None:
+        """Move for the opponent; what the player is told then, None if another opponent's move comes first."""
+        return self._go_on(action)
+
+    def _go_on(self, action: int) -> Turn | None:
+        self._state.apply_action(action)
+        play_chances(self._state, self._numbers)
         if not self._state.is_terminal():
-            return Turn(self._question(), self._charge(), metrics=metrics, extracted=read.text)
+            if self._state.current_player() != self._player:
+                return None
+            return Turn(self._question(), self._charge(), metrics=self._noted, extracted=self._moved)
         share = value(self._state, self._player)
-        metrics |= {"correct": float(share > 0.5), "finished": 1.0, "value": share}
-        return self._over(paid(share, self._settings.reward_range), metrics, read.text)
+        metrics = self._noted | {"correct": float(share > 0.5), "finished": 1.0, "value": share}
+        return self._over(paid(share, self._settings.reward_range), metrics, self._moved)
 
     def _illegal(self, text: str | None) -> Turn:
         metrics = {"tool_errors": 1.0}
@@ -65,12 +84,6 @@ class SpielGame:
     def _charge(self) -> float:
         due, self._due = self._due, 0.0
         return due
-
-    def _others_move(self) -> None:
-        play_chances(self._state, self._numbers)
-        while not self._state.is_terminal() and self._state.current_player() != self._player:
-            self._state.apply_action(self._opponent(self._state, self._numbers))
-            play_chances(self._state, self._numbers)
 
     def _question(self) -> tuple[Message, ...]:
         s = self._settings

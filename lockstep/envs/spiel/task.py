@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -11,15 +10,17 @@ from lockstep.config import schema
 from lockstep.envs.runners import InlineRunner, ProcessRunner, Runner
 from lockstep.envs.spiel.cases import Case, load, pyspiel, select
 from lockstep.envs.spiel.game import CASE, GAME, HISTORY, spiel_maker
-from lockstep.envs.spiel.play import Mover, mover_of, paid, play_out, value
+from lockstep.envs.spiel.outcome import pool
+from lockstep.envs.spiel.play import paid
+from lockstep.envs.spiel.rival import RivalRunner, Sampler
 from lockstep.envs.spiel.states import Drawn, draw, moves_at, state_at
 from lockstep.envs.spiel.text import question, read_move, written
 from lockstep.errors import TaskError
-from lockstep.seeds import seed_for
 from lockstep.tasks.base import draw_batch, no_such_role
 from lockstep.tasks.generator import Side
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored
+from lockstep.verifiers.pool import Answered, Outcome
 
 ROLE = "id_probe"
 GARBAGE = "lorem ipsum dolor sit amet"
@@ -75,7 +76,10 @@ class SpielStates:
             return Grade(paid(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
         if s.reward_mode == "legal":
             return Grade(paid(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
-        share = self._outcome(game, history, action)
+        played = self._played(game, history, action)
+        if not isinstance(played, Answered):
+            return unscored(f"its playouts did not end: {played.error}")
+        share = float(played.value)
         metrics |= {"correct": float(share > 0.5), "value": share}
         return Grade(paid(share, s.reward_range), metrics, extracted, s.answer)
 
@@ -149,26 +153,33 @@ class SpielStates:
         )
 
     # --- outcomes -------------------------------------------------------------------------------------------------
-    @cached_property
-    def _mover(self) -> Mover:
-        return mover_of(self._settings.playout, self._settings.simulations)
+    @property
+    def workers(self) -> int:
+        """Of outcomes: whether a move is legal is known in microseconds."""
+        return self._settings.workers if self._settings.reward_mode == "outcome" else 0
 
-    def _outcome(self, game: str, history: tuple[int, ...], action: int) -> float:
-        """Mean value of the playouts after a move, for the side that made it: 0 … 1."""
-        before, total = state_at(game, history), 0.0
-        player = before.current_player()
-        key = ",".join(map(str, (*history, action)))
-        for index in range(self._settings.playouts):
-            numbers = random.Random(seed_for("playout", self._settings.seed, game, key, index))
-            state = before.clone()
-            state.apply_action(action)
-            play_out(state, self._mover, numbers)
-            total += value(state, player)
-        return total / self._settings.playouts
+    def _played(self, game: str, history: tuple[int, ...], action: int) -> Outcome:
+        s = self._settings
+        how = {"playout": s.playout, "simulations": s.simulations, "playouts": s.playouts, "seed": s.seed}
+        return pool(s.workers).call({"game": game, "history": list(history), "action": action, **how})
 
 
 class SpielGames(SpielStates):
     """The same states as openings of whole games."""
+
+    def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
+        super().__init__(settings, seed)
+        self.rival = settings.rival
+        """The adapter that must be seated before the first game."""
+        self._sampler: Sampler | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *((f"{self.name}: {self._sampler.note}",) if self._sampler is not None else ()))
+
+    def seat(self, sampler: Sampler) -> None:
+        """Have the opponent's moves drawn by this one."""
+        self._sampler = sampler
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return unscored(f"{self.name} with reward_mode game is played, not graded by one reply")
@@ -186,6 +197,10 @@ class SpielGames(SpielStates):
     @cached_property
     def _runner(self) -> Runner:
         """In this process for an opponent that moves in microseconds, apart for one that searches or is the user's."""
+        if self.rival is not None:
+            if self._sampler is None:
+                raise TaskError("nobody has loaded its opponent", where=_WHERE, fix="report this: seat() comes first")
+            return RivalRunner(self._settings, self._sampler)
         if self._settings.opponent == "random":
             return InlineRunner(spiel_maker(self._settings))
         return ProcessRunner(self._settings, self._settings.turns.step_seconds)
@@ -194,7 +209,8 @@ class SpielGames(SpielStates):
 def build_spiel(settings: schema.OpenSpielTask, seed: int) -> SpielStates:
     """Raises TaskError if OpenSpiel is not installed, or a game cannot be had."""
     if settings.reward_mode == "game":
-        spiel_maker(settings)  # an opponent that is not there shows now
+        if settings.rival is None:
+            spiel_maker(settings)  # an opponent that is not there shows now
         return SpielGames(settings, seed)
     return SpielStates(settings, seed)
 

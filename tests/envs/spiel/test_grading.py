@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from itertools import chain
 from pathlib import Path
@@ -14,6 +16,8 @@ from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.envs.driver import plays
 from lockstep.envs.spiel.cases import BOARD
+from lockstep.envs.spiel.outcome import outcome, pool
+from lockstep.envs.spiel.play import mcts_mover
 from lockstep.envs.spiel.states import moves_at, state_at
 from lockstep.envs.spiel.task import SpielStates
 from lockstep.envs.spiel.text import described, read_move, written
@@ -22,6 +26,7 @@ from lockstep.loops.measures import rollout_metrics
 from lockstep.tasks.base import SelfTested
 from lockstep.tasks.build import build_task
 from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout
+from lockstep.verifiers.base import workers_of
 
 ROOT = Path(__file__).resolve().parents[3]
 WIN_OR_NOT = (0, 3, 1, 4)
@@ -262,3 +267,17 @@ def test_the_recipes_examples_are_what_the_task_asks() -> None:
         assert example.user == described(state, game, recipe.task.answer, show_moves=recipe.task.show_moves)
         move = read_move(example.assistant, recipe.task.answer).text
         assert move in {state.action_to_string(action) for action in state.legal_actions()}
+
+
+def test_outcomes_are_played_out_in_processes_of_their_own() -> None:
+    settings = {"games": ["tic"], "answer": "reply", "playouts": 2, "playout": "mcts", "simulations": 8, "workers": 3}
+    task = task_of(reward_mode="outcome", **settings)
+    assert workers_of(task) == 3
+    assert workers_of(task_of(games=["tic"])) == 0
+    for prompt in task.batch(0, 4):
+        history = tuple(prompt.data["history"])
+        move, action = next(iter(moves_at("tic_tac_toe", history).items()))
+        grade = task.grade(prompt, move)
+        assert grade.reward == outcome("tic_tac_toe", history, action, mcts_mover(8), 2, 1)
+        os.kill(pool(3).pids[0], signal.SIGKILL)  # a process that somebody kills is replaced, and the move graded again
+        assert task.grade(prompt, move) == grade

@@ -1,0 +1,108 @@
+"""Whole games against a frozen policy: its replies are drawn for many games side by side, while the run's own engine samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from lockstep.config import schema
+from lockstep.envs import wire
+from lockstep.envs.runners import Answer, Fault
+from lockstep.envs.spiel.game import CASE, GAME, HISTORY, SpielGame
+from lockstep.envs.spiel.play import random_mover
+from lockstep.envs.spiel.states import moves_of, state_at
+from lockstep.envs.spiel.text import read_move
+from lockstep.errors import TaskError
+from lockstep.types import Message, Prompt, Turn
+from lockstep.user_code import describe
+
+SEED_BITS = 62
+
+
+class Sampler(Protocol):
+    """Draws replies of a frozen policy. A reply depends on the question and the seed alone."""
+
+    @property
+    def note(self) -> str:
+        """What a reader should know of it."""
+
+    def ask(self, key: str, question: Sequence[Message], seed: int) -> None:
+        """Have a reply drawn; the key is of this question alone."""
+
+    def poll(self, seconds: float) -> list[tuple[str, str]]:
+        """Keys and replies that have come; waits at most so long for the first. Raises LockstepError if it has broken down."""
+
+
+class RivalGame(SpielGame):
+    """A game whose opponent is asked as the player would be in its place: each state afresh, in the player's words."""
+
+    def __init__(self, settings: schema.OpenSpielTask, prompt: Prompt) -> None:
+        history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
+        super().__init__(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), random_mover)
+
+    def asked(self) -> tuple[tuple[Message, ...], int]:
+        """What the opponent is asked, and the seed of its reply."""
+        return self._question(), self._numbers.getrandbits(SEED_BITS)
+
+    def hear(self, reply: str) -> Turn | None:
+        """Move as the opponent replied. A reply that is no legal move is replaced by one at random, and counted."""
+        moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
+        action = moves.get(read.text or "")
+        illegal = self._noted.get("rival_illegal", 0.0) + float(action is None)
+        self._noted["rival_illegal"] = illegal
+        return self.oppose(random_mover(self._state, self._numbers) if action is None else action)
+
+
+class RivalRunner:
+    """The games of a run, in its own process: between two questions to the rival each takes microseconds."""
+
+    def __init__(self, settings: schema.OpenSpielTask, sampler: Sampler) -> None:
+        self._settings, self._sampler = settings, sampler
+        self._games: dict[str, RivalGame] = {}
+        self._asked: dict[str, tuple[str, RivalGame]] = {}
+        """Keys of games, and those games, by the key of the question."""
+        self._questions = 0
+        self._answers: list[Answer] = []
+
+    def begin(self, key: str, prompt: Prompt, seed: int) -> None:
+        try:
+            game = RivalGame(self._settings, prompt)
+            self._answers.append((key, game.start(seed)))
+        except (TaskError, KeyError, ValueError) as error:
+            self._answers.append((key, Fault("error", describe(error, None))))
+            return
+        self._games[key] = game
+
+    def step(self, key: str, reply: str) -> None:
+        game = self._games[key]
+        self._follow(key, game, game.take(reply))
+
+    def poll(self, seconds: float) -> list[Answer]:
+        until = time.monotonic() + seconds
+        while True:
+            wait = 0.0 if self._answers or not self._asked else max(0.0, until - time.monotonic())
+            for question, reply in self._sampler.poll(wait) if self._asked else ():
+                key, game = self._asked.pop(question)
+                if self._games.get(key) is game:  # it has not been ended meanwhile
+                    self._follow(key, game, game.hear(reply))
+            if self._answers or not self._asked or time.monotonic() >= until:
+                answers, self._answers = self._answers, []
+                return answers
+
+    def end(self, key: str) -> None:
+        self._games.pop(key, None)
+
+    def close(self) -> None:
+        self._games.clear()
+
+    def _follow(self, key: str, game: RivalGame, turn: Turn | None) -> None:
+        if turn is not None:
+            fault = wire.fault_of(turn)
+            self._answers.append((key, Fault("error", fault) if fault else turn))
+            return
+        question, seed = game.asked()
+        self._questions += 1
+        name = f"{key}/rival/{self._questions}"
+        self._asked[name] = (key, game)
+        self._sampler.ask(name, question, seed)
