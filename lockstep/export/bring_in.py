@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, ConfigError
-from lockstep.export.files import copy_model_files
+from lockstep.errors import CheckpointError, ModelError
+from lockstep.export.files import copy_model_files, in_the_making, new_folder
 from lockstep.export.shards import SHARD_BYTES, write_sharded
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
-from lockstep.models.folder import check_config
+from lockstep.models.folder import check_config, check_weights, missing_weights
 from lockstep.models.foreign import Foreign, Kind
 from lockstep.models.torch_files import joined, module_states
 
@@ -24,6 +24,7 @@ RECORD = "lockstep_import.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
 """What trainers put into the names of a state dict."""
+PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -47,27 +48,24 @@ def bring_in(found: Foreign, out: Path, *, config: Path | None = None, dtype: st
     """Write `found` to the new folder `out`. `config` is a folder with config.json and tokenizer, where it has none itself.
 
     `dtype` (bf16, fp32) rounds; by default numbers stay as they were saved. Raises CheckpointError, and leaves nothing, unless
-    names and shapes are just those of the model that config.json describes.
+    names and shapes are just those of the model that config.json describes and all numbers are finite; ModelError if that file
+    describes no model, there is no tokenizer, or an adapter is not PEFT's.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([f"{out} is there already"], fix="name a new folder")
-    folder = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
+    out = new_folder(out)
+    with in_the_making(out) as folder:
         done = _adapter(found, folder, out) if found.kind is Kind.ADAPTER else _model(found, folder, out, config, dtype)
         facts = asdict(done) | {"path": str(out), "source": str(done.source)}
         (folder / RECORD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return done
 
 
 def _adapter(found: Foreign, folder: Path, out: Path) -> Imported:
     adapter = read_adapter(found.path)
+    _require_peft(found.path)
+    if not adapter.weights:
+        raise CheckpointError(f"{TENSORS} holds no tensor", where=str(found.path), fix="copy the folder again")
+    for name, tensor in adapter.weights.items():
+        _require_plain(name, tensor, found.path)
     for name in (CONFIG, TENSORS):
         shutil.copyfile(found.path / name, folder / name)
     if found.config is not None:
@@ -95,13 +93,12 @@ def _model(found: Foreign, folder: Path, out: Path, config: Path | None, dtype: 
         raise CheckpointError(f"weights in {' and '.join(kinds)}", where=str(found.path), fix="say one with --dtype")
     copy_model_files(place, folder, kinds[0], whole=True)
     write_sharded(folder, weights.items(), SHARD_BYTES)
+    check_weights(folder, str(place))
     count = sum(tensor.numel() for tensor in weights.values())
     return Imported(out, found.kind, found.path, found.step, count, kinds[0], "", found.beside)
 
 
 def _read(found: Foreign) -> Mapping[str, Tensor]:
-    from safetensors.torch import load_file
-
     match found.kind:
         case Kind.FSDP:
             return joined(found.shards)
@@ -112,8 +109,20 @@ def _read(found: Foreign) -> Mapping[str, Tensor]:
                 raise CheckpointError(what, where=str(found.path), fix=fix)
             return module_states(found.shards[0])
         case _:
-            files = sorted(found.path.glob("model*.safetensors"))
-            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+            if missing := missing_weights(found.path):
+                raise CheckpointError(f"{missing} is missing", where=str(found.path), fix="copy the whole folder again")
+            return _safetensors(found.path)
+
+
+def _safetensors(folder: Path) -> Mapping[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("model*.safetensors"))
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"its weights cannot be read: {error}", where=str(folder), fix="copy it again") from error
 
 
 def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str, Tensor]:
@@ -150,17 +159,52 @@ def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str
         if tuple(own[name].shape) != shape:
             what = f"{name} is {tuple(own[name].shape)}, by config.json {shape}"
             raise CheckpointError(what, where=str(where), fix="give the config.json of the model that was trained")
+        _require_plain(name, own[name], where)
     return own
+
+
+def _require_plain(name: str, tensor: Tensor, where: Path) -> None:
+    """Raise CheckpointError unless these are finite numbers of a precision that a model can have."""
+    kind = "sparse" if tensor.layout != torch.strided else _name(tensor.dtype)
+    if kind not in PRECISIONS:
+        what = f"{name} is {kind}: only plain weights in {', '.join(PRECISIONS)} are taken over"
+        raise CheckpointError(what, where=str(where), fix="dequantise the model with the program that wrote it")
+    if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{name} has numbers that are not finite", where=str(where), fix="take a step before training diverged"
+        )
+
+
+def _require_peft(folder: Path) -> None:
+    """Raise ModelError unless PEFT knows what adapter_config.json describes."""
+    from peft import PeftConfig
+
+    try:
+        if PeftConfig.from_pretrained(str(folder)).peft_type is None:
+            raise ValueError("peft_type is missing")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        what = f"{CONFIG} describes no adapter of PEFT: {type(error).__name__}: {error}"
+        raise ModelError(what, where=str(folder), fix="give a folder that PEFT's save_pretrained wrote") from error
 
 
 def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Names and shapes of the model's published checkpoints, tied weights once; and whether head and embedding are one."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    settings: Any = AutoConfig.from_pretrained(config, local_files_only=True)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(settings)
+    wrong = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
+    try:
+        settings: Any = AutoConfig.from_pretrained(config, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(settings)
+    except (*wrong, StrictDataclassError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(
+            f"config.json describes no model that transformers can make: {reason}",
+            where=str(config),
+            fix="give the config.json of the model that was trained, with --config",
+        ) from error
     weights = dict(revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()}))
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}, bool(
         settings.get_text_config().tie_word_embeddings

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 import lockstep
 from lockstep.config.adapter import adapter_name
+from lockstep.errors import RunDirectoryError
 from lockstep.evaluate.records import read_brief
 from lockstep.evaluate.table import estimate_line
 from lockstep.export.verify import Verified
 from lockstep.loops.target import Target
 from lockstep.models.builtin import BUILTINS
 from lockstep.track.rundir import RunDirectory
+
+LIBRARIES = {"model": "transformers", "adapter": "peft", "gguf": "gguf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,17 @@ def source_of(target: Target, architecture: str) -> Source:
 def _lineage(run: Path | None) -> list[str]:
     parent: Any = RunDirectory.open(run).manifest().get("parent") if run is not None else None
     lines = []
-    while isinstance(parent, dict):
-        lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
-        parent = parent.get("parent")
+    while parent is not None:
+        try:
+            lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+            parent = parent["parent"]
+        except (KeyError, TypeError) as error:
+            raise RunDirectoryError("its manifest names a parent wrongly", where=str(run), fix="restore it") from error
     return lines
 
 
 def model_card(
-    target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter"], dtype: str
+    target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter", "gguf"], dtype: str
 ) -> str:
     """README.md of the folder."""
     sections = [
@@ -71,15 +77,22 @@ def model_card(
         f"# {target.run.name if target.run else Path(target.label).name}",
         *_about(source, dtype),
     ]
-    sections += ["## Scores", *_scores(target), "## Verified", f"{verified.line}.", _HOW_VERIFIED]
+    how = _HOW_GGUF if kind == "gguf" else _HOW_VERIFIED
+    sections += [
+        "## Scores",
+        *_scores(target, "start" if source.lineage else "base"),
+        "## Verified",
+        f"{verified.line}.",
+        how,
+    ]
     if formula := _formula(target.run):
         sections += ["## Objective", f"```\n{formula}\n```"]
-    return "\n\n".join([*sections, "## Use", _use(source, kind)]) + "\n"
+    return "\n\n".join([*sections, "## Use", _use(source, kind, dtype)]) + "\n"
 
 
 def _front(source: Source, kind: str) -> str:
     hub = "/" in source.base and not source.base.startswith((".", "/", "~"))
-    lines = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
+    lines = ["---", f"library_name: {LIBRARIES[kind]}"]
     lines += [f"base_model: {source.base}"] if hub else []
     return "\n".join([*lines, "pipeline_tag: text-generation", "tags: [lockstep]", "---"])
 
@@ -96,8 +109,8 @@ def _about(source: Source, dtype: str) -> list[str]:
     return ["\n".join(f"- **{name}**: {text}" for name, text in rows)]
 
 
-def _scores(target: Target) -> list[str]:
-    """Scores of these very weights that the run has on record, with the base's beside them."""
+def _scores(target: Target, first: str) -> list[str]:
+    """Scores of these very weights that the run has on record, with those of its step 0 beside them: its base, or its start."""
     folder = target.run / "scores" if target.run else None
     if folder is None or not folder.is_dir():
         return ["None on record. `lockstep eval` measures it."]
@@ -114,7 +127,7 @@ def _scores(target: Target) -> list[str]:
         rows.append(f"| {c.task} | {c.mode} | {c.numerics} | {told} | {estimate_line(score.estimates[0])} |")
     if not rows:
         return [f"None on record for step {target.step}. `lockstep eval` measures it."]
-    return ["\n".join(["| task | mode | numerics | base | this model |", "|---|---|---|---|---|", *rows])]
+    return ["\n".join([f"| task | mode | numerics | {first} | this model |", "|---|---|---|---|---|", *rows])]
 
 
 def _formula(run: Path | None) -> str:
@@ -127,15 +140,24 @@ _HOW_VERIFIED = (
 )
 
 
-def _use(source: Source, kind: str) -> str:
+_HOW_GGUF = (
+    "Lockstep's own reader made a plain fp32 model of `model.gguf`; a fresh process loaded that with plain transformers and "
+    "computed log-probabilities, which were compared with those of the model in training. llama.cpp itself was not run. "
+    "`lockstep_export.json` has the figures."
+)
+
+
+def _use(source: Source, kind: str, dtype: str) -> str:
+    if kind == "gguf":
+        return "```\nllama-cli -m model.gguf --jinja\nllama-quantize model.gguf small.gguf Q4_K_M\n```"
     base = "the folder of the built-in model" if source.base in BUILTINS else source.base
     if kind == "adapter":
         load = f"base = AutoModelForCausalLM.from_pretrained(...)  # {base}\nmodel = PeftModel.from_pretrained(base, FOLDER)"
         extra, serve = "from peft import PeftModel\n", "vllm serve BASE --enable-lora --lora-modules tuned=FOLDER"
-        lm = "pretrained=BASE,peft=FOLDER"
+        lm = f"pretrained=BASE,peft=FOLDER,dtype={dtype}"
     else:
         load, extra, serve = "model = AutoModelForCausalLM.from_pretrained(FOLDER)", "", "vllm serve FOLDER"
-        lm = "pretrained=FOLDER"
+        lm = "pretrained=FOLDER,dtype=auto"
     return (
         f"```python\n{extra}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n{load}\n"
         f"tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"

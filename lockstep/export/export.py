@@ -1,10 +1,10 @@
-"""`lockstep export`: a trained checkpoint as a folder for transformers, PEFT and vLLM, verified before it gets its name."""
+"""`lockstep export`: a trained checkpoint as a folder for other programs, verified before it gets its name."""
 
 from __future__ import annotations
 
 import gc
 import json
-import shutil
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +16,21 @@ from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.adapter import Lora
 from lockstep.errors import ConfigError, ExportError
+from lockstep.export.as_gguf import into_gguf
 from lockstep.export.card import Source, model_card, source_of
 from lockstep.export.check import Request
-from lockstep.export.files import copy_model_files
+from lockstep.export.files import copy_model_files, in_the_making, new_folder
 from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noise, wide_logprobs
 from lockstep.export.shards import SHARD_BYTES, tensor_names, write_sharded
 from lockstep.export.verify import Check, Expected, Verified, in_fresh_process, verify
-from lockstep.learner.adapter_files import CONFIG, save_adapter
+from lockstep.learner.adapter_files import CONFIG, TENSORS, save_adapter
 from lockstep.learner.adapter_start import has_residual_base
 from lockstep.learner.adapters import facts_of
 from lockstep.learner.learner import base_model
 from lockstep.learner.merge import merged_weights
 from lockstep.loops.parts import Policy, build_policy
 from lockstep.loops.target import Target, read_adapter_folder, read_checkpoint
+from lockstep.loops.warm import base_of, find_parent
 from lockstep.models import load_model, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.resolve import Source as From
@@ -44,11 +46,11 @@ class Exported:
     """What was written."""
 
     path: Path
-    kind: Literal["model", "adapter"]
+    kind: Literal["model", "adapter", "gguf"]
     dtype: str
     bytes: int
     fingerprint: str
-    """Of the weights in the files; of an adapter's folder that of its base."""
+    """Of the weights in the files (for gguf, of the folder that it was made of); of an adapter's folder that of its base."""
     verified: Verified
     config_changes: tuple[str, ...]
     source: Source
@@ -80,50 +82,45 @@ def export(
     out: Path,
     *,
     adapter: bool = False,
+    gguf: bool = False,
     shard_bytes: int = SHARD_BYTES,
     check: Check = in_fresh_process,
 ) -> Exported:
-    """Write `target` to the new folder `out`: a plain model, or with `adapter` PEFT's layout.
+    """Write `target` to the new folder `out`: a plain model, with `adapter` PEFT's layout, or with `gguf` one file for llama.cpp.
 
     Everything is written beside `out`, read back by `check`, and renamed when it was found to be the model that trained. Raises
-    ExportError, and leaves nothing, if it is not.
+    ExportError, and leaves nothing, if it is not; ModelError if GGUF cannot say it.
     """
-    _refuse(target, out, adapter=adapter)
-    folder = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
+    _refuse(target, adapter=adapter)
+    out = new_folder(out)
+    with in_the_making(out) as folder, tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as back:
         written = _write(target, folder, adapter=adapter, shard_bytes=shard_bytes)
         written = replace(written, expected=_with_base(written.expected, target, written.request))
         _free()
-        found = check(written.request)
-        verified = verify(written.expected, found, tensor_names(folder), str(out))
+        expected, request = written.expected, written.request
+        if gguf:
+            expected, request = into_gguf(folder, Path(back), expected, request)
+        found = check(request)
+        verified = verify(expected, found, tensor_names(Path(request.folder)), str(out))
         source = source_of(target, found.architecture)
         exported = Exported(
-            out, "adapter" if adapter else "model", written.expected.dtype, written.bytes,
-            written.expected.fingerprint, verified, tuple(written.config_changes), source,
+            out, "gguf" if gguf else "adapter" if adapter else "model", written.expected.dtype, written.bytes,
+            written.expected.fingerprint, verified, () if gguf else tuple(written.config_changes), source,
         )  # fmt: skip
         (folder / RECORD).write_text(_record(exported), encoding="utf-8")
         (folder / "README.md").write_text(model_card(target, source, verified, exported.kind, exported.dtype), "utf-8")
-        if out.exists():
-            out.rmdir()  # empty: _refuse looked
-        folder.rename(out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return exported
 
 
-def _refuse(target: Target, out: Path, *, adapter: bool) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([f"{out} is there already"], fix="name a new folder")
+def _refuse(target: Target, *, adapter: bool) -> None:
     settings = target.recipe.adapter
     if not adapter:
         return
     if settings.kind == "none":
         raise ConfigError([f"--adapter: {target.label} has no adapter: all weights were trained"], fix="leave it out")
-    if target.recipe.warm_start is not None:
+    if base := base_of(find_parent(target.recipe)):
         raise ConfigError(
-            [f"--adapter: the base of {target.label} is what {target.recipe.warm_start} trained, no published model"],
+            [f"--adapter: the base of {target.label} is what {base.run or base.info.path} trained, no published model"],
             fix="export it merged (--merge)",
         )
     if isinstance(settings, Lora) and settings.base == "nf4":
@@ -198,6 +195,7 @@ def _write_adapter(policy: Policy, target: Target, folder: Path) -> tuple[str, i
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         config["base_model_name_or_path"] = str(policy.resolved.path)
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    (folder / TENSORS).chmod(0o644)  # safetensors makes files for their owner alone
     return facts.base.fingerprint, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

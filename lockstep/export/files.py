@@ -1,13 +1,15 @@
-"""What stands beside exported weights: the model's own config, generation config, tokenizer and chat template."""
+"""The folder of an export, and what stands there beside weights: the model's own config, tokenizer and chat template."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ExportError
+from lockstep.errors import ConfigError, ExportError
 from lockstep.models.folder import INDEX, read_json
 
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -18,6 +20,36 @@ NOT_OURS = (
 """Weights' index and other folders' records."""
 TOKENIZER = ("token", "vocab", "merges", "special", "chat_template", "spiece", "tekken")
 """Beginnings of the names of a tokenizer's files."""
+
+
+def new_folder(out: Path) -> Path:
+    """`out` with a name of its own. Raises ConfigError if something is there already."""
+    # A link that stands at this very place is not followed.
+    out = out.resolve() if out.name in ("", "..") else out.parent.resolve() / out.name
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()) or out == Path.cwd())):
+        raise ConfigError([f"{out} is there already"], fix="name a new folder")
+    return out
+
+
+@contextmanager
+def in_the_making(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, which is `out` afterwards; after an error nothing is left.
+
+    Raises ConfigError if it cannot be made there.
+    """
+    folder = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError([f"{out} cannot be made: {error}"], fix="name a place that can be written") from error
+    try:
+        yield folder
+        if out.exists():
+            out.rmdir()  # empty: new_folder looked
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:

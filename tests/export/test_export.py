@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep.export.export as module
-from lockstep.errors import ConfigError, ExportError
+from lockstep.cli import main
+from lockstep.errors import ConfigError, ExportError, RunDirectoryError
 from lockstep.export import check
 from lockstep.export.export import Exported, export, refuse_guess
 from lockstep.export.measure import spacing
@@ -25,6 +28,7 @@ from tests.loops import sft_runs
 from tests.loops.runs import LORA, NO_EVAL, trained
 from tests.tiny import write_tiny_model
 
+ROOT = Path(__file__).parents[2]
 SHORT = ("steps=2", "save.keep_last=2")
 
 
@@ -133,6 +137,33 @@ def test_the_spacing_of_bf16() -> None:
     assert torch.equal(spacing(weights.float()), (above.float() - weights.float()).abs())
 
 
+def test_the_documented_task_of_lm_eval_reads_a_boxed_answer() -> None:
+    """lm-eval is no dependency: this is the part of docs/examples/boxed_sums.yaml that can be wrong without it."""
+    task = yaml.safe_load((ROOT / "docs" / "examples" / "boxed_sums.yaml").read_text())
+    (reads, _), *_ = [one["filter"] for one in task["filter_list"]]
+    assert re.findall(reads["regex_pattern"], "so \\boxed{ -16 } it is") == ["-16"]
+    recipe = yaml.safe_load((ROOT / "recipes" / "sft_boxed.yaml").read_text())
+    assert task["doc_to_text"] == "{{question}}" + recipe["chat"]["suffix"]
+    assert task["generation_kwargs"]["max_gen_toks"] == recipe["rollout"]["max_tokens"]
+    assert f"--tasks {task['task']} " in (ROOT / "docs" / "export.md").read_text()
+
+
+@pytest.mark.parametrize("parent", [{"run": "x"}, [], "runs/x"])
+def test_a_lineage_that_was_tampered_with(parent: object, lora: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(lora.path, tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parent": parent}))
+    with pytest.raises(RunDirectoryError, match="names a parent wrongly"):
+        exported(RunDirectory.open(tmp_path / "run"), tmp_path / "out")
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_shard_of_no_size(size: str, lora: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(lora.path), str(tmp_path / "out"), "--step", "2", f"--shard-gb={size}"]) == 2
+    assert "is no size of a file" in capsys.readouterr().err
+
+
 def test_an_adapter_is_not_rounded(narrow: RunDirectory, tmp_path: Path) -> None:
     verified = exported(narrow, tmp_path / "out", adapter=True).verified
     assert verified.tolerance.max == EXACT >= verified.trained.max
@@ -165,6 +196,21 @@ def test_sft_and_its_heir(home: Path, model: Path, tmp_path: Path) -> None:
     assert f"**Started from**: {first.path}" in (tmp_path / "heir" / "README.md").read_text()
     with pytest.raises(ConfigError, match="no published model"):
         exported(heir, tmp_path / "adapter", adapter=True)
+
+
+def test_adapters_that_went_on_are_still_for_the_published_base(
+    home: Path, model: Path, lora: RunDirectory, tmp_path: Path
+) -> None:
+    """A warm start from adapters trains these same adapters: what they are over is the model that the recipe names."""
+    heir = trained(home, model, *LORA, *SHORT, "name=further", f"warm_start={lora.path}")
+    done = exported(heir, tmp_path / "out", adapter=True)
+    assert done.verified.trained.max <= EXACT
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| start | this model |" in card  # its step 0 is what the other run trained, not the base
+    over_trained = trained(home, model, *LORA, *SHORT, NO_EVAL, "name=third", f"warm_start={heir.path}")
+    assert exported(over_trained, tmp_path / "third", adapter=True).verified.trained.max <= EXACT
 
 
 def test_a_step_is_never_guessed(lora: RunDirectory, home: Path, model: Path) -> None:
