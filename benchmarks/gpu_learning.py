@@ -53,7 +53,8 @@ def page(outcomes: Sequence[Outcome], where: str) -> str:
     lines = [
         "# One learning run with both engines",
         "",
-        f"`recipes/gpu_sums.yaml`, {len(outcomes[0].records)} steps, SmolLM2-135M in bf16, LoRA rank 16 with fp32 masters.",
+        f"`recipes/gpu_sums.yaml`, {max(r.step for r in outcomes[0].records)} steps, SmolLM2-135M in bf16, LoRA rank 16 with "
+        "fp32 masters.",
         "",
         "![Mean training reward by step](gpu_learning.svg)",
         "",

@@ -1,12 +1,13 @@
 """The memory plan against measured peaks on one GPU: updates of random-weight models in many configurations.
 
-    python benchmarks/gpu_memory.py --out memory.txt                 # 36 configurations, some six minutes on an H200
+    python benchmarks/gpu_memory.py --write                          # 36 configurations, some six minutes on an H200
     python benchmarks/gpu_memory.py --shapes 1.5b --modes none full --budgets 8192 32768
     python benchmarks/gpu_memory.py --cpu                            # a tiny model, nothing measured: does the script run?
 
 Each configuration builds a model and a learner, makes one update (moments appear, kernels are compiled), then measures the peak
 of a second one in several micro-batches: torch's allocated and reserved bytes, and what the process has outside torch. Reference
-passes are measured likewise. A configuration that fails says why and the next one runs.
+passes are measured likewise. A configuration that fails says why and the next one runs. `--write` writes the table to
+benchmarks/results/gpu_memory.txt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import platform
 import statistics
 import sys
 import traceback
@@ -24,7 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from devices import device_name
 from random_model import random_model
+from results_file import RESULTS, header, write_section
 
 from lockstep.config.load import load
 from lockstep.learner.adapters import attach
@@ -32,12 +34,15 @@ from lockstep.learner.learner import TorchLearner
 from lockstep.models.attention import NAME
 from lockstep.plan.activations import per_token
 from lockstep.plan.choice import TOLERATED
-from lockstep.plan.memory import GIB, OUTSIDE, Sizes, job_of, peak, phases
+from lockstep.plan.job import GIB, job_of
+from lockstep.plan.memory import OUTSIDE, Sizes, peak, phases
 from lockstep.plan.shapes import shape_of_model
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
 
 PROMPT, RESPONSE, SAMPLES, RANK = 256, 512, 8, 32
 GROUP = PROMPT + SAMPLES * RESPONSE
+RESULT = RESULTS / "gpu_memory.txt"
+PACKAGES = ("torch", "triton", "transformers", "peft")
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,9 @@ def run_all(configurations: list[Configuration], device: str) -> tuple[list[Meas
     return done, failed
 
 
-def table(done: list[Measured], failed: list[str], name: str) -> list[str]:
+def table(done: list[Measured], failed: list[str]) -> list[str]:
     lines = [
-        f"{name}; torch {torch.__version__}, Python {platform.python_version()}",
+        *header(__file__, device_name(), PACKAGES),
         f"prompts of {PROMPT} tokens, {SAMPLES} samples of {RESPONSE} each; GiB",
         "",
         "| shape | training | recompute | budget | tokens | predicted GiB | allocated | error | reserved | outside torch "
@@ -236,18 +241,20 @@ def main() -> None:
     parser.add_argument("--training", nargs="+", default=["full", "lora"])
     parser.add_argument("--modes", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[8192, 16384, 32768])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: nothing is measured")
     args = parser.parse_args()
     if args.cpu:
         args.shapes, args.budgets = ["tiny"], [2048, 4096]
+        if args.write == RESULT:
+            raise SystemExit("a CPU's figures are none: give --write another file")
     device = "cpu" if args.cpu else "cuda"
     chosen = itertools.product(args.shapes, args.training, args.modes, args.budgets)
     done, failed = run_all([Configuration(*one) for one in chosen], device)
-    text = "\n".join(table(done, failed, "CPU" if args.cpu else torch.cuda.get_device_name()))
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    lines = table(done, failed)
+    print("\n".join(lines))
+    if args.write:
+        write_section(args.write, "updates and passes", lines)
 
 
 if __name__ == "__main__":

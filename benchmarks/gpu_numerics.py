@@ -1,12 +1,12 @@
 """Quantised numerics on one GPU: kernel against CPU, learner against engine, and what a step costs beside bf16.
 
-    python benchmarks/gpu_numerics.py --out numerics.json            # kernel, agreement, steps of full training and LoRA
+    python benchmarks/gpu_numerics.py --write        # kernel, agreement, steps of full training and LoRA; into the results
     python benchmarks/gpu_numerics.py --parts agreement --shape tiny --cpu
 
 kernel: the Triton kernel's bits against the CPU's, and its bytes a second. agreement: mean |Δlogp| of learner and paged engine on
 the Qwen2.5-1.5B shape with random weights; beside it what quantisation changes, and how far the learner is from itself when each
 attention output gets relative noise of bf16's size (the least that two kernels differ by). steps: gpu_step.py's step with
-numerics.train set, each in a process of its own.
+numerics.train set, each in a process of its own. `--write` writes each part's table to benchmarks/results/gpu_numerics.txt.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from devices import device_name
+from results_file import RESULTS, header, write_section
+
 NUMERICS = ("mxfp4-w4a4", "mxfp4-w4a16", "nvfp4-w4a4")
 PARTS = ("kernel", "agreement", "steps")
 NOISE = 2.0**-9
+RESULT = RESULTS / "gpu_numerics.txt"
+PACKAGES = ("torch", "triton", "transformers")
 
 
 # --- kernel ---------------------------------------------------------------------------------------------------------
@@ -195,6 +202,56 @@ def step(args: argparse.Namespace, model: str, work: str, numeric: str) -> dict[
     return {**medians, "peak GiB": found["peak"], "mismatch": metrics, "said": sorted(set(said))}
 
 
+# --- tables ---------------------------------------------------------------------------------------------------------
+def table(part: str, found: dict[str, Any]) -> list[str]:
+    return {"kernel": kernel_table, "agreement": agreement_table, "steps": steps_table}[part](found)
+
+
+def kernel_table(found: dict[str, Any]) -> list[str]:
+    equal = "equal the CPU's" if found["equal"] else "DIFFER from the CPU's"
+    lines = [f"The Triton kernel's bits {equal}.", "", "| input | us | GB/s |", "| --- | --- | --- |"]
+    speeds = ((name, speed) for name, speed in found.items() if name != "equal")
+    return lines + [f"| {name} | {speed['microseconds']:.0f} | {speed['GB/s']:.0f} |" for name, speed in speeds]
+
+
+def agreement_table(found: dict[str, Any]) -> list[str]:
+    """Differences of log-probabilities, nats a token."""
+    lines = [
+        "| numerics | layers | fused decoding | learner - engine, mean (median, max) | learner - itself with noise on attention "
+        "| from plain |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in found.items():
+        if name == "plain again":
+            continue
+        gap, shaken, plain = row["learner - engine"], row["learner - itself, shaken"], row["from plain"]
+        lines.append(
+            f"| {'bf16' if name == 'plain' else name} | {row['layers']} | {'yes' if row['fused decoding'] else 'no'} "
+            f"| {gap['mean']:.2g} ({gap['median']:.2g}, {gap['max']:.2g}) | {shaken['mean']:.2g} | {plain['mean']:.3g} |"
+        )
+    again = found["plain again"]["mean"]
+    return [
+        *lines,
+        "",
+        f"Differences of log-probabilities, nats a token; plain once more after all of them: {again:.2g}.",
+    ]
+
+
+def steps_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| work, numerics | step, s | generate | train | sync | peak GiB | step, generate, train: times bf16 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in found.items():
+        if "failed" in row:
+            lines.append(f"| {name} | failed with {row['failed']} |")
+            continue
+        times = ", ".join(f"{value:.2f}" for value in row.get("times bf16", {}).values())
+        seconds = " | ".join(f"{row[key]:.2f}" for key in ("step", "generate", "train", "sync"))
+        lines.append(f"| {name} | {seconds} | {row['peak GiB']:.1f} | {times} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
@@ -208,7 +265,12 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="a tiny version, to try things out; without the kernel")
     parser.add_argument("--limit", type=float, default=280)
     parser.add_argument("--out", default="gpu_numerics.json")
+    parser.add_argument(
+        "--write", nargs="?", type=Path, const=RESULT, help=f"write the tables to a file, {RESULT.name}"
+    )
     args = parser.parse_args()
+    if args.cpu and args.write == RESULT:
+        raise SystemExit("a CPU's figures are none: give --write another file")
     results: dict[str, Any] = {}
     for part in args.parts:
         if part == "kernel" and args.cpu:
@@ -216,6 +278,10 @@ def main() -> None:
         results[part] = {"kernel": kernel, "agreement": agreement, "steps": steps}[part](args)
         print(json.dumps({part: results[part]}, indent=1), flush=True)
         Path(args.out).write_text(json.dumps(results, indent=1))
+        lines = [*header(__file__, device_name(), PACKAGES), "", *table(part, results[part])]
+        print("\n".join(lines), flush=True)
+        if args.write:
+            write_section(args.write, part, lines)
 
 
 if __name__ == "__main__":

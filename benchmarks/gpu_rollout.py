@@ -1,6 +1,7 @@
 """Rollouts on one GPU: Lockstep's native engine against vLLM on identical work, with the physical floor of each shape.
 
-    python benchmarks/gpu_rollout.py --out rollout.json
+    python benchmarks/gpu_rollout.py --write       # table into benchmarks/results/gpu_rollout.txt
+    python benchmarks/gpu_rollout.py --cpu         # a tiny version of our arms on a CPU, to try the program out: no figures
 
 Both arms: the Qwen2.5-1.5B shape with random bf16 weights, 64 prompts of 128 tokens x 8 samples, temperature 1, the
 log-probability of every sampled token returned, end tokens ignored so that the work is fixed. Three lengths: 512 each;
@@ -15,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -23,15 +23,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from devices import device_name, peak, synchronise
+from results_file import RESULTS, header, write_section
+
 PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 8, 128
+WORKS = ("fixed", "lognormal", "eight")
+RESULT = RESULTS / "gpu_rollout.txt"
+PACKAGES = ("torch", "triton", "transformers", "vllm")
 
 
-def lengths_of(work: str) -> list[list[int]]:
-    """New tokens of each sample of each prompt."""
+def lengths_of(work: str, *, cpu: bool = False) -> list[list[int]]:
+    """New tokens of each sample of each prompt. On a CPU a few short ones."""
+    if cpu:
+        return [[max(1, tokens // 32) for tokens in row[:4]] for row in lengths_of(work)[:2]]
     if work == "eight":
         return [[512] * 8]
     if work == "fixed":
@@ -45,9 +54,10 @@ def lengths_of(work: str) -> list[list[int]]:
     ]
 
 
-def prompts_of(work: str, run: int) -> list[list[int]]:
+def prompts_of(work: str, run: int, *, cpu: bool = False) -> list[list[int]]:
     draw = random.Random(run)
-    return [[draw.randrange(1000, 100000) for _ in range(PROMPT_TOKENS)] for _ in lengths_of(work)]
+    ids = range(100, 500) if cpu else range(1000, 100000)
+    return [[draw.choice(ids) for _ in range(PROMPT_TOKENS)] for _ in lengths_of(work, cpu=cpu)]
 
 
 def floor_seconds(work: str) -> float:
@@ -71,9 +81,10 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.models.attention import NAME
     from lockstep.rollout.paged.engine import PagedEngine
 
-    torch.zeros(1, device="cuda")
+    device = "cpu" if args.cpu else "cuda"
+    torch.zeros(1, device=device)
     imported = time.perf_counter()
-    model = random_model("1.5b", args.dtype, attention=NAME)
+    model = random_model("tiny" if args.cpu else "1.5b", args.dtype, device, NAME)
     loaded = time.perf_counter()
     engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str, fused=not args.unfused)
     engine.load(iter(()), 0)
@@ -83,21 +94,23 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
 
         requests = [
             Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, Sampling(n, ignore_eos=True), 0)
-            for p, (ids, row) in enumerate(zip(prompts_of(work, number), lengths_of(work), strict=True))
+            for p, (ids, row) in enumerate(
+                zip(prompts_of(work, number, cpu=args.cpu), lengths_of(work, cpu=args.cpu), strict=True)
+            )
             for s, n in enumerate(row)
         ]
-        torch.cuda.synchronize()
+        synchronise()
         begin = time.perf_counter()
         engine.submit(requests)
         done = list(engine.completed())
         return time.perf_counter() - begin, sum(len(d.ids) for d in done), done
 
-    result = measure(args, run)
+    result = measure(args, run) | {"device": device_name()}
     result["start"] = {"import": imported - start, "model": loaded - imported}
     result["mismatch"] = mismatch(model, run("fixed", 99)[2])
     if args.profile:
         profile(run)
-    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    result["peak_gib"] = peak()
     return result
 
 
@@ -106,13 +119,13 @@ def mismatch(model: Any, done: list[Any]) -> dict[str, float]:
     import torch
 
     model.set_attn_implementation("sdpa")
-    gaps = []
+    gaps, device = [], model.device
     with torch.no_grad():
         for completion in done[:: max(1, len(done) // 16)][:16]:
-            ids = torch.tensor([[*completion.request.prompt_ids, *completion.ids]], device="cuda")
+            ids = torch.tensor([[*completion.request.prompt_ids, *completion.ids]], device=device)
             logprobs = model(ids).logits[0, len(completion.request.prompt_ids) - 1 : -1].float().log_softmax(-1)
-            expected = logprobs.gather(-1, torch.tensor(completion.ids, device="cuda")[:, None])[:, 0]
-            gaps.append((expected - torch.tensor(completion.logprobs, device="cuda")).abs())
+            expected = logprobs.gather(-1, torch.tensor(completion.ids, device=device)[:, None])[:, 0]
+            gaps.append((expected - torch.tensor(completion.logprobs, device=device)).abs())
     model.set_attn_implementation("lockstep")
     gap = torch.cat(gaps)
     return {"mean": float(gap.mean()), "max": float(gap.max())}
@@ -174,7 +187,8 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         outputs = engine.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begin, sum(len(o.outputs[0].token_ids) for o in outputs), []
 
-    return measure(args, run) | {"start": {"import": imported - start, "engine": started - imported}}
+    start_up = {"import": imported - start, "engine": started - imported}
+    return measure(args, run) | {"start": start_up, "device": device_name(), "peak_gib": peak()}
 
 
 def measure(args: argparse.Namespace, run: Callable[[str, int], tuple[float, int, list[Any]]]) -> dict[str, Any]:
@@ -203,6 +217,7 @@ def arm(name: str, extra: list[str], folder: str, args: argparse.Namespace) -> d
     """One arm in a process of its own."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--arm", name, "--arm-out", file.name, "--runs", str(args.runs), *extra]
+        command += ["--dtype", args.dtype, *["--cpu"] * args.cpu]
         done = subprocess.run(
             [*command, "--work", *args.work], env=os.environ | {"BENCH_MODEL": folder}, check=False, timeout=args.limit
         )
@@ -210,7 +225,7 @@ def arm(name: str, extra: list[str], folder: str, args: argparse.Namespace) -> d
         return json.loads(text) if text else {"failed": done.returncode}
 
 
-def table(results: dict[str, dict[str, Any]], works: list[str]) -> list[str]:
+def table(results: dict[str, dict[str, Any]], works: list[str], *, cpu: bool) -> list[str]:
     lines = [
         "| work | arm | seconds | tokens/s | share of the floor | ours / it |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -223,21 +238,30 @@ def table(results: dict[str, dict[str, Any]], works: list[str]) -> list[str]:
             seconds, tokens = statistics.median(result[work]["seconds"]), result[work]["tokens"]
             same = mine is not None and mine["tokens"] == tokens
             ratio = f"{seconds / statistics.median(mine['seconds']):.2f}x" if same and mine else "other work"
+            share = "" if cpu else f"{floor_seconds(work) / seconds:.0%}"  # of an H200, at the full size
             lines.append(
                 f"| {work} | {name} | {seconds:.2f} ({min(result[work]['seconds']):.2f}-{max(result[work]['seconds']):.2f}) "
-                f"| {tokens / seconds:,.0f} | {floor_seconds(work) / seconds:.0%} | {ratio} |"
+                f"| {tokens / seconds:,.0f} | {share} | {ratio} |"
             )
     return lines
 
 
-def versions() -> str:
-    found = []
-    for name in ("torch", "triton", "transformers", "vllm"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
+def notes(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each arm: seconds to start and of the first run of each work, memory, and how far off its log-probabilities are."""
+    lines = []
+    for name, result in results.items():
+        if "failed" in result:
+            lines.append(f"{name}: failed with {result['failed']}")
             continue
-    return ", ".join(found)
+        start = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in result["start"].items())
+        first = ", ".join(f"{work} {found['first']:.2f} s" for work, found in result.items() if work in WORKS)
+        line = f"{name}: {start}; first run: {first}; peak {result['peak_gib']:.1f} GiB"
+        if gap := result.get("mismatch"):
+            line += (
+                f"; |log-probability - full forward pass of transformers|: mean {gap['mean']:.2g}, max {gap['max']:.2g}"
+            )
+        lines.append(line)
+    return lines
 
 
 def main() -> None:
@@ -252,8 +276,14 @@ def main() -> None:
     parser.add_argument("--unfused", action="store_true", help="our engine runs the model's own forward pass")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=300)
-    parser.add_argument("--work", nargs="*", default=["fixed", "lognormal", "eight"])
+    parser.add_argument("--cpu", action="store_true", help="a tiny version of our arms on a CPU, to try things out")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
+    parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))
     args = parser.parse_args()
+    if args.cpu:
+        args.variants = []  # vLLM needs a GPU
+        if args.write == RESULT:
+            raise SystemExit("a CPU's figures are none: give --write another file")
     if args.arm:
         result = {"ours": ours, "vllm": vllm}[args.arm](args)
         Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
@@ -266,12 +296,12 @@ def main() -> None:
             random_model("1.5b", args.dtype).save_pretrained(folder)
             for variant in args.variants:
                 results[f"vLLM {variant}"] = arm("vllm", ["--variant", variant], folder, args)
-    import torch
-
-    lines = [f"{torch.cuda.get_device_name()}, {platform.machine()}, {versions()}", "", *table(results, args.work)]
-    lines += ["", *(f"{name}: {result.get('start')} {result.get('mismatch', '')}" for name, result in results.items())]
+    where = next((result["device"] for result in results.values() if "device" in result), "no device")
+    lines = [*header(__file__, where, PACKAGES), "", *table(results, args.work, cpu=args.cpu), "", *notes(results)]
     Path(args.out).write_text(json.dumps(results, indent=1))
     print("\n".join(lines))
+    if args.write:
+        write_section(args.write, "rollout", lines)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """SFT on one GPU: Lockstep against TRL's SFTTrainer on identical work: tokens a second and model FLOP utilisation.
 
-    python benchmarks/gpu_sft.py --out sft.json                    # 1.5B, 32 rows of 2048 tokens a step, full training
-    python benchmarks/gpu_sft.py --cpu --steps 2 --arms Lockstep   # a tiny version of our arm, to try things out
+    python benchmarks/gpu_sft.py --write           # 1.5B, 32 rows of 2048 tokens a step, full training; some two minutes
+    python benchmarks/gpu_sft.py --cpu --steps 1   # tiny versions of all arms on a CPU, to try the program out: no figures
 
 The Qwen2.5-1.5B shape with random weights; every row has exactly 2048 tokens, a prompt of 8 and a reply of 2040 with loss, so
 that no arm pads and none gains by packing. bf16 computation, AdamW at 1e-5 clipped at 1. Lockstep trains bf16 weights with fp32
 masters, as `lockstep train` does, and runs its own loop; so does TRL, once as it comes (fp32 weights under autocast, gradient
 checkpointing) and twice with what its manual advises for speed; "tuned bf16" also rounds weights and optimizer state to bf16.
-Each arm is a process of its own; its first steps are left out. Ratios are printed only between arms that trained the same number
-of tokens and began with the same loss.
+Each arm is a process of its own; all import at once, then each has the GPU alone. First steps are left out, and nothing is
+saved. Ratios are printed only between arms that trained the same number of tokens and began with the same loss. `--write` also
+writes the table to benchmarks/results/gpu_sft.txt.
 
 MFU = (3 · 2 · (body · T + head · R) + 3.5 · 2 · L · d_a · Σ S²) / seconds / 989e12, the H200's dense bf16 peak: T tokens, R with
 loss, S of a row, body and head the parameters of the matrices; recomputation counts nothing (docs/benchmarks.md).
@@ -18,40 +19,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from devices import device_name, peak
+from results_file import RESULTS, header, write_section
+from trl_arms import ARMS, PACKAGES, Process, save_nothing, step_timer, trainer_settings, wait_turn, write_model
 
 ROWS, TOKENS, PROMPT, LR = 32, 2048, 8, 1e-5
 WARM = 2
 PEAK = 989e12
 SAME_LOSS = 0.02
-ARMS: dict[str, dict[str, Any]] = {
-    "Lockstep": {},
-    "TRL stock": {"gradient_checkpointing": True, "per_device_train_batch_size": 8, "bf16": True},
-    "TRL tuned": {
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 8,
-        "use_liger_kernel": True,
-        "bf16": True,
-        "dtype": "float32",
-    },
-    "TRL tuned bf16": {
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 16,
-        "use_liger_kernel": True,
-        "bf16": False,
-        "dtype": "bfloat16",
-    },
-}
+RESULT = RESULTS / "gpu_sft.txt"
 
 
 def texts(count: int, tokens: int) -> list[str]:
@@ -63,12 +49,12 @@ def texts(count: int, tokens: int) -> list[str]:
 
 # --- our arm --------------------------------------------------------------------------------------------------------
 def lockstep(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
     from lockstep.config.load import load
     from lockstep.loops.run import start_run
     from lockstep.track.writer import read_metrics
 
+    wait_turn(args)
+    save_nothing()
     steps, rows, tokens = WARM + args.steps + 1, args.rows, args.tokens
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
@@ -90,96 +76,66 @@ def lockstep(args: argparse.Namespace) -> dict[str, Any]:
             ]
         )
         run = start_run(recipe)
-        found = [row.metrics for row in read_metrics(run) if 0 < row.step < steps]  # the last step also saves
+        found = [row.metrics for row in read_metrics(run) if 0 < row.step < steps]  # the last step also proves the sync
         notes = [line for line in run.log_path.read_text().splitlines() if "micro-batch" in line]
-    peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    timed = [
-        {"step": m["time/step"], "update": m["time/update"], "trained": m["batch/tokens_trained"]} for m in found[WARM:]
-    ]
-    return {"rows": timed, "peak": peak, "losses": [m["sft/loss"] for m in found], "notes": notes}
+    timed = [{"step": m["time/step"], "trained": m["batch/tokens_trained"]} for m in found[WARM:]]
+    return {"rows": timed, "losses": [m["sft/loss"] for m in found], "notes": notes}
 
 
 # --- TRL's arm ------------------------------------------------------------------------------------------------------
 def trl(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoTokenizer
+    from trl import SFTTrainer
 
-    settings, steps = dict(ARMS[args.arm]), WARM + args.steps
+    wait_turn(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    ids = [tokenizer(text)["input_ids"] for text in texts(args.rows * steps, args.tokens)]
+    ids = [tokenizer(text)["input_ids"] for text in texts(args.rows * (WARM + args.steps), args.tokens)]
     if any(len(row) != args.tokens for row in ids):
         raise SystemExit("the tokenizer gives other lengths: the work is not equal")
     mask = [0] * PROMPT + [1] * (args.tokens - PROMPT)
     rows: list[dict[str, float]] = []
-    losses: list[float] = []
-    now = {"start": 0.0}
 
-    class Timer(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            if not rows:
-                torch.cuda.synchronize()
-                now["start"] = time.perf_counter()
+    def step(seconds: float) -> None:
+        rows.append({"step": seconds, "trained": float(args.rows * (args.tokens - PROMPT))})
 
-        def on_step_end(self, *_: object, **__: object) -> None:
-            torch.cuda.synchronize()
-            end = time.perf_counter()
-            seconds = end - now["start"]
-            rows.append({"step": seconds, "update": seconds, "trained": float(args.rows * (args.tokens - PROMPT))})
-            now["start"] = end  # from step to step: the data loader's part is in it, as it is in ours
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model=args.model,
+            args=trl_config(args, folder),
+            train_dataset=Dataset.from_list([{"input_ids": row, "completion_mask": mask} for row in ids]),
+            processing_class=tokenizer,
+            callbacks=[step_timer(step)],
+        )
+        trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return {"rows": rows[WARM:], "losses": losses, "notes": []}
 
-        def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
-            if "loss" in logs:
-                losses.append(float(logs["loss"]))
 
-    dtype = settings.pop("dtype", None)
-    config = SFTConfig(
-        output_dir=tempfile.mkdtemp(),
+def trl_config(args: argparse.Namespace, folder: str) -> Any:
+    """What the arm says, and what makes the work equal."""
+    from trl import SFTConfig
+
+    settings = trainer_settings(args.arm, cpu=args.cpu)
+    return SFTConfig(
+        output_dir=folder,
         gradient_accumulation_steps=args.rows // settings["per_device_train_batch_size"],
         max_length=None,
         completion_only_loss=True,
-        max_steps=steps,
+        max_steps=WARM + args.steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
         weight_decay=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
-        **({"model_init_kwargs": {"dtype": dtype, "attn_implementation": "sdpa"}} if dtype else {}),
         **settings,
     )
-    data = Dataset.from_list([{"input_ids": row, "completion_mask": mask} for row in ids])
-    trainer = SFTTrainer(
-        model=args.model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Timer()]
-    )
-    trainer.train()
-    return {"rows": rows[WARM:], "peak": torch.cuda.max_memory_reserved() / 2**30, "losses": losses, "notes": []}
 
 
 # --- driver ---------------------------------------------------------------------------------------------------------
-def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, "--arm", arm, "--arm-out", file.name, "--model", args.model]
-        command += ["--steps", str(args.steps), "--rows", str(args.rows), "--tokens", str(args.tokens)]
-        command += ["--cpu"] * args.cpu + ["--set", *args.set]
-        log = Path(args.out).with_suffix(f".{arm.replace(' ', '_')}.log")
-        with log.open("w") as stream:
-            try:
-                code = subprocess.run(command, stdout=stream, stderr=stream, timeout=args.limit, check=False).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-        text = Path(file.name).read_text()
-        if not text:
-            print(f"{arm}: failed with {code}; the end of {log}:\n{log.read_text()[-1500:]}", file=sys.stderr)
-            return {"failed": code}
-        result: dict[str, Any] = json.loads(text)
-        print(
-            arm, [round(row["step"], 3) for row in result["rows"]], result["losses"], result["notes"], file=sys.stderr
-        )
-        return result
+def start_arm(arm: str, args: argparse.Namespace, folder: Path) -> Process:
+    log = Path(args.out).with_suffix(f".{arm.replace(' ', '_')}.log")
+    given = ["--arm", arm, "--model", args.model, "--steps", str(args.steps), "--rows", str(args.rows)]
+    given += ["--tokens", str(args.tokens), *["--cpu"] * args.cpu, "--set", *args.set]
+    return Process.start(arm, __file__, given, log, folder)
 
 
 def step_flops(model: str, rows: int, tokens: int) -> float:
@@ -220,50 +176,46 @@ def table(results: dict[str, dict[str, Any]], flops: float, args: argparse.Names
     return lines
 
 
-def versions() -> str:
-    found = []
-    for name in ("torch", "transformers", "trl", "liger-kernel"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", choices=ARMS, help="run one arm in this process")
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--arm-out", default="/dev/stdout")
+    parser.add_argument("--gate", default="", help="of one arm: the file that says that it waits for its turn")
     parser.add_argument("--model", default="", help="folder made by random_model.py; none makes one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--cpu", action="store_true", help="a tiny version of our arm, to try things out")
+    parser.add_argument("--cpu", action="store_true", help="tiny versions of the arms on a CPU, to try the program out")
     parser.add_argument("--set", nargs="*", default=[], help="settings of our arm. Example: update.recompute=full")
-    parser.add_argument("--limit", type=float, default=280)
+    parser.add_argument("--limit", type=float, default=280, help="seconds that an arm may have the GPU")
     parser.add_argument("--out", default="gpu_sft.json")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
     args = parser.parse_args()
+    if args.cpu and args.write == RESULT:
+        raise SystemExit("a CPU's figures are none: give --write another file")
     if args.arm:
         result = (lockstep if args.arm == "Lockstep" else trl)(args)
-        Path(args.arm_out).write_text(json.dumps(result))
+        Path(args.arm_out).write_text(json.dumps(result | {"peak": peak(), "device": device_name()}))
         return
     if args.cpu:
         args.rows, args.tokens = 4, 128
     with tempfile.TemporaryDirectory() as folder:
-        if not args.model:
-            from random_model import write_model
-
-            write_model(Path(folder), "tiny" if args.cpu else "1.5b", **({"device": "cpu"} if args.cpu else {}))
-            args.model = folder
+        make = not args.model
+        args.model = args.model or f"{folder}/model"
+        arms = [start_arm(arm, args, Path(folder)) for arm in args.arms]
+        if make:
+            write_model(Path(args.model), "tiny" if args.cpu else "1.5b", cpu=args.cpu)
         flops = step_flops(args.model, args.rows, args.tokens)
-        results = {arm: run_arm(arm, args) for arm in args.arms}
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    lines = [f"{device}, {platform.machine()}, {versions()}", "", *table(results, flops, args)]
+        for arm in arms:
+            arm.ready()
+        results = {arm.name: arm.run(args.limit) for arm in arms}
+    where = next((result["device"] for result in results.values() if "device" in result), "no device")
+    lines = [*header(__file__, where, PACKAGES), "", *table(results, flops, args)]
     Path(args.out).write_text(json.dumps(results, indent=1))
     print("\n".join(lines))
+    if args.write:
+        write_section(args.write, "full training", lines)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def page(outcomes: Sequence[Outcome], where: str, overrides: Sequence[str]) -> s
         "",
         f"<!-- Written by benchmarks/stale_rollouts.py{changed}. -->",
         "",
-        f"`recipes/algorithms/stale.yaml`: {steps} steps with four updates each at fifteen times the adapters' default, so "
+        f"`recipes/algorithms/stale.yaml`: {steps} steps with four updates each at ten times the adapters' default rate, so "
         "that three of four updates work on samples of other weights. w = π_θ/π_rollout (`old_logprobs: rollout`).",
         "",
         *(f"- `{label}`: {MEANING[label]}" for label in labels),

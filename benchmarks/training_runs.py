@@ -126,12 +126,16 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+TO_THE_END = tuple(f"health.{rule}=warn" for rule in ("clipping", "mismatch", "reward_flat"))
+"""An arm that collapses is trained to its last step, too: it is compared with the others there."""
+
+
 def _run(job: Job, threads: int) -> None:
     folder = job.folder
     if _finished(folder):
         print(f"{folder.name}: finished before", file=sys.stderr, flush=True)
         return
-    args = ["--resume", str(folder)] if folder.exists() else list(job.args)
+    args = ["--resume", str(folder)] if folder.exists() else [job.args[0], *TO_THE_END, *job.args[1:]]
     started = time.perf_counter()
     print(f"{folder.name}: {'resuming' if folder.exists() else 'starting'}", file=sys.stderr, flush=True)
     done = subprocess.run(

@@ -1,0 +1,120 @@
+"""What the arms of gpu_step.py do: prompts, replies and their lengths, the reward; and the least time that a GPU needs for it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_rollout import lengths_of
+
+PROMPT_TOKENS, RANK = 256, 32
+FULL = "Lockstep full"
+"""Beside LoRA, our own full training."""
+
+
+@dataclass(frozen=True)
+class Work:
+    tokens: int
+    """Of the longest reply."""
+    lora: bool = False
+    lognormal: bool = False
+
+    @property
+    def left_out(self) -> str:
+        """The arm that says nothing here."""
+        return "TRL tuned bf16" if self.lora else FULL
+
+
+WORKS = {"full": Work(512), "long": Work(1024), "lora": Work(512, lora=True), "lognormal": Work(1024, lognormal=True)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a step consists of."""
+
+    prompts: int
+    samples: int
+    longest: int
+    lengths: tuple[int, ...]
+    """Tokens of each reply, prompt by prompt."""
+
+    @staticmethod
+    def of(name: str, tokens: int = 0, *, cpu: bool = False) -> Size:
+        """`tokens` is another longest reply, to try things out."""
+        work = WORKS[name]
+        prompts, samples = (2, 2) if cpu else (64, 8)
+        longest = tokens or (24 if cpu else work.tokens)
+        lengths = [longest] * (prompts * samples)
+        if work.lognormal:  # scaled, if another length is tried
+            rows = lengths_of("lognormal")[:prompts]
+            lengths = [max(1, count * longest // work.tokens) for row in rows for count in row[:samples]]
+        return Size(prompts, samples, longest, tuple(lengths))
+
+    @property
+    def replies(self) -> int:
+        return self.prompts * self.samples
+
+
+def prompt_texts(count: int) -> list[str]:
+    draw = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    return ["".join(draw.choices(letters, k=PROMPT_TOKENS)) for _ in range(count)]
+
+
+def score(ids: list[int]) -> float:
+    """Differs within each group, and does not depend on what was learnt."""
+    return float(sum(ids[:16]) % 2)
+
+
+class BenchmarkTask:
+    """The fixed prompts; the reward is of the characters, each of which is a token."""
+
+    name, notes = "benchmark", ()
+
+    def __init__(self, prompts: int = 512) -> None:
+        self._texts = prompt_texts(prompts)
+
+    def batch(self, step: int, size: int) -> list[Any]:
+        from lockstep.types import Prompt
+
+        rows = range(step * size, step * size + size)
+        return [
+            Prompt(f"q{i}", ({"role": "user", "content": self._texts[i % len(self._texts)]},), "", "b") for i in rows
+        ]
+
+    def heldout(self, role: str, size: int) -> list[Any]:
+        return []
+
+    def grade(self, prompt: Any, reply: str) -> Any:
+        from lockstep.types import Grade
+
+        return Grade(score(list(reply.encode())))
+
+
+def floors_of(work: str, model: str, size: Size) -> dict[str, float]:
+    """Seconds that the GPU's own matrix products and memory need (docs/benchmarks.md)."""
+    from lockstep.plan import floors
+    from lockstep.plan.shapes import read_shape
+
+    shape, lora = read_shape(Path(model)), WORKS[work].lora
+    # Adapters of rank r on an OxI matrix have r (O + I) parameters.
+    adapters = sum(RANK * (linear.outputs + linear.inputs) for linear in shape.linears) * shape.layers
+    starts = range(0, size.replies, size.samples)
+    lengths = floors.Work(tuple((PROMPT_TOKENS, size.lengths[start : start + size.samples]) for start in starts))
+    # The bound that every arm is measured by: each sample's prompt is trained with it, as TRL does.
+    update = floors.Update(adapters if lora else shape.parameters, lora, share_prompts=False)
+    floor = floors.step_floor(shape, lengths, update, floors.H200)
+    return {"step": floor.total, "generate": floor.generate, "train": floor.train}
+
+
+def title(work: str, size: Size) -> str:
+    kind = f"LoRA rank {RANK}" if WORKS[work].lora else "full training"
+    reply = str(size.longest)
+    if WORKS[work].lognormal:
+        reply = f"log-normal, mean {sum(size.lengths) / size.replies:.0f}, at most {max(size.lengths)}"
+    return f"{kind}, {size.prompts} x {size.samples} x ({PROMPT_TOKENS} + {reply}) tokens"
