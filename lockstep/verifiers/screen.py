@@ -12,6 +12,8 @@ from lockstep.verifiers.extract import DIGITS, MAX_DEPTH
 
 MAX_LENGTH = 500
 MAX_NESTING = 8
+MAX_SUBSCRIPTS = 2
+"""Subscripts within one another. Each further one takes a reader that has not met it a third of a second."""
 MAX_LITERAL = 60
 """Digits of one number."""
 MAX_ARGUMENT = 400
@@ -106,8 +108,11 @@ def _words(text: str) -> str:
 def _shape(text: str) -> str:
     """Nesting that is too deep or does not balance. Parentheses may close with brackets: (0, 1] is an interval."""
     depth = deepest = braces = 0
+    lowered: list[bool] = []  # of each open bracket: is it a subscript's
+    previous = ""
     escaped = False
     for char in text:
+        before, previous = previous, char if char != " " else previous
         if escaped:
             escaped = False
             if char in "{}":
@@ -118,11 +123,15 @@ def _shape(text: str) -> str:
             depth += 1
             braces += char == "{"
             deepest = max(deepest, depth)
+            lowered.append(before == "_")
+            if sum(lowered) > MAX_SUBSCRIPTS:
+                return f"subscripts {sum(lowered)} deep"
         elif char in "})]":
             depth -= 1
             braces -= char == "}"
             if depth < 0 or braces < 0:
                 return "brackets that do not balance"
+            lowered.pop()
     if depth or braces:
         return "brackets that do not balance"
     return f"brackets {deepest} deep" if deepest > min(MAX_NESTING, MAX_DEPTH) else ""

@@ -197,6 +197,13 @@ TASKS: tuple[Tree, ...] = (
     },
     {"kind": "open_spiel", "games": ["hex"], "reward_mode": "game", "opponent": "mcts", "illegal_moves": 1},
     {
+        "kind": "open_spiel",
+        "games": ["hex"],
+        "reward_mode": "game",
+        "opponent": "adapter",
+        "rival": {"path": "runs/rival", "temperature": 0.5, "max_tokens": 8, "slots": 4},
+    },
+    {
         "kind": "mixed",
         "tasks": {"a": {"weight": 2.0, "task": {"kind": "guess_number"}}, "b": {"task": QUESTIONS}},
         "curriculum": {"low": 0.2, "high": 0.8, "outside": 0.2, "memory": 0.5},

@@ -45,7 +45,7 @@ def test_each_recipe_is_of_the_algorithm_that_it_is_called_after() -> None:
     assert all(recipe.algorithm.kind == name for name, recipe in named.items())
     assert stale.updates_per_step == 4
     default = load([str(RECIPES / "algorithms" / "grpo.yaml"), "optimizer.lr=null"]).lr
-    assert stale.lr == pytest.approx(15 * default)
+    assert stale.lr == pytest.approx(10 * default)
     assert (stale.algorithm.loss.kind, stale.algorithm.old_logprobs) == ("reinforce", "rollout")
 
 

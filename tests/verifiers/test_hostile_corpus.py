@@ -75,7 +75,7 @@ def test_expressions_are_graded_right_in_time_and_leave_nothing():
 ORDINARY = (
     "\\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}", "\\frac{\\sqrt{3}+\\sqrt{5}}{2}", "x \\in (-\\infty, -2) \\cup (3, \\infty)", "2^{2024}",
     "\\frac{n(n+1)(2n+1)}{6}", "\\binom{n}{k}", "\\binom{10}{3}", "\\binom{10}{3} x^5", "10!", "n!", "(n+1)!", "e^{x^2+y^2}",
-    "\\{1, 2, 3, 4, 5\\}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\left(\\frac{1}{2}, -\\frac{3}{4}\\right)", "y = 2x + 3",
+    "a_{n_{k}}", "x_{1} + x_{2} + x_{3}", "\\{1, 2, 3, 4, 5\\}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\left(\\frac{1}{2}, -\\frac{3}{4}\\right)", "y = 2x + 3",
     "\\frac{1}{1+\\frac{1}{1+x}}", "\\sqrt{1+\\sqrt{2+\\sqrt{3}}}", "(x+1)^{10}", "x^{100} - 1", "\\log_2 3", "\\sin(2\\theta)", "3^{2^{2}}",
     "\\frac{\\pi^2}{6}", "2\\pi r^2 + 2\\pi r h", "a_n = 2^{n} - 1", "45^\\circ", "\\cos^{-1}\\left(\\frac{1}{3}\\right)", "-\\frac{5\\sqrt{2}}{4}i",
 )  # fmt: skip
@@ -93,6 +93,7 @@ def test_the_screen_lets_ordinary_answers_through(answer):
         ("4\u200f2", "the character U+200F"),
         ("{" * 9 + "x" + "}" * 9, "brackets 9 deep"),
         ("{x", "brackets that do not balance"),
+        ("x_{a_{b_{c}}}", "subscripts 3 deep"),
         ("9^{9^{9}}", "a tower of powers"),
         ("9^9^9", "a tower of powers"),
         ("2^{99999}", "the exponent 99999"),
