@@ -20,8 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from results_file import RESULTS, header, write_section
 
 NUMERICS = ("mxfp4-w4a4", "mxfp4-w4a16", "nvfp4-w4a4")
 PARTS = ("kernel", "agreement", "steps")
-NOISE = 2.0**-9
 RESULT = RESULTS / "gpu_numerics.txt"
 PACKAGES = ("torch", "triton", "transformers")
 
@@ -92,6 +90,7 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
 
     from lockstep.config.schema import Recipe
     from lockstep.learner.learner import TorchLearner
+    from lockstep.learner.rounding import shaken
     from lockstep.models.attention import NAME
     from lockstep.rollout.paged.engine import PagedEngine
     from lockstep.types import Forward
@@ -110,13 +109,13 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     for numeric in ("", *NUMERICS):
         report = engine.set_forward(Forward(numeric))
         ours, theirs = learner.logprobs(sequences, numeric), engine.score(sequences)
-        with noisy_attention(model):
-            shaken = learner.logprobs(sequences, numeric)
+        with shaken(model, attention=True):
+            moved = learner.logprobs(sequences, numeric)
         result[numeric or "plain"] = {
             "layers": report.quantised_layers,
             "fused decoding": engine._step._fused is not None,
             "learner - engine": gap(ours, theirs),
-            "learner - itself, shaken": gap(ours, shaken),
+            "learner - itself, shaken": gap(ours, moved),
             "from plain": gap(ours, plain),
         }
     engine.set_forward(Forward())
@@ -134,26 +133,6 @@ def spread(model: Any) -> None:
                 parameter.mul_(2)
             elif "norm" in name and "layers" not in name:
                 parameter.mul_(3)
-
-
-@contextmanager
-def noisy_attention(model: Any) -> Iterator[None]:
-    """Relative noise of bf16's size on what each attention layer gives."""
-    import torch
-
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(1)
-
-    def shake(_: Any, inputs: Any, output: Any) -> Any:
-        noise = torch.randn(output[0].shape, generator=generator, device=device)
-        return ((output[0].float() * (1 + NOISE * noise)).to(output[0].dtype), *output[1:])
-
-    handles = [layer.self_attn.register_forward_hook(shake) for layer in model.get_decoder().layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def gap(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer
 
 from lockstep.config.schema import Model
 from lockstep.learner.learner import plain_logprobs
+from lockstep.learner.rounding import shaken
 from lockstep.models import load_model, resolve
 from lockstep.models.attention import NAME
 from lockstep.numerics.apply import numerics_of
@@ -35,21 +35,6 @@ TEXTS = (
     "Three plus four is seven; seven minus two is five.",
 )
 Rows = Sequence[Sequence[float]]
-
-
-@contextmanager
-def noisy(model: Any, size: float, seed: int) -> Iterator[None]:
-    draw = torch.Generator().manual_seed(seed)
-
-    def shake(_: Any, inputs: Any, output: Any) -> Any:
-        return (output[0] * (1 + size * torch.randn(output[0].shape, generator=draw)), *output[1:])
-
-    handles = [layer.self_attn.register_forward_hook(shake) for layer in model.get_decoder().layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def gap(one: Rows, other: Rows) -> float:
@@ -76,7 +61,7 @@ def main() -> None:
             for size in NOISES:
                 gaps = []
                 for seed in range(args.seeds):
-                    with noisy(model, size, seed):
+                    with shaken(model, size, seed, attention=True):
                         gaps.append(gap(still, plain_logprobs(model, sequences, budget)))
                 cells.append(f"{sum(gaps) / len(gaps):.2g} ({min(gaps):.2g} to {max(gaps):.2g})")
         print(f"| {numeric or 'fp32'} | {cells[0]} | {cells[1]} | {gap(still, plain):.2g} |", flush=True)

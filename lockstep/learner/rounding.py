@@ -19,19 +19,20 @@ is 0.065 away from fp32."""
 
 
 @contextmanager
-def shaken(model: nn.Module) -> Iterator[None]:
-    """Relative noise of bf16's size, always the same, on the output of each layer."""
+def shaken(model: nn.Module, size: float = RELATIVE, seed: int = 1, *, attention: bool = False) -> Iterator[None]:
+    """Relative noise, the same for a seed, on the output of each layer, or of each layer's attention alone."""
     decoder: Any = base_model(model).get_decoder()
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def shake(_: Any, inputs: Any, output: Any) -> Any:
         first: Tensor = output[0] if isinstance(output, tuple) else output
         noise = torch.randn(first.shape, generator=generator, device=device)
-        moved = (first.float() * (1 + RELATIVE * noise)).to(first.dtype)
+        moved = (first.float() * (1 + size * noise)).to(first.dtype)
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
-    handles = [layer.register_forward_hook(shake) for layer in decoder.layers]
+    parts = [layer.self_attn if attention else layer for layer in decoder.layers]
+    handles = [part.register_forward_hook(shake) for part in parts]
     try:
         yield
     finally:
