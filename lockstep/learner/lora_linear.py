@@ -4,6 +4,10 @@ y = x Wᵀ + b + s · (x Aᵀ) Bᵀ. PEFT scales and adds in passes of their own
 products (addmm), forward and backward, which on a CPU is a fifth of an update. Everything else is PEFT's: its files, its
 adapters on and off, merging. Under quantised numerics W and its x are the quantised ones; A and B see x as it came, in the
 weights' precision.
+
+The native engine lays an adapter's up matrix beside its weight (rollout/paged/fused.py). On a GPU a layer with more outputs than
+inputs then computes [x, s x Aᵀ] [W, B]ᵀ, forward, and both gradients that need the output's in one product, so that the long
+outputs are written and read once.
 """
 
 from __future__ import annotations
@@ -26,10 +30,16 @@ class LoraLinear(Linear):
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         base: Any = self.get_base_layer()
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
         flat_TI = x.reshape(-1, x.shape[-1])
         used = operands(base, x)
         used_x, weight = (x, base.weight) if used is None else used
+        wide_OY = beside(weight, b) if x.is_cuda and used is None and weight.shape[0] > weight.shape[1] else None
+        if wide_OY is not None:
+            together: Any = WideLora
+            widened: Tensor = together.apply(flat_TI, wide_OY, base.bias, a, b, self.scaling[name])
+            return widened.view(*x.shape[:-1], -1)
         function: Any = _FusedLora
         result: Tensor = function.apply(
             flat_TI, used_x.reshape(flat_TI.shape), weight, base.bias, a, b, self.scaling[name]
@@ -87,3 +97,50 @@ class _FusedLora(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             grad_x_TI = (grad_TO @ weight_OI).addmm_(grad_down_TR, a_RI)
         return grad_x_TI, None, None, None, grad_down_TR.T @ x_TI, (grad_TO.T @ down_TR) * ctx.scaling, None
+
+
+def beside(weight_OI: Tensor, b_OR: Tensor) -> Tensor | None:
+    """[W, …, B] as one tensor [O, Y], if the rows of both lie so in memory; what is between them is not this layer's."""
+    offset = b_OR.data_ptr() - weight_OI.data_ptr()
+    start = offset // weight_OI.element_size()
+    columns, stride = start + b_OR.shape[1], weight_OI.stride(0)
+    joined = (
+        weight_OI.dtype == b_OR.dtype
+        and weight_OI.untyped_storage().data_ptr() == b_OR.untyped_storage().data_ptr()
+        and weight_OI.stride() == b_OR.stride() == (stride, 1)
+        and weight_OI.shape[1] <= start
+        and columns <= stride
+    )
+    return weight_OI.detach().as_strided((weight_OI.shape[0], columns), (stride, 1)) if joined else None
+
+
+class WideLora(torch.autograd.Function):
+    """As _FusedLora, of a weight with its up matrix beside it. The weight itself gets no gradient.
+
+    Legend: Y columns of the weight, of what lies between, and of the up matrix.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, wide_OY: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scaling: float
+    ) -> Tensor:
+        (tokens, inputs), (rank, columns) = x_TI.shape, (b_OR.shape[1], wide_OY.shape[1])
+        down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
+        wide_TY = x_TI.new_empty(tokens, columns)
+        wide_TY[:, :inputs] = x_TI
+        wide_TY[:, inputs : columns - rank] = 0  # whatever stands there in the weights, it adds nothing
+        wide_TY[:, columns - rank :] = down_TR
+        ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
+        ctx.scaling = scaling
+        return torch.nn.functional.linear(wide_TY, wide_OY, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_TO,) = grads
+        x_TI, wide_OY, a_RI, down_TR = ctx.saved_tensors
+        grad_TY = grad_TO @ wide_OY
+        grad_down_TR = grad_TY[:, -down_TR.shape[1] :] * ctx.scaling
+        grad_x_TI = None
+        if ctx.needs_input_grad[0]:
+            grad_x_TI = grad_TY[:, : x_TI.shape[1]].addmm_(grad_down_TR, a_RI)
+        return grad_x_TI, None, None, grad_down_TR.T @ x_TI, grad_TO.T @ down_TR, None

@@ -8,7 +8,7 @@ active one alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +36,17 @@ def active_adapter(model: nn.Module) -> str | None:
 
 def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightStream:
     """Every parameter once (tied weights under their first name), then the adapters' scalings. Tensors are the live ones."""
-    for name, parameter in _parameters(model):
+    contents = _contents(model)
+    for name, parameter in contents.parameters:
         if parameter.requires_grad or not trainable_only:
             yield name, parameter.detach()
-    for name, scaling in _scalings(model):
-        yield f"{name}.lora_scaling", torch.tensor([float(scaling[0][scaling[1]])], dtype=torch.float64)
+    for name, scaling in contents.scalings.items():
+        yield f"{name}.lora_scaling", torch.tensor([float(scaling[contents.adapter])], dtype=torch.float64)
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """Names of weights that training never changes."""
-    return frozenset(name for name, parameter in _parameters(model) if not parameter.requires_grad)
+    return frozenset(name for name, parameter in _contents(model).parameters if not parameter.requires_grad)
 
 
 def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
@@ -53,14 +54,14 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
 
     Raises SyncError for a name that the model lacks, or another shape or dtype.
     """
-    own = dict(_parameters(model))
-    layers = dict(_scalings(model))
-    taken = []
+    taken: list[str] = []
     for name, tensor in weights:
-        layer = layers.get(name.removesuffix(".lora_scaling")) if name.endswith(".lora_scaling") else None
-        if layer is not None:
-            scaling, adapter = layer
-            scaling[adapter] = float(tensor.item())
+        if not taken:  # a stream may be empty, where the weights are shared
+            contents = _contents(model)
+            own = dict(contents.parameters)
+        scaling = contents.scalings.get(name.removesuffix(".lora_scaling")) if name.endswith(".lora_scaling") else None
+        if scaling is not None:
+            scaling[contents.adapter] = float(tensor.item())
         elif name not in own:
             raise SyncError(
                 "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
@@ -82,14 +83,36 @@ def clean_name(name: str, adapter: str = "default") -> str:
     return name.replace(f".{adapter}.", ".")
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters but those of adapters that are not active, under the checkpoint's names."""
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a model holds, under the checkpoint's names; of several adapters the active one alone."""
+
+    parameters: list[tuple[str, nn.Parameter]]
+    scalings: dict[str, dict[str, float]]
+    """Of the LoRA layers: a factor for each adapter."""
+    adapter: str
+    """The active one's name."""
+
+
+def _contents(model: nn.Module) -> _Contents:
+    """In one walk over the modules, which for a model with adapters takes longer than all else at a sync."""
     adapters: set[str] = set(getattr(model, "peft_config", ()))
     active = active_adapter(model) if adapters else None
-    for name, parameter in model.named_parameters():
-        owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
-        if owner is None or owner == active:
-            yield clean_name(name, owner or "default") if adapters else name, parameter
+    found = _Contents([], {}, active or "")
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{path}.{key}" if path else key
+            owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
+            if owner is None or owner == active:
+                found.parameters.append((clean_name(name, owner or "default") if adapters else name, parameter))
+        scaling: Any = getattr(module, "scaling", None) if active and "lora_A" in module._modules else None
+        if scaling is not None and active in scaling:
+            found.scalings[clean_name(path)] = scaling
+    return found
 
 
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
@@ -99,14 +122,3 @@ def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
         )
     with torch.no_grad():
         own.copy_(tensor)
-
-
-def _scalings(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, float], str]]]:
-    """The LoRA layers of the active adapter: their scalings, and the adapter's name in them."""
-    adapter = active_adapter(model)
-    if adapter is None:
-        return
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "scaling") and adapter in module.scaling:
-            scaling: Any = module.scaling
-            yield clean_name(name), (scaling, adapter)

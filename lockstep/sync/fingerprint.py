@@ -13,9 +13,10 @@ across runs and checkpoints. It guards against mistakes and faults, not against 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ KEY_A, KEY_B = 0x4C6F636B73746570, 0x66696E6765727072  # "Lockstep", "fingerpr";
 BLOCK = 4096
 CPU_BLOCKS = 32  # 1 MiB of int64: stays in a core's cache
 GPU_BLOCKS = 4096  # 128 MiB of int64: few launches
+FEW = 16
+"""Elements of a tensor on the CPU that Python sums itself."""
+LARGEST = (1 << 31) - BLOCK
+"""Elements of a tensor on a GPU for the kernel, which counts them in 32 bits."""
+HELD = 1 << 28
+"""Bytes of tensors that one launch waits for: a stream may make them one by one."""
 MASK = (1 << 64) - 1
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -95,18 +102,17 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def fingerprint(stream: WeightStream) -> Fingerprints:
-    """Fingerprint every tensor of a stream, holding one at a time. Raises SyncError if a name comes twice."""
+    """Fingerprint every tensor of a stream, holding few at a time. Raises SyncError if a name comes twice."""
     specs: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    sums: list[Tensor] = []
+    sums = _Sums()
     for name, tensor in stream:
         if name in specs:
             raise SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
         specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
-        sums.append(_device_sum(tensor, 0, None))
-    totals = _to_host(sums)
+        sums.add(tensor)
     prints = {
         name: TensorPrint(identify(name, dtype, shape, total), dtype, shape, size)
-        for (name, (dtype, shape, size)), total in zip(specs.items(), totals, strict=True)
+        for (name, (dtype, shape, size)), total in zip(specs.items(), sums.totals(), strict=True)
     }
     return combine(prints)
 
@@ -167,24 +173,76 @@ def _guard(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
-def _to_host(sums: list[Tensor]) -> list[int]:
-    """Move 0-d sums to the CPU with one copy per device, in order."""
-    totals: dict[int, int] = {}
-    for device in dict.fromkeys(total.device for total in sums):
-        places = [place for place, total in enumerate(sums) if total.device == device]
-        values: list[int] = torch.stack([sums[place] for place in places]).tolist()
-        totals |= dict(zip(places, values, strict=True))
-    return [totals[place] for place in range(len(sums))]
+class _Sums:
+    """The sums of many tensors: on a GPU some launches for all of them, and one copy to the host at the end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._known: dict[int, int] = {}
+        self._summed: list[tuple[Sequence[int], Tensor]] = []
+        """Places, and their sums [places]."""
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._bytes = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Raises SyncError unless it is dense, real and not quantised."""
+        place, self._count = self._count, self._count + 1
+        _check(tensor)
+        if tensor.device.type == "cpu" and tensor.numel() <= FEW:
+            self._known[place] = _short_sum(tensor)
+        elif _kernels(tensor.device) and 0 < tensor.numel() <= LARGEST:
+            matrix = tensor.dim() == 2 and tensor.stride(1) == 1
+            self._waiting.append((place, tensor if matrix else tensor.contiguous()))
+            self._bytes += tensor.nbytes
+            if self._bytes > HELD:
+                self._launch()
+        else:
+            self._summed.append(((place,), _device_sum(tensor, 0, None)[None]))
+
+    def totals(self) -> list[int]:
+        """Of all tensors in the order of `add`, as signed numbers."""
+        self._launch()
+        totals = dict(self._known)
+        for device in dict.fromkeys(sums.device for _, sums in self._summed):
+            there = [(places, sums) for places, sums in self._summed if sums.device == device]
+            values: list[int] = torch.cat([sums for _, sums in there]).tolist()
+            totals |= dict(zip([place for places, _ in there for place in places], values, strict=True))
+        return [totals[place] for place in range(self._count)]
+
+    def _launch(self) -> None:
+        kinds: dict[tuple[torch.device, int], list[tuple[int, Tensor]]] = {}
+        for place, tensor in self._waiting:
+            kinds.setdefault((tensor.device, tensor.element_size()), []).append((place, tensor))
+        for (device, _), members in kinds.items():
+            places, tensors = [place for place, _ in members], [tensor for _, tensor in members]
+            self._summed.append((places, _kernel_sums(tensors, device)))
+        self._waiting, self._bytes = [], 0
+
+
+def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    kernels = _kernels(device)
+    assert kernels is not None
+    blocks = max(-(-tensor.numel() // BLOCK) for tensor in tensors)
+    sums: Tensor = kernels.tensor_sums(tensors, _table(KEY_A, BLOCK, device), _rows(0, blocks, device))
+    return sums
+
+
+def _short_sum(tensor: Tensor) -> int:
+    """Of a few elements on the CPU: Python's integers are quicker than a handful of operations."""
+    bits: list[int] = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]).tolist()
+    whole = 1 << 8 * tensor.element_size()
+    return sum((value % whole + 1) * _odd(KEY_A, place) for place, value in enumerate(bits)) * _odd(KEY_B, 0) & MASK
+
+
+@lru_cache(maxsize=64)
+def _odd(key: int, index: int) -> int:
+    return splitmix64(key, index) | 1
 
 
 @torch.no_grad()
 def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
     """Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
-    if shard.layout != torch.strided or shard.device.type == "meta" or shard.is_complex() or shard.is_quantized:
-        raise SyncError(
-            f"cannot fingerprint a {shard.layout} {dtype_name(shard)} tensor on {shard.device}",
-            fix="send dense tensors of real numbers",
-        )
+    _check(shard)
     bits = shard.detach().view(INTEGERS[shard.element_size()])
     if row_length is None:
         return _flat_sum(bits.reshape(-1), offset)
@@ -198,10 +256,8 @@ def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
 def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
     """A run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
     total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
-    if len(bits_T) and not offset and (add_sum := _kernel(bits_T.device)):
-        blocks = -(-len(bits_T) // BLOCK)
-        add_sum(total, bits_T, _table(KEY_A, BLOCK, bits_T.device), _rows(0, blocks, bits_T.device))
-        return total
+    if 0 < len(bits_T) <= LARGEST and not offset and _kernels(bits_T.device):
+        return _kernel_sums([bits_T], bits_T.device)[0]
     head = min(-offset % BLOCK, len(bits_T))
     blocks = (len(bits_T) - head) // BLOCK
     tail = head + blocks * BLOCK
@@ -214,15 +270,23 @@ def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
     return total
 
 
-def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-    """The Triton kernel for tensors on a GPU; None where there is none, or no Triton."""
+def _check(tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
+        raise SyncError(
+            f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",
+            fix="send dense tensors of real numbers",
+        )
+
+
+def _kernels(device: torch.device) -> Any | None:
+    """The module of Triton kernels for tensors on a GPU; None where there is none, or no Triton."""
     if device.type != "cuda":
         return None
     try:
-        from lockstep.sync.kernels import add_sum
+        from lockstep.sync import kernels
     except ImportError:
         return None
-    return add_sum
+    return kernels
 
 
 def _piece_sum(bits_T: Tensor, offset: int) -> Tensor:

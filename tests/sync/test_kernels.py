@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.sync.fingerprint import BLOCK, KEY_A, MASK, _rows, _table, shard_sum
+from lockstep.sync.fingerprint import BLOCK, KEY_A, KEY_B, MASK, _table, fingerprint, shard_sum
+from lockstep.types import WeightStream
 from tests.interpreter import interpreted
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64)
@@ -13,26 +15,35 @@ COUNTS = (1, 2, 255, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17)
 
 
 def compare(device: str) -> int:
-    """Every dtype and size, random bits: how many sums were compared."""
-    from lockstep.sync.kernels import add_sum
+    """Every dtype and size, random bits, all tensors of a dtype in one launch: how many sums were compared."""
+    from lockstep.sync.kernels import tensor_sums
 
     generator = torch.Generator().manual_seed(0)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     compared = 0
     for dtype in DTYPES:
-        for count in COUNTS:
-            raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-            bits = raw.view(integers[dtype.itemsize]).to(device)
-            total = torch.zeros((), dtype=torch.int64, device=device)
-            blocks = -(-count // BLOCK)
-            add_sum(total, bits, _table(KEY_A, BLOCK, bits.device), _rows(0, blocks, bits.device))
-            assert int(total.item()) & MASK == shard_sum(raw.view(dtype)), (dtype, count)
-            compared += 1
+        raws = [torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8, generator=generator) for n in COUNTS]
+        flat = [raw.view(dtype) for raw in raws]
+        matrix = flat[-1][: 3 * BLOCK].view(96, 128)
+        given = [*flat, matrix, matrix[:, :77], matrix[1::2, 3:9], matrix[:, 5:6]]
+        tables = (_table(key, count, torch.device(device)) for key, count in ((KEY_A, BLOCK), (KEY_B, 4)))
+        moved = [at_same_places(tensor, device) for tensor in given]
+        sums = [total & MASK for total in tensor_sums(moved, *tables).tolist()]
+        assert sums == [shard_sum(tensor) for tensor in given], dtype
+        compared += len(sums)
     return compared
 
 
+def at_same_places(tensor: Tensor, device: str) -> Tensor:
+    """On the device, with the strides that it has here."""
+    if tensor.is_contiguous():
+        return tensor.to(device)
+    whole = torch.zeros(tensor.shape[0], tensor.stride(0), dtype=tensor.dtype, device=device)
+    whole[:, : tensor.shape[1]] = tensor.to(device)
+    return whole[:, : tensor.shape[1]]
+
+
 def compare_all(device: str) -> None:
-    assert compare(device) == len(DTYPES) * len(COUNTS)
+    assert compare(device) == len(DTYPES) * (len(COUNTS) + 4)
 
 
 def test_the_kernel_is_the_sum():
@@ -52,3 +63,18 @@ def test_a_tensor_on_a_gpu_has_the_fingerprint_that_it_has_on_a_cpu():
         tensor = torch.randn(shape, generator=generator).bfloat16()
         assert shard_sum(tensor.cuda()) == shard_sum(tensor)
         assert shard_sum(tensor.cuda()[1:]) == shard_sum(tensor[1:])
+
+
+@pytest.mark.gpu
+def test_a_stream_on_a_gpu_has_the_fingerprints_that_it_has_on_a_cpu():
+    """Several sizes of elements, strided and empty tensors, one on the CPU beside the others, and more than a launch holds."""
+    generator = torch.Generator().manual_seed(2)
+    stream = [(f"{i}", torch.randn(3 + i, 70 * i, generator=generator).to(DTYPES[i % 3])) for i in range(40)]
+    stream.append(("large", torch.randn(300, 1 << 19, generator=generator).bfloat16()))
+    expected = fingerprint(iter(stream))
+
+    def moved() -> WeightStream:
+        for place, (name, tensor) in enumerate(stream):
+            yield name, tensor if place == 5 else torch.cat([tensor, tensor], -1).cuda()[..., : tensor.shape[-1]]
+
+    assert fingerprint(moved()) == expected

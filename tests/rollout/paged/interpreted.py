@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
-import numpy as np
 import torch
-import triton.runtime.interpreter as interpreter
 
 from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.ops import TritonOps
@@ -25,24 +22,11 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2}
 """The interpreter does not compute in bf16."""
 
 
-class _Kind(type):
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, int)
-
-
-class _Int(metaclass=_Kind):
-    """int() for the interpreter, which calls it on arrays of one element; NumPy 2.4 no longer takes these."""
-
-    def __new__(cls, *args: Any) -> Any:
-        return int(args[0].reshape(-1)[0]) if args and isinstance(args[0], np.ndarray) else int(*args)
-
-
 def alone(check: Callable[[], None]) -> Callable[[], None]:
     """A check that starts from the same random numbers."""
 
     @wraps(check)
     def seeded() -> None:
-        interpreter.int = _Int
         torch.manual_seed(0)
         check()
 

@@ -1,0 +1,121 @@
+"""The fused passes of a LoRA layer against autograd of its formula, its weights dense and with the up matrix beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.learner.lora_linear import WideLora, _FusedLora, beside
+from tests.learner.models import plain, twin
+from tests.learner.test_numerics import with_adapter
+from tests.rollout.paged.test_engine import paged_over
+
+TOKENS, INPUTS, OUTPUTS, RANK, SCALING = 7, 12, 20, 3, 1.7
+DOUBLE = torch.float64
+
+
+def side_by_side(gap: int, between: float = 9.0) -> tuple[Tensor, Tensor]:
+    """A weight and an up matrix in the rows of one tensor, and between them what is neither's."""
+    generator = torch.Generator().manual_seed(gap)
+    whole = torch.randn(OUTPUTS, INPUTS + gap + RANK + 2, generator=generator, dtype=DOUBLE)
+    whole[:, INPUTS : INPUTS + gap] = between
+    return whole[:, :INPUTS], whole[:, INPUTS + gap : INPUTS + gap + RANK].requires_grad_()
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the down matrix, a bias, and what multiplies the result."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (TOKENS, INPUTS), (RANK, INPUTS), (OUTPUTS,), (TOKENS, OUTPUTS)
+    x, down, bias, mix = (torch.randn(*shape, generator=generator, dtype=DOUBLE) for shape in shapes)
+    return x.requires_grad_(), down.requires_grad_(), bias, mix
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("kind", ["wide", "dense"])
+def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, gap: int):
+    weight, up = side_by_side(gap)
+    x, down, bias, mix = inputs()
+    used = bias if biased else None
+    expected = x @ weight.T + SCALING * (x @ down.T) @ up.T + (bias if biased else 0)
+    if kind == "wide":
+        wide = beside(weight, up)
+        assert wide is not None
+        found: Any = WideLora.apply(x, wide, used, down, up, SCALING)  # type: ignore[no-untyped-call]
+    else:
+        found = _FusedLora.apply(x, x, weight, used, down, up, SCALING)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected, (x, down, up), mix)
+    for gradient, exact in zip(torch.autograd.grad(found, (x, down, up), mix), wanted, strict=True):
+        torch.testing.assert_close(gradient, exact)
+
+
+def test_an_input_that_needs_no_gradient_gets_none():
+    weight, up = side_by_side(0)
+    x, down, _, mix = inputs()
+    wide = beside(weight, up)
+    found: Any = WideLora.apply(x.detach(), wide, None, down, up, SCALING)  # type: ignore[no-untyped-call]
+    wanted = torch.autograd.grad(x @ weight.T + SCALING * (x @ down.T) @ up.T, (down, up), mix)
+    for gradient, exact in zip(torch.autograd.grad(found, (down, up), mix), wanted, strict=True):
+        torch.testing.assert_close(gradient, exact)
+
+
+def test_only_matrices_in_the_same_rows_are_beside_each_other():
+    weight, up = side_by_side(0)
+    for one, other in (
+        (weight, up.detach().clone()),  # elsewhere
+        (weight.clone(), up),
+        (up, weight),  # the other way round
+        (weight[:, :5], weight[:, 3:6]),  # overlapping
+        (weight, up[1:]),  # another row
+        (weight.T, up),
+    ):
+        assert beside(one, other) is None
+    joined = beside(weight, up)
+    assert joined is not None
+    assert torch.equal(joined, torch.cat([weight, up], 1))
+
+
+def expanding(model: nn.Module) -> list[Any]:
+    layers = [m for n, m in model.named_modules() if n.endswith(("gate_proj", "up_proj")) and hasattr(m, "lora_A")]
+    assert layers
+    return layers
+
+
+def test_the_engine_lays_them_so():
+    model = with_adapter(twin(plain("qwen2")).bfloat16())
+    for laid_out in (False, True):
+        if laid_out:
+            paged_over(model)
+        for layer in expanding(model):
+            up = layer.lora_B["default"].weight
+            wide = beside(layer.base_layer.weight, up)
+            assert (wide is not None) == laid_out
+            if wide is not None:
+                assert torch.equal(wide[:, -up.shape[1] :], up)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_layer_computes_the_same_before_and_after():
+    model = with_adapter(twin(plain("qwen2")).bfloat16()).cuda()
+    layers = expanding(model)
+    size = layers[0].in_features
+    x = torch.randn(33, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run(layer: Any) -> list[Tensor]:
+        output = layer(x)
+        mix = torch.ones_like(output)
+        return [
+            output,
+            *torch.autograd.grad(output, (x, layer.lora_A.default.weight, layer.lora_B.default.weight), mix),
+        ]
+
+    before = [run(layer) for layer in layers]
+    paged_over(model)
+    assert all(beside(layer.base_layer.weight, layer.lora_B.default.weight) is not None for layer in layers)
+    for layer, expected in zip(layers, before, strict=True):
+        for found, wanted in zip(run(layer), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03 * float(wanted.detach().abs().max()))
