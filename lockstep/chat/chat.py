@@ -60,6 +60,7 @@ class ChatFormat:
         check_kwargs(tokenizer, chat.template_kwargs)
         self.parser: Parser = parser_of(self.template) if chat.parser == "auto" else chat.parser
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._marked = self.parser != "none" and not self._special.isdisjoint((OPEN, CLOSE, CHANNEL))
         self._control = control_pattern(tokenizer)
         self.stop_ids = self._stop_ids(generation_eos)
@@ -112,6 +113,16 @@ class ChatFormat:
         for token in self._special if self._marked else ():
             text = text.replace(str(token), "")
         return text
+
+    def read(self, ids: Sequence[int]) -> tuple[str, str]:
+        """`decode` and `answer` of a reply, decoded once where both are the same text."""
+        silent = (
+            not ids or ids[-1] not in self.stop_ids or ids[-1] in self._special_ids
+        )  # the end token is left out by both
+        if self.parser == "none" and silent:
+            text = self._text(ids, special=False)
+            return text, text
+        return self.decode(ids), self.answer(ids)
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
         text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)

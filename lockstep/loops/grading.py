@@ -16,6 +16,7 @@ class Grader:
 
     def __init__(self, task: Task, chat: ChatFormat) -> None:
         self._grading, self._chat = Grading(task), chat
+        self._texts: dict[str, str] = {}
         self.held = 0.0
         """Seconds that `take` has held its caller up: reading the reply, and grading it unless that is done elsewhere."""
 
@@ -30,7 +31,9 @@ class Grader:
     def take(self, prompt: Prompt, completion: Completion) -> None:
         """Grade a reply, now or beside what comes next. Raises EngineError if it was taken before."""
         start = time.perf_counter()
-        self._grading.submit(completion.request.id, prompt, self._chat.answer(completion.ids))
+        id = completion.request.id
+        self._texts[id], answer = self._chat.read(completion.ids)
+        self._grading.submit(id, prompt, answer)
         self.held += time.perf_counter() - start
 
     def groups(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
@@ -49,7 +52,8 @@ class Grader:
         return self._grading.metrics
 
     def _rollout(self, prompt: Prompt, sample: int, done: Completion) -> Rollout:
-        if done.request.id not in self._grading:
+        id = done.request.id
+        if id not in self._grading:
             self.take(prompt, done)
         return Rollout(
             prompt,
@@ -57,10 +61,10 @@ class Grader:
             done.ids,
             done.logprobs,
             (True,) * len(done.ids),
-            self._chat.decode(done.ids),
+            self._texts[id],
             done.finish,
             done.version,
-            self._grading.grade(done.request.id),
+            self._grading.grade(id),
             sample,
             done.request.prefix,
         )

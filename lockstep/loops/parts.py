@@ -25,6 +25,7 @@ from lockstep.loops.rivals import seat_rivals
 from lockstep.loops.warm import Parent, adapter_weights, find_parent, load_base, require_proven
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
@@ -93,6 +94,8 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     dtype = resolve_dtype(recipe.model.dtype, device)
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
     load_base(base, parent)
+    if device.type == "cuda":
+        fuse_layers(base)  # for whoever computes with it: an evaluation without a learner must round as training does
     tokenizer = load_tokenizer(resolved)
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))

@@ -217,6 +217,18 @@ def test_decode_drops_the_end_token_and_keeps_the_text() -> None:
     assert chat.decode([]) == ""
 
 
+@pytest.mark.parametrize("parser", ["none", "think"])
+def test_reading_a_reply_is_decoding_it_and_finding_its_answer(parser: str) -> None:
+    tokenizer = chatml()
+    plain = int(tokenizer.convert_tokens_to_ids("a"))  # an end token that is an ordinary piece of text
+    chat = ChatFormat(tokenizer, Chat.model_validate({"parser": parser}), plain)
+    assert plain in chat.stop_ids
+    ids = tokenizer("so 3 + 4 is 7", add_special_tokens=False)["input_ids"]
+    for reply in ([], ids, [*ids, 2], [*ids, plain], [plain], [2, *ids], [*ids, plain, 2]):
+        assert chat.read(reply) == (chat.decode(reply), chat.answer(reply))
+    assert chat.read([*ids, plain]) == ("so 3 + 4 is 7", "so 3 + 4 is 7a")
+
+
 def test_decode_of_half_a_character_gives_text() -> None:
     chat = ChatFormat(chatml(), Chat())
     ids = chat.tokenizer("é", add_special_tokens=False)["input_ids"]

