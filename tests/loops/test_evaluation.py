@@ -106,9 +106,10 @@ def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (export / name).write_bytes((run.checkpoints_path / "step_000003" / name).read_bytes())
     command = [sys.executable, "-m", "lockstep", "eval", f"ckpt={run.path}", f"peft={export}", "--no-base"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [*command, "--recipe", str(tmp_path / "recipe.yaml"), *overrides, "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("greedy", "pass@4", "ood_probe.greedy", "ood_probe.pass@4"):
