@@ -16,7 +16,7 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import CheckpointError, LearnerError
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.learner import base_model, hidden_states
-from lockstep.learner.oom import run_or_halve
+from lockstep.learner.oom import run_or_halve, score_or_halve
 from lockstep.learner.packing import Packed, number_tokens, pack, streams
 from lockstep.learner.recompute import set_recompute
 from lockstep.learner.value_head import ValueHead, ValueTraining
@@ -84,12 +84,15 @@ class TorchCritic:
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
         """The value before each response token, 0 where not trained: of the state that predicts the token."""
+
+        def repack(chosen: Sequence[int]) -> Packed:
+            return self._pack(sequences, chosen, prefix)
+
+        def value(packed: Packed) -> Tensor:
+            return score_or_halve(packed, lambda part: self._training.head(hidden_states(self.decoder, part)), repack)
+
         with torch.no_grad():
-            return number_tokens(
-                sequences,
-                self._streams(sequences, prefix),
-                lambda packed: self._training.head(hidden_states(self.decoder, packed)),
-            )
+            return number_tokens(sequences, self._streams(sequences, prefix), value)
 
     def update(self, batch: Batch) -> Metrics:
         """One optimizer step towards the returns, in as many micro-batches as the token budget needs.
@@ -108,7 +111,7 @@ class TorchCritic:
                 self._training.record(part)
 
         def repack(chosen: Sequence[int]) -> Packed:
-            return pack(batch.sequences, chosen, share_prompts=self._share, device=self._device, prefix=batch.prefix)
+            return self._pack(batch.sequences, chosen, batch.prefix)
 
         for packed in self._streams(batch.sequences, batch.prefix):
             collected.clear()
@@ -143,6 +146,9 @@ class TorchCritic:
         self._training.restore(counters, {n: t for n, t in tensors.items() if not n.startswith(_WEIGHT)})
         for name, tensor in saved.items():
             own[name].copy_(tensor)
+
+    def _pack(self, sequences: Sequence[TrainSequence], chosen: Sequence[int], prefix: int) -> Packed:
+        return pack(sequences, chosen, share_prompts=self._share, device=self._device, prefix=prefix)
 
     def _streams(self, sequences: Sequence[TrainSequence], prefix: int) -> Iterator[Packed]:
         return streams(sequences, self._budget, share_prompts=self._share, device=self._device, prefix=prefix)

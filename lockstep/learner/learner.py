@@ -18,7 +18,7 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
 from lockstep.learner.adapters import as_reference
 from lockstep.learner.execution import Execution, execution_of
-from lockstep.learner.oom import run_or_halve
+from lockstep.learner.oom import memory_for_step, run_or_halve, score_or_halve
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.packing import Packed, as_sequence, number_tokens, pack, per_token, streams
 from lockstep.learner.recompute import recomputing, set_recompute
@@ -122,10 +122,16 @@ class TorchLearner:
     ) -> list[tuple[float, ...]]:
         """Log-probability of each response token (0 where not trained), under the policy or the reference model."""
         require_clean(self.model, "response_logprobs")
+
+        def repack(chosen: Sequence[int]) -> Packed:
+            return self._pack(sequences, chosen, prefix)
+
         with torch.no_grad(), self._as_reference() if reference else nullcontext(self.model) as model:
-            return number_tokens(
-                sequences, self._streams(sequences, prefix), lambda packed: _logprobs(model, packed, temperature)
-            )
+
+            def score(packed: Packed) -> Tensor:
+                return score_or_halve(packed, lambda part: _logprobs(model, part, temperature), repack)
+
+            return number_tokens(sequences, self._streams(sequences, prefix), score)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step on a batch, in as many micro-batches as the token budget needs.
@@ -138,7 +144,8 @@ class TorchLearner:
         for packed in self._streams(batch.sequences, batch.prefix):
             splits += self._train(packed, batch, loss, statistics)
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
-        outcome = self.optimizer.step(lr)
+        with memory_for_step(f"optimizer step {self.optimizer_step}"):
+            outcome = self.optimizer.step(lr)
         self.numerics.changed()
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
@@ -181,6 +188,9 @@ class TorchLearner:
         share, budget = self._plan.share_prompts, self.execution.tokens_per_microbatch
         return streams(sequences, budget, share_prompts=share, device=self._device, prefix=prefix)
 
+    def _pack(self, sequences: Sequence[TrainSequence], chosen: Sequence[int], prefix: int) -> Packed:
+        return pack(sequences, chosen, share_prompts=self._plan.share_prompts, device=self._device, prefix=prefix)
+
     def _train(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> int:
         """Forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
         optimizers = [self.optimizer] + ([self._value.optimizer] if self._value else [])
@@ -191,8 +201,7 @@ class TorchLearner:
             self._backward(part, batch, loss, statistics)
 
         def repack(chosen: Sequence[int]) -> Packed:
-            share = self._plan.share_prompts
-            return pack(batch.sequences, chosen, share_prompts=share, device=self._device, prefix=batch.prefix)
+            return self._pack(batch.sequences, chosen, batch.prefix)
 
         return run_or_halve(packed, run, repack, lambda: [p for o in optimizers for p in o.collected])
 
@@ -273,8 +282,15 @@ def plain_logprobs(
     plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
     device = next(base_model(model).parameters()).device
     packed_streams = streams(plain, tokens_per_microbatch, share_prompts=False, device=device)
+
+    def repack(chosen: Sequence[int]) -> Packed:
+        return pack(plain, chosen, share_prompts=False, device=device)
+
+    def score(packed: Packed) -> Tensor:
+        return score_or_halve(packed, lambda part: _logprobs(model, part, 1.0), repack)
+
     with torch.no_grad():
-        return number_tokens(plain, packed_streams, lambda packed: _logprobs(model, packed, 1.0))
+        return number_tokens(plain, packed_streams, score)
 
 
 def _loss_input(

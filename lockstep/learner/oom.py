@@ -1,17 +1,24 @@
-"""A micro-batch that does not fit is run in two halves, with the same gradient."""
+"""Memory that runs out: a micro-batch that does not fit is run in two halves with the same result, anything else is an error that
+says what to change."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import LearnerError
 from lockstep.learner.packing import Packed
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Run = Callable[[Packed], None]
 """Forward and backward pass of a micro-batch; it records what it did only when both are done."""
 
@@ -27,18 +34,62 @@ def run_or_halve(
     A pass that broke off may have finished the gradients of some parameters: `collected` names those of the pass. They are left
     out of the halves, so that each parameter's gradient counts every sequence once. Raises LearnerError if a half does not fit.
     """
-    if (reason := _attempt(run, packed)) is None:
+    found = _attempt(run, packed)
+    if not isinstance(found, _NoRoom):
         return 0
+    halves = _halves(packed, found, repack, "update")
+    with _frozen(collected()):
+        for half in halves:
+            _fitting(run, repack(half), "update")
+    return 1
+
+
+def score_or_halve(
+    packed: Packed, score: Callable[[Packed], Tensor], repack: Callable[[Sequence[int]], Packed]
+) -> Tensor:
+    """What a pass without gradient gives for a micro-batch, [R]; if the GPU's memory runs out, by halves of its tokens.
+
+    Raises LearnerError if a half does not fit.
+    """
+    found = _attempt(score, packed)
+    if not isinstance(found, _NoRoom):
+        return found
+    log.warning("no memory to score %d tokens at once (%s): done in two halves", packed.tokens, found.reason)
+    halves = _halves(packed, found, repack, "scoring")
+    return torch.cat([_fitting(score, repack(half), "scoring") for half in halves])
+
+
+@contextmanager
+def memory_for_step(where: str) -> Iterator[None]:
+    """An optimizer's step that finds no memory raises LearnerError. Some weights may then have been stepped and others not."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _ran_out(error):
+            raise
+        raise LearnerError(
+            f"the GPU's memory ran out in the optimizer's step: {str(error).splitlines()[0]}",
+            where=where,
+            fix="resume from the last checkpoint with less in memory: set optimizer.states=8bit, train an adapter, or free "
+            "memory of the GPU",
+        ) from error
+
+
+def _halves(
+    packed: Packed, found: _NoRoom, repack: Callable[[Sequence[int]], Packed], where: str
+) -> tuple[Sequence[int], Sequence[int]]:
     order = packed.order
     if len(order) < 2:
-        raise _too_large(packed, reason)
+        raise _too_large(packed, found, where)
     middle = _middle(order, repack)
-    with _frozen(collected()):
-        for half in (order[:middle], order[middle:]):
-            smaller = repack(half)
-            if (reason := _attempt(run, smaller)) is not None:
-                raise _too_large(smaller, reason)
-    return 1
+    return order[:middle], order[middle:]
+
+
+def _fitting(run: Callable[[Packed], T], packed: Packed, where: str) -> T:
+    found = _attempt(run, packed)
+    if isinstance(found, _NoRoom):
+        raise _too_large(packed, found, where)
+    return found
 
 
 def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> int:
@@ -55,20 +106,29 @@ def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> 
     return min((place for place in (low - 1, low) if place), key=lambda place: max(tokens(place)))
 
 
-def _attempt(run: Run, packed: Packed) -> str | None:
-    """What the allocator said, if memory ran out."""
+@dataclass(frozen=True, slots=True)
+class _NoRoom:
+    """What the allocator said."""
+
+    reason: str
+
+
+def _attempt(run: Callable[[Packed], T], packed: Packed) -> T | _NoRoom:
     try:
-        run(packed)
-        return None
+        return run(packed)
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_ROOM):
+        if not _ran_out(error):
             raise
-        reason = str(error).splitlines()[0]
+        found = _NoRoom(str(error).splitlines()[0])
     # Only here, when the exception has gone, are the tensors of its traceback free.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return reason
+    return found
+
+
+def _ran_out(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in NO_ROOM)
 
 
 @contextmanager
@@ -82,9 +142,11 @@ def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _too_large(packed: Packed, reason: str) -> LearnerError:
+def _too_large(packed: Packed, found: _NoRoom, where: str) -> LearnerError:
+    keeps = where == "update"  # activations and moments
+    ways = ", set update.recompute=full or optimizer.states=8bit" if keeps else ""
     return LearnerError(
-        f"the GPU's memory ran out in a micro-batch of {packed.tokens} tokens, {len(packed.order)} sequences: {reason}",
-        where="update",
-        fix="lower update.tokens_per_microbatch, set update.recompute=full or optimizer.states=8bit, or free memory of the GPU",
+        f"the GPU's memory ran out in a micro-batch of {packed.tokens} tokens, {len(packed.order)} sequences: {found.reason}",
+        where=where,
+        fix=f"lower update.tokens_per_microbatch{ways}, or free memory of the GPU",
     )

@@ -12,6 +12,7 @@ from lockstep.algorithms.losses import value_loss
 from lockstep.config.algorithm import Critic
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
+from lockstep.learner.oom import memory_for_step
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.packing import per_token
 from lockstep.learner.schedule import learning_rate
@@ -91,7 +92,8 @@ class ValueTraining:
         Raises LearnerError after too many of those in a row.
         """
         lr = learning_rate(self._schedule, self._settings.lr, self.optimizer_step, self._optimizer_steps)
-        outcome = self.optimizer.step(lr)
+        with memory_for_step(f"optimizer step {self.optimizer_step} of the critic"):
+            outcome = self.optimizer.step(lr)
         self.optimizer_step += 1
         self.skipped += outcome.skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if outcome.skipped else 0

@@ -243,3 +243,67 @@ def test_other_errors_are_nobodys_business():
 
     with pytest.raises(RuntimeError, match="something else"):
         build("fp64").update(make_batch(), broken)
+
+
+def once_in_forward(module: Any, times: int = 1) -> Allocator:
+    """Memory runs out when the decoder begins, so often."""
+    allocator = Allocator(times)
+    module.register_forward_pre_hook(lambda *_: allocator())
+    return allocator
+
+
+@pytest.mark.parametrize("kind", ["responses", "reference", "plain"])
+def test_scoring_in_halves_gives_the_same_numbers(kind: str, caplog: pytest.LogCaptureFixture):
+    learner, batch = build("lora"), make_batch(old=False, ref=False)
+
+    def score() -> Any:
+        if kind == "plain":
+            return learner.logprobs([(*s.prompt_ids, *s.ids) for s in batch.sequences])
+        return learner.response_logprobs(batch.sequences, 0.7, reference=kind == "reference")
+
+    expected = score()
+    allocator = once_in_forward(learner.model.get_base_model().get_decoder())  # type: ignore[operator]
+    found = score()
+    assert allocator.left == 0
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-9)
+    assert "tokens at once (CUDA out of memory. Tried to allocate 20.00 GiB.): done in two halves" in caplog.text
+
+
+def test_values_in_halves_are_the_same():
+    critic = build_critic(
+        twin(plain("starcoder2", dtype=torch.float64)), recipe(algorithm={"kind": "ppo", "critic": {"backbone": "own"}})
+    )
+    batch = make_batch(old=False, ref=False)
+    expected = critic.values(batch.sequences)
+    allocator = once_in_forward(critic.decoder)
+    found = critic.values(batch.sequences)
+    assert allocator.left == 0
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(("times", "count"), [(1, 1), (2, 8)])
+def test_what_does_not_fit_in_halves_says_what_to_change(times: int, count: int):
+    """One sequence cannot be halved, and a half is not halved again."""
+    learner, batch = build_plain(), make_batch(old=False, ref=False)
+    once_in_forward(learner.model.get_decoder(), times)  # type: ignore[operator]
+    with pytest.raises(LearnerError, match=r"ran out in a micro-batch of \d+ tokens") as raised:
+        learner.response_logprobs(batch.sequences[:count], 1.0)
+    assert raised.value.where == "scoring"
+    assert raised.value.fix == "lower update.tokens_per_microbatch, or free memory of the GPU"
+
+
+@pytest.mark.parametrize("part", ["policy", "critic"])
+def test_an_optimizer_that_finds_no_memory_says_what_to_change(part: str, monkeypatch: pytest.MonkeyPatch):
+    critic_recipe = recipe(algorithm={"kind": "ppo", "critic": {"backbone": "shared"}})
+    model = twin(plain("starcoder2", dtype=torch.float64))
+    critic = build_critic(model, critic_recipe)
+    learner = TorchLearner(model, critic_recipe, value=critic.joint)
+    assert critic.joint is not None
+    optimizer: Any = learner.optimizer if part == "policy" else critic.joint.optimizer
+    monkeypatch.setattr(optimizer._inner[0].optimizer, "step", Allocator(1))
+    with pytest.raises(LearnerError, match="ran out in the optimizer's step: CUDA out of memory") as raised:
+        learner.update(with_returns(make_batch(0.7)), LOSS)
+    assert raised.value.where == ("optimizer step 0" if part == "policy" else "optimizer step 0 of the critic")
+    assert "resume from the last checkpoint" in raised.value.fix
