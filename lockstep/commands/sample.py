@@ -13,7 +13,7 @@ from lockstep.track.text import one_line, visible
 
 if TYPE_CHECKING:
     from lockstep.loops.target import Target
-    from lockstep.types import Grade, Prompt
+    from lockstep.types import ItemResult, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,7 @@ class Sample:
     """One question and what became of it."""
 
     prompt: Prompt
-    text: str
-    tokens: int
-    ended: bool
-    """False: cut off at the token budget."""
-    grade: Grade
+    reply: ItemResult
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,57 +53,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
-    """One reply to each of the first `count` held-out questions, drawn as an evaluation draws them, and a line on the weights."""
+    """One reply to each of the first `count` held-out questions, or the episode that it begins, drawn as an evaluation draws
+    them: the target's own weights, in its numerics. And a line that says which."""
     from dataclasses import replace
 
     from lockstep.config.schema import EvalMode
     from lockstep.evaluate.plan import eval_plan
-    from lockstep.evaluate.runner import collect, eval_requests, heldout_items, request_id
+    from lockstep.evaluate.runner import graded_replies, heldout_items, require_numerics
+    from lockstep.loops.evaluation import computing, numerics_of
+    from lockstep.loops.scoring import saved_of
     from lockstep.loops.target import build_rig
-    from lockstep.types import FinishReason
-    from lockstep.verifiers.beside import Grading
 
     rig = build_rig(target.recipe)
-    plan = eval_plan(target.recipe, rig.policy.numerics, rig.policy.context)
+    numerics = numerics_of(target.recipe, rig.policy.numerics)
+    plan = eval_plan(target.recipe, numerics, rig.policy.context)
     try:
         prompts = heldout_items(rig.task, replace(plan, items=count))
     except (TaskError, EvaluationError) as error:  # they speak of an evaluation's setting
         raise type(error)(error.what, where=error.where, fix=error.fix.replace("eval.items=", "-n ")) from error
-    proof = rig.prove_saved(rig.read(target.checkpoint)) if target.checkpoint else rig.prove()
+    saved = saved_of(target, rig)
+    proof = rig.prove() if saved is None else rig.prove_saved(saved)
     mode = EvalMode(name="sample", temperature=heat)
-    rig.engine.submit(eval_requests(prompts, rig.policy.chat, mode, plan, proof.version))
-    samples = []
-    with Grading(rig.task) as grading:
-        found = collect(rig.engine, rig.policy.chat, prompts, 1, proof, grading)
-        for prompt in prompts:
-            done = found[request_id(prompt, 0)]
-            text, ended = rig.policy.chat.decode(done.ids), done.finish is FinishReason.STOP
-            samples.append(Sample(prompt, text, len(done.ids), ended, grading.grade(done.request.id)))
+    with computing(rig.engine, numerics, rig.policy.numerics):
+        require_numerics(rig.engine, numerics)
+        graded = graded_replies(rig.engine, rig.task, rig.policy.chat, prompts, mode, plan, proof)
+    samples = [Sample(prompt, reply) for prompt, (reply, _) in zip(prompts, graded, strict=True)]
+    note = f"{saved.note}\n" if saved is not None and saved.note else ""
     how = "greedy" if heat == 0 else f"T={heat:g}"
-    return samples, f"{target.label}: weights {proof.fingerprint} in {rig.policy.numerics}, {how}, {plan.role}"
+    return samples, f"{note}{target.label}: weights {proof.fingerprint} in {numerics}, {how}, {plan.role}"
 
 
 def show(sample: Sample) -> str:
     """One sample as text; nothing in it can act on the terminal."""
-    grade, answer = sample.grade, one_line(sample.prompt.answer, 80)
-    reward = "none" if grade.reward is None else f"{grade.reward:g}"
-    found = "nothing" if grade.extracted is None else repr(one_line(grade.extracted, 80))
-    how = f" by {one_line(grade.method, 40)}" if grade.method else ""
-    end = "" if sample.ended else ", cut off"
+    reply, answer = sample.reply, one_line(sample.prompt.answer, 80)
+    reward = "none" if reply.reward is None else f"{reply.reward:g}"
+    found = "nothing" if reply.extracted is None else repr(one_line(reply.extracted, 80))
+    how = f" by {one_line(reply.method, 40)}" if reply.method else ""
+    end = ", cut off" if reply.truncated else ""
     lines = [
         f"── {one_line(sample.prompt.id, 60)} · {word(sample)} · reward {reward}",
-        f"   extracted {found}{how}, answer {answer!r}, {sample.tokens} tokens{end}",
+        f"   extracted {found}{how}, answer {answer!r}, {reply.tokens} tokens{end}",
     ]
-    lines += [f"   not scored: {one_line(grade.error, 200)}"] if grade.error else []
+    lines += [f"   not scored: {one_line(reply.error, 200)}"] if reply.error else []
     turns = [_block(message["role"], message["content"]) for message in sample.prompt.messages]
-    return "\n".join([*lines, *turns, _block("reply", sample.text)])
+    return "\n".join([*lines, *turns, _block("reply", reply.text)])
 
 
 def word(sample: Sample) -> str:
     """right, wrong or unscored, as an evaluation counts it."""
-    from lockstep.evaluate.runner import is_correct
-
-    return {True: "right", False: "wrong", None: "unscored"}[is_correct(sample.grade)]
+    return {True: "right", False: "wrong", None: "unscored"}[sample.reply.correct]
 
 
 def summary(samples: list[Sample]) -> str:

@@ -60,19 +60,7 @@ def evaluate(
     started = time.perf_counter()
     prompts = heldout_items(task, plan)
     conditions = score_conditions(prompts, task, chat, mode, plan, proof)
-    if plays(task):
-        graded = play_items(engine, task, chat, prompts, mode, plan, progress)
-        require_proof(engine, proof)
-    else:
-        with Grading(task) as grading:
-            engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
-            completions = collect(engine, chat, prompts, mode.samples, proof, grading, progress)
-            graded = [
-                _result_of(chat, prompt, sample, completions[id], grading.grade(id))
-                for prompt in prompts
-                for sample in range(mode.samples)
-                if (id := request_id(prompt, sample))
-            ]
+    graded = graded_replies(engine, task, chat, prompts, mode, plan, proof, progress)
     results = tuple(result for result, _ in graded)
     if all(result.correct is None for result in results):
         raise EvaluationError(
@@ -82,6 +70,35 @@ def evaluate(
         )
     seconds = time.perf_counter() - started
     return score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
+
+
+def graded_replies(
+    engine: RolloutEngine,
+    task: Task,
+    chat: ChatFormat,
+    prompts: Sequence[Prompt],
+    mode: EvalMode,
+    plan: EvalPlan,
+    proof: Proof,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[ItemResult, Grade]]:
+    """`mode.samples` replies to each prompt, or episodes that it begins, in their order: as a score records them, and graded.
+
+    Raises as `evaluate` does, but for replies that cannot be scored.
+    """
+    if plays(task):
+        played = play_items(engine, task, chat, prompts, mode, plan, progress)
+        require_proof(engine, proof)
+        return played
+    with Grading(task) as grading:
+        engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
+        completions = collect(engine, chat, prompts, mode.samples, proof, grading, progress)
+        return [
+            _result_of(chat, prompt, sample, completions[id], grading.grade(id))
+            for prompt in prompts
+            for sample in range(mode.samples)
+            if (id := request_id(prompt, sample))
+        ]
 
 
 def require_proof(engine: RolloutEngine, proof: Proof) -> None:

@@ -95,7 +95,7 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
     rig = build_rig(target.recipe)
     numerics = numerics_of(target.recipe, rig.policy.numerics)
     plan = eval_plan(target.recipe, numerics, rig.policy.context, chosen)
-    saved = _saved(target, rig)
+    saved = saved_of(target, rig)
     proof = rig.prove() if saved is None else rig.prove_saved(saved)
     with computing(rig.engine, numerics, rig.policy.numerics):
         return evaluate(
@@ -111,7 +111,7 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
         )
 
 
-def _saved(target: Target, rig: Rig) -> Saved | None:
+def saved_of(target: Target, rig: Rig) -> Saved | None:
     """What a target's own weights are, if they are not the model's."""
     if target.checkpoint is not None:
         return rig.read(target.checkpoint)
@@ -140,7 +140,7 @@ def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None,
     measuring = Measuring(target, rig, how, numerics_of(target.recipe, rig.policy.numerics))
     measuring.notes += [f"warning: {note}" for note in target.notes]
     base = rival.scores if rival else ()
-    saved = _saved(target, rig)  # first of all: what does not fit is refused before anything slow
+    saved = saved_of(target, rig)  # first of all: what does not fit is refused before anything slow
     if saved is None:
         proof = rig.prove()
     else:

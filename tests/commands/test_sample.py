@@ -11,7 +11,7 @@ from lockstep.commands.sample import Sample, show
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.text import visible
-from lockstep.types import Grade, Message, Prompt
+from lockstep.types import ItemResult, Message, Prompt
 from tests.loops.runs import LORA, trained, words
 from tests.tiny import write_tiny_model
 from tests.track.runs import HOSTILE
@@ -60,10 +60,56 @@ def test_a_model_with_a_recipe(home: Path, capsys: pytest.CaptureFixture[str]) -
     assert "2 tokens, cut off" in capsys.readouterr().out
 
 
+def test_an_adapters_folder_is_sampled_and_not_its_base(
+    run: RunDirectory, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = run.checkpoints_path / "step_000003"
+    shown = {}
+    for name, target in {
+        "run": str(run.path),
+        "adapter": str(copied(adapter, home / "alone")),
+        "base": str(run.path),
+    }.items():
+        extra = ["--recipe", *words(home, home / "model", *LORA)] if name == "adapter" else []
+        extra += ["--step", "0"] if name == "base" else []
+        assert main(["sample", target, "-n", "8", "--greedy", *extra]) == 0
+        out = capsys.readouterr().out
+        shown[name] = out[out.index(": weights ") :]
+    assert shown["adapter"] == shown["run"] != shown["base"]
+
+
+def copied(checkpoint: Path, folder: Path) -> Path:
+    """What another program has of an adapter."""
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes((checkpoint / name).read_bytes())
+    return folder
+
+
+def test_the_numerics_are_those_of_an_evaluation(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(run.path), "-n", "8", "--greedy"]) == 0
+    plain = capsys.readouterr().out
+    assert main(["sample", str(run.path), "-n", "8", "--greedy", "--set", "numerics.eval=mxfp4-w4a4"]) == 0
+    quantised = capsys.readouterr().out
+    assert " in mxfp4-w4a4(floor, fp32), greedy" in quantised.splitlines()[0]
+    assert quantised.split("\n", 1)[1] != plain.split("\n", 1)[1]
+
+
+def test_a_task_of_turns_is_played(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "envs" / "guess_number.yaml"
+    few = ["rollout.max_tokens=24", "rollout.slots=4", "device=cpu", "model.dtype=fp32"]
+    assert main(["sample", str(home / "model"), "--recipe", str(recipe), *few, "-n", "2", "--greedy"]) == 0
+    out = capsys.readouterr().out
+    assert "2 replies: 0 right, 2 wrong, 0 unscored" in out
+
+
 def test_nothing_in_a_reply_acts_on_the_terminal() -> None:
     prompt = Prompt("sums/\x1b[1m", (Message(role="user", content="4 + 3 =\x07"),), "7\x00", "sums")
-    grade = Grade(None, {}, "\x1b]0;owned\x07", "boxed", "killed\nafter 2 s")
-    text = show(Sample(prompt, HOSTILE, 12, False, grade))
+    reply = ItemResult(
+        id=prompt.id, sample=0, correct=None, reward=None, extracted="\x1b]0;owned\x07", answer=prompt.answer, text=HOSTILE,
+        truncated=True, tokens=12, method="boxed", boxed=None, error="killed\nafter 2 s",
+    )  # fmt: skip
+    text = show(Sample(prompt, reply))
     assert "── sums/\\x1b[1m · unscored · reward none" in text
     assert "12 tokens, cut off" in text
     assert "   not scored: killed⏎after 2 s" in text
