@@ -58,7 +58,8 @@ class Health(Section):
     grad_spike: HealthRule = HealthRule(tier="warn", limit=10, steps=3)
     """grad/norm above limit times its median over the last 50 steps."""
     mismatch: HealthRule = HealthRule(tier="stop", limit=0.1, steps=5)
-    """mismatch/mean_abs_dlogp above limit, or above four times that where rollouts are quantised or noisy."""
+    """mismatch/mean_abs_dlogp above limit; above four times that where rollouts have other numerics than updates or noise, above
+    ten times where activations are in four bits, which magnify every rounding."""
     mismatch_kl: HealthRule = HealthRule(tier="warn", limit=0.015, steps=5)
     """mismatch/k3 above limit."""
     ess: HealthRule = HealthRule(tier="warn", limit=0.5, steps=3)

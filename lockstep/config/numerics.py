@@ -39,6 +39,10 @@ class Numerics(Section):
         named = self._named(phase)
         return "" if named is None or named in PLAIN else named
 
+    def four_bit_inputs(self, *phases: Phase) -> bool:
+        """Whether a phase quantises activations, which magnifies every rounding: two right computations differ by much then."""
+        return any(self.of(phase).endswith("a4") for phase in phases)
+
     @property
     def plain_named(self) -> str | None:
         """bf16 or fp32, where a phase names it: what the weights must be in."""

@@ -120,7 +120,7 @@ class JsonVerifier(Section):
     """The value must also equal the reference, which is then JSON; key order does not matter. Off pays
     for any value that fits."""
     cpu_seconds: float = Field(default=0.5, gt=0, le=60)
-    """CPU time of one validation; a value that takes longer is wrong and counted as too hard."""
+    """CPU time of one validation; a value that takes longer is wrong."""
     workers: int = Field(default=2, ge=1, le=64)
     """Processes for validations."""
 

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from lockstep.config.health import HealthRule
 from lockstep.config.schema import Recipe
-from lockstep.health.rules import QUANTISED, RECENT, RULES, SPARE_GIB, START, Rule
+from lockstep.health.rules import MAGNIFIED, QUANTISED, RECENT, RULES, SPARE_GIB, START, Rule
 from lockstep.track.catalogue import baseline
 
 SHOWN = 10
@@ -126,14 +126,23 @@ class HealthJudge:
                 )
                 return None if not base else Limit(factor * base, f"{factor:g} times {base:.4g}, the {over} steps")
             case "numerics":
-                other = recipe.noise is not None or recipe.numerics.of("rollout") != recipe.numerics.of("train")
-                value = factor * (QUANTISED if other else 1.0)
-                return Limit(value, f"{value:g}{' (rollouts have other numerics than updates)' if other else ''}")
+                times, why = _differing(recipe)
+                return Limit(factor * times, f"{factor * times:g}{why}")
             case "checkpoint":
                 value = factor * self._checkpoint_gib + SPARE_GIB
                 return Limit(value, f"{value:.2f} GiB ({factor:g} checkpoints and {SPARE_GIB} GiB)")
             case _:
                 assert_never(rule.against)
+
+
+def _differing(recipe: Recipe) -> tuple[float, str]:
+    """How much further than usual rollouts and updates may differ, and why."""
+    numerics = recipe.numerics
+    if numerics.four_bit_inputs("rollout", "train"):
+        return MAGNIFIED, " (activations in four bits magnify rounding)"
+    if recipe.noise is not None or numerics.of("rollout") != numerics.of("train"):
+        return QUANTISED, " (rollouts have other numerics than updates)"
+    return 1.0, ""
 
 
 def outside(rule: Rule, value: float, limit: float) -> bool:

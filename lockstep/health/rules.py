@@ -15,10 +15,14 @@ from lockstep.track.metric import Drift
 
 Against: TypeAlias = Literal["fixed", "clip", "start", "recent", "numerics", "checkpoint"]
 """What a limit is multiplied with: fixed nothing; clip optimizer.max_grad_norm; start and recent the run's own past; numerics
-1, or QUANTISED where rollouts compute in other numerics than updates; checkpoint the planned size of a checkpoint in GiB."""
+1, QUANTISED where rollouts compute in other numerics than updates, MAGNIFIED where either quantises activations;
+checkpoint the planned size of a checkpoint in GiB."""
 
 QUANTISED = 4.0
 """Rollouts in four or eight bits differ by so much more: 0.095 against 0.015 to 0.03 nats (NeMo RL, FP8 against bf16)."""
+MAGNIFIED = 10.0
+"""Where activations are in four bits, a learner and a GPU engine that hold the same weights differ by 0.41 nats instead of 0.018
+(mxfp4-w4a4, a 1.5B model with random weights on an H200; benchmarks/results/gpu_numerics.txt)."""
 START = Drift("start", 5)
 RECENT = Drift("recent", 50)
 SPARE_GIB = 0.25
@@ -47,7 +51,7 @@ class Rule:
 
 
 _NOTES = "notes of earlier GRPO runs"
-_SYNC = "look at chat template, temperature, dtype and numerics of learner and engine, in this order (`lockstep probe`)"
+_SYNC = "look at chat template, temperature, dtype and numerics of learner and engine, in this order"
 
 RULES: tuple[Rule, ...] = (
     Rule(

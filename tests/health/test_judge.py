@@ -182,12 +182,19 @@ def test_a_recorded_collapse_stops_83_steps_early() -> None:
 def test_quantised_or_noisy_rollouts_may_differ_four_times_as_much() -> None:
     rows = series("mismatch/mean_abs_dlogp", [0.3] * 5)
     assert said(rows) == [(5, "mismatch", "stop")]
-    assert said(rows, "numerics.rollout=mxfp4-w4a4") == []
+    assert said(rows, "numerics.rollout=mxfp4-w4a16") == []
     assert said(rows, "noise={stages: 3}", "steps=30") == []
-    assert said(rows, "numerics.train=mxfp4-w4a4") == [(5, "mismatch", "stop")]  # rollouts compute as updates do
-    assert said(series("mismatch/mean_abs_dlogp", [0.41] * 5), "numerics.rollout=mxfp4-w4a4") == [
-        (5, "mismatch", "stop")
-    ]
+    assert said(rows, "numerics.train=mxfp4-w4a16") == [(5, "mismatch", "stop")]  # rollouts compute as updates do
+    more = series("mismatch/mean_abs_dlogp", [0.41] * 5)
+    assert said(more, "numerics.rollout=mxfp4-w4a16") == [(5, "mismatch", "stop")]
+
+
+@pytest.mark.parametrize("phase", ["train", "rollout"])
+def test_activations_in_four_bits_are_no_reason_to_stop(phase: str) -> None:
+    """0.41 nats is what learner and engine differ by on an H200, where each is right."""
+    numerics = f"numerics.{phase}=mxfp4-w4a4"
+    assert said(series("mismatch/mean_abs_dlogp", [0.41] * 9), numerics) == []
+    assert said(series("mismatch/mean_abs_dlogp", [1.1] * 5), numerics) == [(5, "mismatch", "stop")]
 
 
 def test_gspo_may_clip_half_of_its_replies() -> None:
