@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, ModelError
+from lockstep.errors import CheckpointError, ConfigError, ModelError
 from lockstep.export.files import copy_model_files, in_the_making, new_folder
 from lockstep.export.shards import SHARD_BYTES, write_sharded
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
@@ -49,8 +49,14 @@ def bring_in(found: Foreign, out: Path, *, config: Path | None = None, dtype: st
 
     `dtype` (bf16, fp32) rounds; by default numbers stay as they were saved. Raises CheckpointError, and leaves nothing, unless
     names and shapes are just those of the model that config.json describes and all numbers are finite; ModelError if that file
-    describes no model, there is no tokenizer, or an adapter is not PEFT's.
+    describes no model, there is no tokenizer, or an adapter is not PEFT's; ConfigError for what an adapter has no use for.
     """
+    if found.kind is Kind.ADAPTER and (
+        ignored := [name for name, given in (("--config", config), ("--dtype", dtype)) if given]
+    ):
+        raise ConfigError(
+            [f"{', '.join(ignored)}: {found.path} is an adapter, which is taken over as it is"], fix="leave it out"
+        )
     out = new_folder(out)
     with in_the_making(out) as folder:
         done = _adapter(found, folder, out) if found.kind is Kind.ADAPTER else _model(found, folder, out, config, dtype)

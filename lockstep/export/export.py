@@ -135,7 +135,8 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
     policy = _trained(target)
     model, source = policy.model, policy.resolved.path
     dtype = "bfloat16" if policy.numerics == "bf16" else "float32"
-    changes = copy_model_files(source, folder, dtype, whole=not adapter)
+    own_code = policy.resolved.trust_remote_code
+    changes = copy_model_files(source, folder, dtype, whole=not adapter, own_code=own_code)
     if adapter:
         identity, total = _write_adapter(policy, target, folder)
     else:

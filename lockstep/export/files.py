@@ -52,11 +52,11 @@ def in_the_making(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
+def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool, own_code: bool = False) -> list[str]:
     """Copy them; returns the settings of config.json that are not the source's, as "name: old → new".
 
-    `whole`: with config and generation config; else the tokenizer's files alone (an adapter's folder). Python files are never
-    copied. Raises ExportError for a model that needs code of its own.
+    `whole`: with config and generation config; else the tokenizer's files alone (an adapter's folder). `own_code`: code that
+    comes with a model may be what has run. Python files are never copied. Raises ExportError for a model that ran such code.
     """
     for path in sorted(source.iterdir()):
         name = path.name
@@ -67,20 +67,22 @@ def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool) -> 
     if not whole:
         return []
     config = read_json(source / "config.json")
-    changed = _change(config, dtype)
+    changed = _change(config, dtype, own_code)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return changed
 
 
-def _change(config: dict[str, Any], dtype: str) -> list[str]:
+def _change(config: dict[str, Any], dtype: str, own_code: bool) -> list[str]:
     """What the written weights make necessary, and nothing else."""
-    if "auto_map" in config:
+    if "auto_map" in config and own_code:
         raise ExportError(
             "the model comes with Python code of its own, which is not exported",
             where="config.json",
             fix="copy the checkpoint's weights beside that code by hand, once you have read it",
         )
     changed = []
+    if config.pop("auto_map", None) is not None:
+        changed.append("auto_map: removed, the model ran with transformers' own class")
     name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     if config.get(name) != dtype:
         changed.append(f"{name}: {config.get(name)} → {dtype}")

@@ -14,13 +14,13 @@ from lockstep.models.folder import ADAPTER_CONFIG, read_json
 NESTED = ("lora_adapter", "actor/lora_adapter", "adapter")
 """Where trainers put an adapter inside of a step's folder (verl: global_step_29/actor/lora_adapter)."""
 SHARDS = {
-    "model_world_size_*_rank_*.pt": "FSDP shards of verl",
-    "*.distcp": "a torch.distributed checkpoint",
-    "pytorch_model_fsdp*": "FSDP shards of accelerate",
-    "mp_rank_*": "Megatron shards",
-    "*zero_pp_rank_*": "DeepSpeed ZeRO shards",
+    "model_world_size_*_rank_*.pt": ("FSDP shards of verl", True),
+    "*.distcp": ("a torch.distributed checkpoint", False),
+    "pytorch_model_fsdp*": ("FSDP shards of accelerate", False),
+    "mp_rank_*": ("Megatron shards, or model states of DeepSpeed", True),
+    "*zero_pp_rank_*": ("DeepSpeed ZeRO shards", True),
 }
-"""File names of sharded training folders, and whose they are."""
+"""File names of sharded training folders, whose they are, and whether `lockstep import` reads some such."""
 _UNREAD = (
     "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "fan_in_fan_out",
     "lora_bias", "target_parameters", "exclude_modules", "trainable_token_indices", "use_qalora", "megatron_config",
@@ -50,12 +50,14 @@ def find_adapter(path: Path) -> AdapterTarget | None:
 def refuse_sharded(path: Path) -> None:
     """Raise CheckpointError for a folder of training shards: nothing here reads them, and a part must not pass for the whole."""
     for place in (path, path / "actor", path / "model", *sorted(path.glob("global_step*"))[-1:]):
-        for pattern, whose in SHARDS.items():
+        for pattern, (whose, imported) in SHARDS.items():
             if files := sorted(place.glob(pattern)):
                 raise CheckpointError(
                     f"a sharded training folder ({whose}: {len(files)} files such as {files[0].name}), which is not read",
                     where=str(path),
-                    fix=f"bring it in with lockstep import {path} OUT, and give OUT",
+                    fix=f"bring it in with lockstep import {path} OUT, and give OUT"
+                    if imported
+                    else "gather it into a Hugging Face folder with the program that wrote it, and give that folder",
                 )
 
 

@@ -316,6 +316,23 @@ def test_sharded_training_folders_are_refused_and_not_taken_in_part(
     assert "a sharded training folder (FSDP shards of verl: 2 files such as model_world_size_2_rank_0.pt)" in err
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("mp_rank_00_model_states.pt", "bring it in with lockstep import"),
+        ("__0_0.distcp", "gather it into a Hugging Face folder with the program that wrote it"),
+    ],
+)
+def test_shards_that_import_cannot_read_are_not_sent_there(
+    file: str, says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / file).write_bytes(b"")
+    code, _, err = said(capsys, tmp_path / "saved", "--recipe", *words(tmp_path, model))
+    assert code == 6
+    assert says in err
+
+
 def test_every_checkpoint_of_a_run_on_one_model(
     run: Path, finished: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

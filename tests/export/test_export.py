@@ -309,8 +309,8 @@ def test_a_head_beside_a_tied_embedding(lora: RunDirectory, tmp_path: Path, monk
 def test_a_config_that_ties_what_is_not(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.copy_model_files
 
-    def tied(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
-        changes = real(source, folder, dtype, whole=whole)
+    def tied(source: Path, folder: Path, dtype: str, **how: bool) -> list[str]:
+        changes = real(source, folder, dtype, **how)
         config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
         (folder / "config.json").write_text(json.dumps(config))
         return changes
@@ -322,8 +322,8 @@ def test_a_config_that_ties_what_is_not(full: RunDirectory, tmp_path: Path, monk
 def test_another_tokenizer(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.copy_model_files
 
-    def other(source: Path, folder: Path, dtype: str, *, whole: bool) -> list[str]:
-        changes = real(source, folder, dtype, whole=whole)
+    def other(source: Path, folder: Path, dtype: str, **how: bool) -> list[str]:
+        changes = real(source, folder, dtype, **how)
         (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
         return changes
 

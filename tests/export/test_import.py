@@ -141,6 +141,9 @@ def test_an_adapter_of_verl(trained: Path, tmp_path: Path) -> None:
     model.save_pretrained(place)
     found = find_foreign(tmp_path / "global_step_29")
     assert (found.kind, found.path, found.step) == (Kind.ADAPTER, place, 29)
+    with pytest.raises(ConfigError, match=r"--config, --dtype: .* is an adapter, which is taken over as it is"):
+        bring_in(found, tmp_path / "out", config=trained, dtype="bf16")
+    assert not (tmp_path / "out").exists()
     done = bring_in(found, tmp_path / "out")
     assert done.base == str(trained)
     rig = build_rig((target := find_target(str(tmp_path / "out"), words(tmp_path, trained))).recipe)

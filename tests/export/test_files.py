@@ -1,0 +1,39 @@
+"""Which of a model's own files go into an export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ExportError
+from lockstep.export.files import copy_model_files
+
+
+@pytest.fixture
+def coded(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A model of a type that transformers knows, with code of its own beside it."""
+    source = tmp_path / "model"
+    source.mkdir()
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}))
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "own.py").write_text("raise SystemExit")
+    return source
+
+
+def test_code_that_did_not_run_is_neither_copied_nor_asked_for(coded: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    changed = copy_model_files(coded, tmp_path / "out", "float32", whole=True)
+    assert "auto_map: removed, the model ran with transformers' own class" in changed
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "tokenizer_config.json"]
+    written, source = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", coded))
+    assert "auto_map" not in written
+    assert written.keys() - {"dtype", "torch_dtype"} == source.keys() - {"auto_map", "dtype", "torch_dtype"}
+
+
+def test_a_model_whose_own_code_may_have_run_is_refused(coded: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match="Python code of its own"):
+        copy_model_files(coded, tmp_path / "out", "float32", whole=True, own_code=True)
