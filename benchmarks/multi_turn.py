@@ -77,7 +77,7 @@ def page(jobs: Sequence[Job], where: str, overrides: Sequence[str]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *map(row, jobs),
         "",
-        "To repeat: `python benchmarks/multi_turn.py`.",
+        f"To repeat: `python benchmarks/multi_turn.py --only {' '.join(dict.fromkeys(job.label for job in jobs))}`.",
     ]
     return "\n".join(lines)
 

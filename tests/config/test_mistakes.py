@@ -272,3 +272,8 @@ def test_a_filter_of_a_list_is_named_with_its_number() -> None:
 def test_a_source_of_the_wrong_form_names_the_right_one() -> None:
     (line,) = mistakes("task={kind: file, data: 'https://huggingface.co/datasets/openai/gsm8k'}")
     assert line == "task.data: a web page; write the hub id openai/gsm8k"
+
+
+def test_a_run_takes_one_gpu_and_no_recipe_asks_for_more():
+    assert mistakes("device=cuda:1") == ['device = "cuda:1": must be auto or cpu or cuda; did you mean cuda?']
+    assert mistakes("gpus=2") == ["gpus = 2: no such setting"]
