@@ -13,10 +13,6 @@ from torch import Tensor
 
 PAGE = 64
 """Tokens of a page: one block of the attention kernel."""
-GROWN = 1 << 30
-"""Bytes that torch had to take from the GPU for a cache: more, and they are handed back with it."""
-HANDED_BACK = 4
-"""Times that this is done: enough for evaluations and rollouts before the first update."""
 
 
 @dataclass(slots=True)
@@ -106,7 +102,6 @@ class PageCache:
         self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
         """Elements from the anchor to keys and values, layer by layer: kernels find them so, and the cache may move."""
         self._free: list[int] = []
-        self._grown, self._handed_back = 0, 0
 
     @property
     def pages(self) -> int:
@@ -124,7 +119,6 @@ class PageCache:
     def allocate(self, pages: int) -> None:
         """Take memory for so many pages and page 0; what was there is gone."""
         self.release()
-        before = self._reserved()
         shape = (pages + 1, self.heads, PAGE, self.size)
         for _ in range(self.layers):
             # Kernels mask what they may not see; page 0 alone is read before anything was written to it.
@@ -136,23 +130,10 @@ class PageCache:
         distances = [(t.data_ptr() - self.anchor.data_ptr()) // self._dtype.itemsize for t in pairs]
         self.offsets.copy_(torch.tensor(distances, dtype=torch.int64))
         self._free = list(range(pages, 0, -1))
-        self._grown = self._reserved() - before
 
     def release(self) -> None:
-        """Give the memory back.
-
-        An update cannot use pieces of these sizes well, and would take as much again besides. What updates leave does serve a
-        cache: so the first caches are handed back to the GPU, and later ones take none from it. (torch itself hands back what it
-        keeps when the GPU has no more.)
-        """
+        """Give the memory back."""
         self.keys, self.values, self._free = [], [], []
-        if self._grown > GROWN and self._handed_back < HANDED_BACK:
-            torch.cuda.empty_cache()
-            self._handed_back += 1
-        self._grown = 0
-
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def take(self, pages: int) -> list[int]:
         return [self._free.pop() for _ in range(pages)]
