@@ -128,7 +128,7 @@ class WideLora(torch.autograd.Function):
         down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
         wide_TY = x_TI.new_empty(tokens, columns)
         wide_TY[:, :inputs] = x_TI
-        wide_TY[:, inputs : columns - rank] = 0  # whatever stands there in the weights, it adds nothing
+        wide_TY[:, inputs : columns - rank] = 0  # whatever finite numbers stand there in the weights, they add nothing
         wide_TY[:, columns - rank :] = down_TR
         ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
         ctx.scaling = scaling

@@ -145,12 +145,15 @@ def _shared(
 ) -> list[_Shared]:
     """Neighbours of one group together; each alone without sharing."""
     result: list[_Shared] = []
-    group = None
+    group, prompt = None, root
     for index, sequence in zip(chosen, members, strict=True):
-        if not (share_prompts and sequence.group == group):
+        if share_prompts and sequence.group == group:
+            if sequence.prompt_ids != prompt:
+                raise LearnerError(f"sequence {index} has another prompt than the others of its group {group}")
+        else:
             if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
                 raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
-            group = sequence.group
+            group, prompt = sequence.group, sequence.prompt_ids
             result.append(_Shared(sequence.prompt_ids[len(root) :]))
         result[-1].fed.append(_fed(sequence))
     return result

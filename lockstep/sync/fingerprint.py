@@ -107,7 +107,7 @@ def fingerprint(stream: WeightStream) -> Fingerprints:
     sums = _Sums()
     for name, tensor in stream:
         if name in specs:
-            raise SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
+            raise _twice(name)
         specs[name] = (dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
         sums.add(tensor)
     prints = {
@@ -149,6 +149,8 @@ class Fingerprinter:
         def unknown() -> WeightStream:
             for name, tensor in stream:
                 if name in self.frozen:
+                    if name in guards:
+                        raise _twice(name)
                     guards[name] = _guard(tensor)
                     guard, known = self._known.get(name, (None, None))
                     if known is not None and guard == guards[name]:
@@ -167,6 +169,10 @@ class Fingerprinter:
         self._first = {**{name: prints[name] for name in guards}, **self._first}
         self.thawed = tuple(name for name in guards if prints[name] != self._first[name])
         return combine(prints)
+
+
+def _twice(name: str) -> SyncError:
+    return SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
 
 
 def _guard(tensor: Tensor) -> tuple[int, int]:

@@ -166,6 +166,15 @@ def test_what_a_token_sees_is_its_prompt_and_its_own_response():
     assert seen == [{0}, {0, 1}, {1, 2}, {2, 3}, {2, 4}, {4, 5}, {6}, {6, 7}, {7, 8}]
 
 
+@pytest.mark.parametrize("other", [(1, 2, 4), (1, 2, 3, 4), (0, 2, 3)])
+def test_a_group_of_two_prompts_is_refused_where_they_are_shared(other: tuple[int, ...]):
+    """Its second sequence would be trained on the first one's prompt."""
+    given = (sequence((1, 2, 3), (10, 11), 0), sequence(other, (12, 13), 0))
+    with pytest.raises(LearnerError, match="sequence 1 has another prompt"):
+        pack(given, [0, 1], share_prompts=True, device=CPU, prefix=1)
+    assert pack(given, [0, 1], share_prompts=False, device=CPU).tokens == 4 + len(other) + 1
+
+
 def test_with_a_shared_beginning_everyone_sees_it():
     given = (sequence((9, 8, 1), (10, 11), 0), sequence((9, 8, 2, 3), (20, 21), 1))
     packed = pack(given, [0, 1], share_prompts=True, device=CPU, prefix=2)

@@ -194,6 +194,14 @@ def test_a_name_that_comes_twice_is_refused():
         fingerprint(iter([("a", torch.zeros(1)), ("a", torch.ones(1))]))
 
 
+def test_a_frozen_name_that_comes_twice_is_refused_though_it_is_known():
+    base, reader = torch.ones(4), Fingerprinter(frozenset({"base"}))
+    reader.read(iter([("base", base)]))
+    for other in (base, base + 1):
+        with pytest.raises(SyncError, match="base twice"):
+            reader.read(iter([("base", base), ("base", other)]))
+
+
 def test_a_shard_wider_than_its_matrix_is_refused():
     with pytest.raises(SyncError, match="no part of rows of 3"):
         shard_sum(torch.zeros(2, 4), row_length=3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -74,6 +75,9 @@ class PagedEngine:
         self._stops_X = torch.tensor(sorted(stop_ids) or [-1], dtype=torch.int64, device=self._device)
         self._rows: Rows | None = None
         self._bound: tuple[object, ...] = ()
+        layers: list[Any] = [module for module in model.modules() if "lora_A" in module._modules]
+        self._scalings: list[dict[str, float]] = [layer.scaling for layer in layers if hasattr(layer, "scaling")]
+        """Of the adapters: captured steps hold them as constants."""
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
         self._prompts: dict[str, Prompt] = {}
@@ -102,7 +106,15 @@ class PagedEngine:
         self._waiting.update(request.group for request in requests)
         if not self._active and self._queue:
             self._reserve()
-            check_room(requests, self._cache.pages)
+            try:
+                check_room(requests, self._cache.pages)
+            except EngineError:  # refused as a whole: nothing of it may hold up what comes next
+                for _ in requests:
+                    self._queue.pop()
+                self._waiting.subtract(request.group for request in requests)
+                if not self._queue:
+                    self._cache.release()
+                raise
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
@@ -140,9 +152,8 @@ class PagedEngine:
     def weights(self) -> WeightStream:
         """What decoding reads: the fused tensors where there are such, the model's parameters elsewhere."""
         self._computation.require_clean("the weights were asked for")
-        fused = self._fused.fused if self._fused else {}
         for name, tensor in named_weights(self._model):
-            yield name, fused.get(name, tensor)
+            yield name, self._fused.read(name, tensor) if self._fused else tensor
 
     def close(self) -> None:
         """Give all memory back and forget what was queued or running."""
@@ -183,8 +194,7 @@ class PagedEngine:
         quantised weights that they read stay where they are and are made anew here if the weights have changed."""
         self._computation.numerics.refresh(self.forward.numerics)
         bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
-        if self._fused is not None:
-            bound += self._fused.scalings()
+        bound += tuple(factor for factors in self._scalings for factor in factors.values())
         if bound != self._bound:
             self._step.forget()
             self._bound = bound
@@ -364,6 +374,13 @@ class PagedEngine:
         pages = [pages_of(len(ids)) for ids in sequences]
         self._prepare_rows(max(pages), 1)
         self._allocate(sum(pages))
+        if (there := self._cache.pages) < sum(pages):
+            self._cache.release()
+            raise EngineError(
+                f"{len(sequences)} sequences to be scored need {sum(pages)} pages of {PAGE} tokens, the memory that is free "
+                f"holds {there}",
+                fix="score fewer or shorter sequences at once, or leave more memory free",
+            )
         rows = self._live
         tables = [self._cache.take(number) for number in pages]
         spans = [Span(ids, t, 0, len(ids) - n) for ids, t, n in zip(sequences, tables, forced, strict=True)]

@@ -11,13 +11,14 @@ Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import EngineError
 from lockstep.models.attention import AttentionKind
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
@@ -44,7 +45,8 @@ class _Adapter:
     down_RX: Tensor
     parts: tuple[tuple[slice, slice, Tensor], ...]
     """For each part: its outputs, its ranks, and its up matrix."""
-    scaling: float
+    factors: tuple[Mapping[str, float], ...]
+    """PEFT's own scalings of each part: load() may bring others."""
     wide_OY: Tensor | None
     """The weight, and to its right the up matrices, each in rows and columns of its own; Y = X + R. Not of fp32 weights: these
     are their own masters, and torch's fused optimizers write where no strides would let them."""
@@ -52,6 +54,14 @@ class _Adapter:
     @property
     def ranks(self) -> int:
         return self.down_RX.shape[0]
+
+    @property
+    def scaling(self) -> float:
+        """Raises EngineError if load() brought parts of different ones."""
+        first, *others = {float(factors["default"]) for factors in self.factors}
+        if others:
+            raise EngineError("the adapters of matrices that read one input now have different scalings", where="load")
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +166,10 @@ class FusedDecoder:
             return None
         return replace(self, blocks=blocks)
 
-    def scalings(self) -> tuple[float, ...]:
-        """Scalings of the adapters, which a captured graph holds as constants."""
-        matrices = [m for b in self.blocks for m in (b.qkv, b.out, b.gate_up, b.down)]
-        return tuple(m.adapter.scaling for m in matrices if m.adapter)
+    def read(self, name: str, parameter: Tensor) -> Tensor:
+        """What is read in place of a parameter: itself where it still lies there, so that torch's count of its writes counts."""
+        place = self.fused.get(name, parameter)
+        return parameter if _same(place, parameter) else place
 
 
 def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:
@@ -259,7 +269,7 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
     weight = _joined(weights, names, fused) if wide is None else wide[:, : down.shape[1]]
     outputs, ranks = _slices([w.shape[0] for w in weights]), _slices([up.shape[1] for up in ups])
     parts = tuple(zip(outputs, ranks, ups, strict=True))
-    return _Matrix(tuple(plain), weight, bias, _Adapter(down, parts, float(linears[0].scaling["default"]), wide))
+    return _Matrix(tuple(plain), weight, bias, _Adapter(down, parts, tuple(linear.scaling for linear in linears), wide))
 
 
 def _side_by_side(

@@ -174,6 +174,19 @@ def test_a_request_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 3 * self._cache.bytes_per_page)
     with pytest.raises(EngineError, match="pages of 64 tokens, the memory that is free holds 2"):
         engine.submit([request("a", tokens(70, 1), Sampling(200))])
+    assert not engine._cache.pages
+    engine.load(iter(()), 0)  # nothing is left open of it
+    monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 5 * self._cache.bytes_per_page)
+    assert set(finish(engine, [request("b", tokens(5, 1), Sampling(9))])) == {"b"}
+
+
+def test_sequences_that_cannot_be_scored_at_once_are_refused(monkeypatch: pytest.MonkeyPatch):
+    engine = paged_over(twin(plain("llama")))
+    monkeypatch.setattr(PagedEngine, "_free_bytes", lambda self: 3 * self._cache.bytes_per_page)
+    with pytest.raises(EngineError, match=r"3 sequences to be scored need 3 pages of 64 tokens, .* holds 2"):
+        engine.score([tokens(60, seed) for seed in range(3)])
+    assert not engine._cache.pages
+    assert len(engine.score([tokens(60, 0)])[0]) == 59
 
 
 def test_cut_and_greedy_requests_side_by_side():

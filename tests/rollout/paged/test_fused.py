@@ -12,13 +12,14 @@ from torch import nn
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Lora, Recipe
+from lockstep.errors import EngineError
 from lockstep.learner.adapter_files import saved_tensors
 from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.models.weights import named_weights
 from lockstep.rollout.paged.fused import ALIGNED
-from lockstep.sync.fingerprint import fingerprint
-from lockstep.types import Batch
+from lockstep.sync.fingerprint import Fingerprinter, fingerprint
+from lockstep.types import Batch, WeightStream
 from tests.learner.batches import make_batch
 from tests.learner.models import plain, tokens, twin
 from tests.learner.test_numerics import with_adapter
@@ -120,6 +121,45 @@ def test_adapters_of_other_scalings_over_one_input_run_unfused():
     layer: Any = next(m for n, m in model.named_modules() if n.endswith("q_proj"))
     layer.scaling["default"] *= 2
     assert paged_over(model)._fused is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaling_that_arrives_with_weights_is_decoded_with(dtype: torch.dtype, fused: bool):
+    model = adapted(dtype)
+    engine = paged_over(model, fused=fused)
+    before = engine.score(SCORED)
+    bound = engine._bound
+    engine.load(scaled(model, 4.0), 1)
+    after, expected = engine.score(SCORED), paged_over(model, fused=fused).score(SCORED)
+    assert after == expected
+    assert after != before
+    assert engine._bound != bound  # captured steps hold it as a constant
+
+
+def test_scalings_that_come_apart_are_refused():
+    model = adapted()
+    engine = paged_over(model)
+    engine.load(scaled(model, 4.0, only="k_proj"), 1)
+    with pytest.raises(EngineError, match="different scalings"):
+        engine.score(SCORED)
+
+
+def scaled(model: nn.Module, factor: float, only: str = "") -> WeightStream:
+    for name, tensor in list(named_weights(model)):
+        yield name, tensor * factor if name.endswith(".lora_scaling") and only in name else tensor.clone()
+
+
+def test_a_frozen_tensor_that_is_loaded_is_read_again():
+    """The engine's view of it has torch's count of the writes to it."""
+    model = adapted()
+    engine = paged_over(model)
+    name = next(name for name, _ in named_weights(model) if name.endswith("q_proj.weight"))
+    reader = Fingerprinter(frozenset({name}))
+    reader.read(engine.weights())
+    engine.load(iter([(n, t + 1 if n == name else t.clone()) for n, t in named_weights(model)]), 1)
+    reader.read(engine.weights())
+    assert reader.thawed == (name,)
 
 
 def train(model: nn.Module, steps: int, states: str = "fp32") -> None:
