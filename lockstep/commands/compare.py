@@ -32,6 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. Raises EvaluationError (7) for scores that may not be compared, are damaged or none."""
     pairs, left_out = find_pairs(args.scores, all_steps=args.all_steps)
+    having = [one for one in pairs if args.estimate in (None, *numbers_of(one))]
+    lacking = [one for one in pairs if one not in having] if having else []  # of none, compare_pair says what there is
+    pairs = having or pairs
     verdicts = []
     for one in pairs:
         comparisons = compare_pair(one, args.allow_mismatch, args.estimate)
@@ -44,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         )
     for record in left_out:
         print(f"left out, without a partner: {record.path}")
+    for one in lacking:
+        print(f"left out, without {args.estimate}: {one.before.path} and {one.after.path}")
     return 0
 
 
@@ -66,8 +71,13 @@ def compare_pair(one: Pair, allow_mismatch: bool, estimate: str | None) -> list[
     from lockstep.evaluate.compare import compare
 
     a, b = one.before.brief, one.after.brief
-    names = [estimate] if estimate else [name for name in a.marks.names if name in b.marks.names]
+    names = [estimate] if estimate else numbers_of(one)
     return [compare(a, b, allow_mismatch, name) for name in names or [a.marks.names[0]]]
+
+
+def numbers_of(one: Pair) -> list[str]:
+    """The numbers that both scores have, in the order of the first."""
+    return [name for name in one.before.brief.marks.names if name in one.after.brief.marks.names]
 
 
 def lines_of(one: Pair, comparisons: Sequence[Comparison], *, items: bool) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ConfigError, EvaluationError
+from lockstep.errors import ConfigError, CorruptCheckpointError, EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode, EvalSet, Recipe
@@ -137,14 +137,36 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
     for word in words:
         name, path = named(word)
         steps = checkpoint_steps(path, args.step) if args.all_checkpoints else [args.step]
+        before = len(found)
         for step in steps:
-            target = find_target(path, args.recipe, overrides, step)
+            try:
+                target = find_target(path, args.recipe, overrides, step)
+            except CorruptCheckpointError as error:
+                if not args.all_checkpoints or (step == steps[-1] and len(found) == before):
+                    raise
+                print(f"warning: step {step} is left out: {error.what}")
+                continue
             label = f"{name} at step {target.step}" if name and target.checkpoint else name or target.label
             found.append(dataclasses.replace(target, label=label, name=name))
     names = [target.label for target in found]
     if len(set(names)) < len(names):
         raise ConfigError([f"two targets are called {max(names, key=names.count)}"], fix="name each: a=PATH b=PATH")
+    refuse_one_file_for_two([target for target in found if args.out or target.run is None])
     return found
+
+
+def refuse_one_file_for_two(targets: Sequence[Target]) -> None:
+    """Raise ConfigError if two targets are not the same run and their scores would be called the same: one would be lost."""
+    from lockstep.loops.scoring import file_name
+
+    owners: dict[str, tuple[Path | str, str]] = {}
+    for target in targets:
+        owner = target.run.resolve() if target.run else target.label
+        file = file_name(target, "", 0 if target.run else target.step)
+        other, label = owners.setdefault(file, (owner, target.label))
+        if other != owner:
+            what = f"{label} and {target.label}: their scores would have the same file's name, and one would be lost"
+            raise ConfigError([what], fix="name each: a=PATH b=PATH")
 
 
 def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
@@ -156,7 +178,11 @@ def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
         raise ConfigError(["--step and --all-checkpoints cannot both be meant"])
     if not is_run(Path(path)):
         raise ConfigError([f"--all-checkpoints: {path} is no run directory"], fix="give a run, such as runs/mine")
-    return [info.step for info in list_checkpoints(Path(path)) if info.complete] or [None]
+    found = list_checkpoints(Path(path))
+    for info in found:
+        if not info.complete:
+            print(f"warning: step {info.step} is left out: {info.problem}")
+    return [info.step for info in found if info.complete] or [None]
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
@@ -167,7 +193,8 @@ def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str]
     from lockstep.sync.record import proof_line
 
     target = outcome.target
-    identity = "as saved" if target.checkpoint or target.adapter else "of the model's own files"
+    own = "of the model's own files" if target.recipe.warm_start is None else "of its warm start"
+    identity = "as saved" if target.checkpoint or target.adapter else own
     alarms = [f"{mode_of(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
     alarms += outcome.alarms
     lines = [

@@ -89,6 +89,8 @@ def measure(target: Target, args: argparse.Namespace, mode: EvalMode) -> Score:
     from lockstep.loops.scoring import measure_once
 
     chosen = EvalSet(role=args.role, items=args.items)
+    for note in target.notes:
+        print(f"warning: {note}")
     score = measure_once(target, chosen, mode, Progress(mode.name, target.step))
     print(
         f"{target.label}: weights {score.conditions.weights} in {score.conditions.numerics}, {args.items} items of {args.role}"

@@ -196,7 +196,7 @@ def _damaged(path: Path) -> EvaluationError:
     return EvaluationError(
         "its checksum is not that of its content: the file was changed or damaged after it was written",
         where=str(path),
-        fix="evaluate again; a score is not edited by hand",
+        fix="delete the file and evaluate again; a score is not edited by hand",
     )
 
 

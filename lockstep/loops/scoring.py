@@ -238,20 +238,25 @@ def _home(
     """Where a score belongs if --out does not say otherwise.
 
     In a run, scores under the run's own conditions stand beside those of its training; others in a folder of their own, so
-    that they never mix.
+    that they never mix. Of a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
-    from lockstep.evaluate.records import score_path
+    from lockstep.evaluate.records import read_brief, score_path
 
     target, recipe = measuring.target, measuring.target.recipe
     name = recipe.eval.score_name(chosen.role, mode.name)
     if target.run is None or target.trained is None:
-        return Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base)
+        path = Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base)
+        if not path.exists() or read_brief(path).score.conditions == conditions:
+            return path
+        return path.parent / _digest(conditions) / path.name
     path = score_path(target.run, step, name)
     if _is_the_runs_own(measuring, chosen, mode, plan):
         return path
-    shared = dataclasses.asdict(replace(conditions, weights=""))
-    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
-    return path.parent / digest / path.name
+    return path.parent / _digest(replace(conditions, weights="")) / path.name
+
+
+def _digest(conditions: Conditions) -> str:
+    return hashlib.sha256(json.dumps(dataclasses.asdict(conditions), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan: EvalPlan) -> bool:
@@ -264,7 +269,8 @@ def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan
         return False
     own = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context, chosen)
     same_names = trained.eval.role == recipe.eval.role
-    return same_names and (own, trained.task, trained.chat) == (plan, recipe.task, recipe.chat)
+    same_base = trained.warm_start == recipe.warm_start  # else the score would take the place of the run's own
+    return same_names and same_base and (own, trained.task, trained.chat) == (plan, recipe.task, recipe.chat)
 
 
 def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) -> None:

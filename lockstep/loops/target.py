@@ -101,8 +101,8 @@ def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: 
     trained = load([str(run.recipe_path)])
     if recipes:
         asked = load([*recipes, *overrides])
-        recipe = asked.model_copy(update={"model": trained.model, "adapter": trained.adapter})
-        recipe = _in_numerics(recipe, trained.numerics)
+        own = {"model": trained.model, "adapter": trained.adapter, "warm_start": trained.warm_start}
+        recipe = _in_numerics(asked.model_copy(update=own), trained.numerics)
     else:
         recipe = load([str(run.recipe_path), *overrides])
     if step == 0:
@@ -151,8 +151,12 @@ def _of_adapter(
         model = Model(path=found.base, dtype=model.dtype)
     if found.path != Path(name):
         notes.append(f"the adapter is in {found.path}")
+    began = asked.warm_start  # a base that was trained before; only our own adapters say whether it is theirs
+    if began and not (found.path / "adapter_base.json").is_file():
+        notes.append(f"warm_start = {began} is not used: {name} does not say that it was made for those weights")
+        began = None
     settings = adapter_settings(found, asked.adapter)
-    recipe = asked.model_copy(update={"model": model, "adapter": settings})
+    recipe = asked.model_copy(update={"model": model, "adapter": settings, "warm_start": began})
     steps = [int(match[1]) for part in found.path.resolve().parts if (match := TRAINED.fullmatch(part))]
     return Target(name, recipe, steps[-1] if steps else 0, adapter=found, notes=tuple(notes))
 
@@ -167,8 +171,14 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
     if step:
         raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
     named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    if asked.model.path not in (named.path, name):
+        what = f"model.path = {asked.model.path}, but the target is the model {name}"
+        raise ConfigError([what], fix="leave model.path out, or make it the target")
+    began = asked.warm_start  # trained weights, which would take the place of the model's own
+    notes = (f"warm_start = {began} is not used: these are the weights of {name} itself",) if began else ()
+    asked = asked.model_copy(update={"adapter": NoAdapter(), "warm_start": None})
     if named.path == name:
-        return Target(name, asked.model_copy(update={"adapter": NoAdapter()}), 0)
+        return Target(name, asked, 0, notes=notes)
     # The recipe's adapter, revision and trust were meant for the recipe's own model; those of overrides are for this one.
     model = Model(
         path=name,
@@ -176,8 +186,8 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         revision=None if asked.model.revision == named.revision else asked.model.revision,
         trust_remote_code=asked.model.trust_remote_code and not named.trust_remote_code,
     )
-    recipe = asked.model_copy(update={"model": model, "adapter": NoAdapter()})
-    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}))
+    recipe = asked.model_copy(update={"model": model})
+    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}), notes=notes)
 
 
 _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"

@@ -122,6 +122,21 @@ def test_folders_pair_by_task_and_mode_and_name_what_has_no_partner(
     assert f"left out, without a partner: {alone}" in out
 
 
+def test_a_number_that_only_some_modes_have_is_compared_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is evaluated greedily too has no pass@4 of that, which is no reason to compare none."""
+    many = {"mode": "avg@4(T=0.6,n=4)"}
+    for step, weights in ((0, A), (3, B)):
+        stored(tmp_path / "run", score([True, False], weights=weights, step=step))
+        stored(tmp_path / "run", score([[True] * 4, [False] * 4], weights=weights, step=step, **many), "avg@4")
+    code, out, err = said(capsys, tmp_path / "run", "--estimate", "avg@4")
+    assert (code, err) == (0, "")
+    assert "avg@4: +0.0 points" in out
+    assert out.count("left out, without avg@4: ") == 1
+    assert "step_000003_greedy.json" in out
+
+
 def test_all_steps_pair_step_by_step(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (0, 20, 40):
         stored(tmp_path / "again", score([i < 100 for i in range(202)], weights=f"{step:016x}", step=step))

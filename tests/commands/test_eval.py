@@ -153,6 +153,18 @@ def test_a_model_is_scored_on_a_recipes_task(
     assert read_score(stored).conditions.model == str(model)
 
 
+def test_a_models_score_under_other_conditions_does_not_replace_the_first(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = ["--recipe", *words(tmp_path, model), "--mode", "greedy"]
+    for items in ("8", "4", "8", "2"):
+        code, _, err = said(capsys, model, *recipe, "--items", items)
+        assert code == 0, err
+    found = {path: read_score(path).items for path in (tmp_path / "runs" / "scores").rglob("*.json")}
+    plain = [items for path, items in found.items() if path.parent.name == "scores"]
+    assert (sorted(found.values()), plain) == ([2, 4, 8], [8])
+
+
 def test_two_models_are_compared_only_when_asked(
     home: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +244,68 @@ def test_scores_that_cannot_be_written_say_where_else(run: Path, capsys: pytest.
     (run / "scores").write_text("a file")
     code, _, err = said(capsys, str(run), "--no-base", "--mode", "greedy")
     assert (code, "--out" in err) == (7, True)
+
+
+def test_two_targets_never_share_a_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs of one name, in folders of their own, and scores of both in one: the second would take the first's place."""
+    shutil.copytree(run, tmp_path / "elsewhere" / "mine")
+    args = ("--no-base", "--mode", "greedy", "--out", str(tmp_path / "out"))
+    code, out, err = said(capsys, str(run), str(tmp_path / "elsewhere" / "mine"), *args)
+    assert (code, out) == (2, "")
+    assert "one would be lost" in err
+    assert "a=PATH b=PATH" in err
+    assert said(capsys, f"a={run}", f"b={tmp_path}/elsewhere/mine", *args)[0] == 0
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    assert said(capsys, str(run), str(run / "checkpoints" / "step_000002"), *args)[0] == 0  # one run: other steps
+
+
+def test_a_damaged_score_says_how_to_get_another(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluating again alone would meet the same file."""
+    path = score_path(run, 3, "greedy")
+    path.write_text(path.read_text().replace('"text": "', '"text": "x', 1))
+    code, _, err = said(capsys, str(run), "--mode", "greedy", "--no-base")
+    assert (code, "delete the file and evaluate again" in err) == (7, True)
+    path.unlink()
+    assert said(capsys, str(run), "--mode", "greedy", "--no-base")[0] == 0
+
+
+def test_all_checkpoints_names_those_that_it_leaves_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step_000002" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, out, _ = said(capsys, str(run), "--all-checkpoints", "--mode", "greedy", "--no-base")
+    assert code == 0
+    assert out.startswith("warning: step 2 is left out: optimizer.safetensors")
+    assert f"{run} at step 2" not in out
+    for step in (1, 3):  # of the right length, so only reading it tells
+        file = run / "checkpoints" / f"step_{step:06d}" / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+        code, out, err = said(capsys, str(run), "--all-checkpoints", "--mode", "greedy", "--no-base")
+        assert (code, "SHA-256" in out + err) == (0 if step == 1 else 6, True)
+        assert ("warning: step 1 is left out: adapter_model.safetensors" in out, "at step 3:" in out) == (
+            True, step == 1
+        )  # fmt: skip
+
+
+def test_another_start_never_takes_the_place_of_the_runs_own_base(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = trained(tmp_path, model, NO_EVAL, "name=start", "steps=1").path
+    before = score_path(run, 0, "greedy").read_bytes()
+    code, out, _ = said(capsys, str(run), f"warm_start={start}", "--step", "0", "--mode", "greedy")
+    assert code == 0
+    assert score_path(run, 0, "greedy").read_bytes() == before
+    assert "stored: " in out
+
+
+def test_the_base_of_a_warm_start_is_not_called_the_models_own(
+    run: Path, model: Path, finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = trained(tmp_path, model, *LORA, NO_EVAL, "name=child", "steps=1", f"warm_start={finished.path}")
+    code, out, _ = said(capsys, str(child.path), "--step", "0", "--mode", "greedy")
+    assert code == 0
+    assert out.startswith(
+        f"{child.path} at step 0, its base: weights {fingerprints(finished)[3]}, of its warm start, in "
+    )
 
 
 def test_modes_by_name_and_by_kind(home: Path, model: Path) -> None:

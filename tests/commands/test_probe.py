@@ -50,6 +50,16 @@ def test_format_goes_or_does_not(
     assert "boxed in 0.0% of replies, below 95 %" in err
 
 
+def test_what_was_passed_over_is_said(
+    recipe: list[str], tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a warm start, which has no part in what a model's own weights say."""
+    asked = [*recipe, "warm_start=runs/gone"]
+    code, out, _ = said(capsys, "format", tiny_model_dir, "--items", "8", "--recipe", *asked)
+    assert code == 0
+    assert out.startswith("warning: warm_start = runs/gone is not used: ")
+
+
 def test_headroom_draws_groups_as_training_would(
     recipe: list[str], tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

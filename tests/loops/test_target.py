@@ -100,6 +100,35 @@ def test_a_model_needs_a_recipe_and_is_taken_without_its_adapter(home: Path, mod
         find_target(str(model), args, step=3)
 
 
+def test_a_warm_start_belongs_to_the_run_and_to_no_model(
+    home: Path, model: Path, lora: RunDirectory, full: RunDirectory, tmp_path: Path
+) -> None:
+    """A recipe that is given for its task must not put other weights under a model's name, or under a run as its base."""
+    own = fingerprints(trained(tmp_path, model, NO_EVAL, "name=own", "steps=1", "model.dtype=bf16"))[1]
+    start = ("model.dtype=bf16", f"warm_start={full.path}")
+    warm = words(tmp_path, model, *start)
+    base = build_rig(find_target(str(tmp_path / "runs" / "own"), step=0).recipe).prove().fingerprint
+    for name in (str(model), str(tmp_path / "other")):
+        target = find_target(name, warm)
+        assert target.recipe.warm_start is None
+        assert "is not used" in target.notes[0]
+        assert target.rival is None or target.rival.warm_start is None
+    assert build_rig(find_target(str(model), warm).recipe).prove().fingerprint == base
+    with pytest.raises(ConfigError, match="but the target is the model"):
+        find_target(str(model), warm, ["model.path=org/name"])
+    adapter = tmp_path / "peft"  # of another program: nothing says that it was made for the warm start's weights
+    adapter.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(lora.checkpoints_path / "step_000003" / file, adapter / file)
+    foreign = find_target(str(adapter), warm)
+    assert (foreign.recipe.warm_start, "is not used" in foreign.notes[0]) == (None, True)
+    asked = find_target(str(tmp_path / "runs" / "own"), warm, step=0)
+    assert build_rig(asked.recipe).prove().fingerprint == base
+    child = trained(tmp_path, model, NO_EVAL, "name=child", "steps=1", *start)
+    asked = find_target(str(child.path), words(tmp_path, model), step=0)
+    assert build_rig(asked.recipe).prove().fingerprint == fingerprints(full)[2] not in (own, base)
+
+
 def test_a_misspelt_run_names_those_that_exist(lora: RunDirectory, full: RunDirectory) -> None:
     with pytest.raises(RunDirectoryError) as caught:
         find_target(str(lora.path.parent / "lorra"))
