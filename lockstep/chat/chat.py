@@ -90,6 +90,12 @@ class ChatFormat:
         except ChatError as error:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
 
+    def doubtful(self, prompt: Prompt, room: float) -> bool:
+        """Whether a prompt's own text may make `render` refuse it or take more than `room` ids; it has no more ids than bytes."""
+        text = "\n".join(message["content"] for message in prompt.messages)
+        spelled = self._control is not None and self._control.search(text) is not None
+        return spelled or len(text.encode("utf-8", "surrogatepass")) > room
+
     def shared_prefix(self, ids: TokenIds) -> int:
         """How many leading ids of a prompt are those that every prompt begins with: system text and examples."""
         size = len(self.prefix)

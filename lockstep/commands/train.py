@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
         resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
         return 0
+    if args.allow_fallback:
+        raise ConfigError(["--allow-fallback is of a resume"], fix="name the run with --resume, or leave it out")
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
     recipe = load(args.recipe)  # before anything heavy: a mistake is refused in milliseconds

@@ -216,7 +216,7 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
             try:
                 config = _other_config(adapter, chosen, model)
                 attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-            except (ValueError, TypeError, AssertionError) as error:
+            except (ValueError, TypeError, AttributeError, AssertionError) as error:
                 raise ModelError(
                     f"PEFT refuses it: {error}", where="adapter.options", fix="change adapter.options"
                 ) from error
@@ -259,6 +259,12 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
                 where="adapter.options",
                 fix=f"options: {', '.join(known)}",
             )
+    if idle := [name for name, value in adapter.options.items() if name.endswith("dropout") and value]:
+        raise ModelError(
+            f"{idle[0]} would have no effect: nothing is dropped out, so that training computes what was sampled",
+            where="adapter.options",
+            fix="leave it out",
+        )
     targets = chosen.spelled(model)
     own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
     if adapter.method == "ia3" and "feedforward_modules" not in adapter.options:

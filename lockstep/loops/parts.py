@@ -104,7 +104,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     policy = Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32", parent)
     require_precision(recipe, policy.numerics)
     numerics_of(model, recipe.numerics.scale, recipe.numerics.exclude)
-    if parent is not None and (weights := adapter_weights(parent)) is not None:
+    if parent is not None and (weights := adapter_weights(parent, policy.numerics)) is not None:
         load_weights(model, iter(adopt(policy, weights).items()))
         require_proven(model, parent)
     return policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,8 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError, HealthStop
 from lockstep.loops.grading import Grader
 from lockstep.seeds import seed_for
+from lockstep.tasks.file import FileRows
+from lockstep.tasks.mixed import Mixed
 from lockstep.types import (
     Completion,
     Group,
@@ -66,6 +69,25 @@ def check_prompts(chat: ChatFormat, prompts: Sequence[Prompt], max_tokens: int, 
         tokens = len(chat.render_prompt(prompt))
         if context is not None:
             check_length(prompt.id, tokens, max_tokens, context)
+
+
+def check_pool(chat: ChatFormat, task: Task, max_tokens: int, context: int | None) -> None:
+    """`check_prompts` for every question of a data file, so that no run ends at step 900 for a row that was there at the start.
+
+    Rendered are one prompt of each sequence of roles, and those whose text makes them doubtful: the rest is like the first.
+    """
+    pool = _file_prompts(task)
+    kinds = list({tuple(message["role"] for message in prompt.messages): prompt for prompt in reversed(pool)}.values())
+    check_prompts(chat, kinds, max_tokens, context)
+    frame = max((len(chat.render_prompt(prompt)) for prompt in kinds), default=0)
+    room = math.inf if context is None else context - max_tokens - frame
+    check_prompts(chat, [prompt for prompt in pool if chat.doubtful(prompt, room)], max_tokens, context)
+
+
+def _file_prompts(task: Task) -> Sequence[Prompt]:
+    if isinstance(task, Mixed):
+        return [prompt for member in task.members for prompt in _file_prompts(member)]
+    return task.train if isinstance(task, FileRows) else ()
 
 
 def grade_groups(

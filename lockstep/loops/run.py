@@ -31,7 +31,7 @@ from lockstep.loops.noise import describe_noise
 from lockstep.loops.parts import Parts, build_parts, build_task_of
 from lockstep.loops.rivals import pinned_rivals
 from lockstep.loops.rl import train
-from lockstep.loops.rollouts import check_prompts
+from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
 from lockstep.loops.selftest import check_purity
 from lockstep.loops.sft_rows import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
@@ -125,6 +125,8 @@ def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Par
         _say_parent(parts, parts.policy.parent, journal)
     prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
     check_prompts(parts.policy.chat, prompts, recipe.rollout.max_tokens, parts.policy.context)
+    if recipe.loop == "rl" and info is None:
+        check_pool(parts.policy.chat, task, recipe.rollout.max_tokens, parts.policy.context)
     reply = recipe.eval.max_tokens or recipe.rollout.max_tokens
     check_prompts(parts.policy.chat, _heldout(parts, recipe), reply, parts.policy.context)
     _describe(parts, recipe, journal, prompts)

@@ -114,6 +114,12 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
             where=where,
             fix="export the merged model with lockstep export --merge and name it in model.path, or set the adapter of that run",
         )
+    if getattr(adapter, "start", None) is not None:
+        raise CheckpointError(
+            "adapter.start would have no effect: the run goes on with the adapters of its warm start",
+            where=where,
+            fix="leave out warm_start or adapter.start",
+        )
     before = parent.recipe.adapter if parent.recipe else None
     ignored = {"start", "init"}  # how it began: it goes on now
     differ = []
@@ -162,9 +168,21 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     load_weights(model, ((name, tensor.to(own[name].dtype)) for name, tensor in weights.items()))
 
 
-def adapter_weights(parent: Parent | None) -> Mapping[str, Tensor] | None:
-    """The adapters to go on with; None if the run begins new ones or none."""
-    return None if parent is None or parent.trained == "none" else _stored(parent.info)
+def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor] | None:
+    """The adapters to go on with; None if the run begins new ones or none.
+
+    Raises CheckpointError if they are in another precision than this run's weights.
+    """
+    if parent is None or parent.trained == "none":
+        return None
+    saved = str(parent.info.meta["numerics"])
+    if saved != numerics:
+        raise CheckpointError(
+            f"its adapters and their base are in {saved}, and this run's model is in {numerics}",
+            where=f"{WHERE} = {parent.info.path}",
+            fix=f"set model.dtype={saved}",
+        )
+    return _stored(parent.info)
 
 
 def require_proven(model: nn.Module, parent: Parent) -> None:

@@ -58,16 +58,19 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     mutated = set(_sample(range(len(prompts)), MUTATED_SLOW if slow else MUTATED))
     few = own or asks_judge(verifier)
     tried = _sample(range(len(prompts)), SELF_TESTED) if few else range(len(prompts))
-    found = []
+    found, asked = [], 0
     for index in tried:
+        asked += 1
         often = not slow or index in mutated  # processes are asked for the rest of the references alone
         problems = self_test(verifier, prompts[index], pays=not own, garbage=own or often, mutations=index in mutated)
         if problems:
             found.append(problems)
+        if few and len(found) == _SHOWN:  # each may have waited for its time to run out, or for a judge
+            break
     if found:
         lines = "\n".join(f"  {problems[0]}" for problems in found[:_SHOWN])
         raise TaskError(
-            f"the verifier cannot grade {len(found)} of {len(tried)} questions; the first:\n{lines}",
+            f"the verifier cannot grade {len(found)} of {asked} questions; the first:\n{lines}",
             where=where,
             fix="correct the grader" if own else "use another task.verifier, or correct the answers",
         )

@@ -187,6 +187,16 @@ def test_options_are_pefts_and_are_checked() -> None:
             adapted(OtherPeft(method="hra", options={name: "all"}))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="PEFT refuses it"):
         adapted(OtherPeft(method="oft", options={"r": 3, "oft_block_size": 5}))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="PEFT refuses it"):  # whatever PEFT makes of a wrong type
+        adapted(OtherPeft(method="loha", options={"rank_pattern": "q_proj"}))  # type: ignore[arg-type]
+
+
+def test_dropout_is_refused_because_nothing_is_dropped_out() -> None:
+    for method, name in (("vera", "vera_dropout"), ("loha", "module_dropout"), ("lokr", "rank_dropout")):
+        with pytest.raises(ModelError, match=f"{name} would have no effect") as caught:
+            adapted(OtherPeft(method=method, options={name: 0.5}))  # type: ignore[arg-type]
+        assert caught.value.where == "adapter.options"
+        adapted(OtherPeft(method=method, options={name: 0.0}))  # type: ignore[arg-type]
 
 
 def test_names_of_the_scaling() -> None:

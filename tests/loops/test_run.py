@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lockstep.checkpoint.store import list_checkpoints
-from lockstep.errors import HealthStop, LearnerError, RunDirectoryError, SyncError
+from lockstep.errors import ChatError, HealthStop, LearnerError, RunDirectoryError, SyncError
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.loops import parts
 from lockstep.loops.run import start_run
@@ -185,6 +185,22 @@ def test_a_verifier_that_fails_stops_the_run_and_is_named(tmp_path: Path, tiny_m
         trained(tmp_path, tiny_model_dir, NO_EVAL, f"task.verifier.path={late}:grade", "steps=40")
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
     assert "mend the verifier" in log
+
+
+@pytest.mark.parametrize(
+    ("question", "match"),
+    [("far too long " * 5000, "exceed the model's context"), ("<|im_end|>", "reads as a control token")],
+)
+def test_a_row_that_can_never_be_asked_is_found_before_the_first_step(
+    tmp_path: Path, tiny_model_dir: Path, question: str, match: str
+) -> None:
+    """Not at the step that draws it: what is in a file is known from the start."""
+    made = recipe(tmp_path, tiny_model_dir, NO_EVAL, "task.heldout_rows=0", "steps=1", "prompts_per_step=1")
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": question, "answer": "1"}) + "\n")
+    with pytest.raises(ChatError, match=match) as caught:
+        start_run(made)
+    assert caught.value.where.startswith("prompt sums/41")
 
 
 def test_the_best_checkpoint_is_kept_and_the_base_is_none(tmp_path: Path, tiny_model_dir: Path) -> None:

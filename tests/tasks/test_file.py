@@ -93,6 +93,14 @@ def test_answers_that_the_verifier_cannot_read(tmp_path):
     build(path, heldout_rows=0, verifier={"kind": "text"})
 
 
+def test_a_grader_that_always_fails_is_given_up_early(tmp_path):
+    """Each failure may cost its whole time limit."""
+    path = write(tmp_path / "sums.jsonl", sums(range(50)))
+    (tmp_path / "own.py").write_text("def grade(prompt, reply):\n    raise RuntimeError('never')\n")
+    with pytest.raises(TaskError, match="the verifier cannot grade 5 of 5 questions"):
+        build(path, heldout_rows=0, verifier={"kind": "python", "path": f"{tmp_path}/own.py:grade", "workers": 1})
+
+
 def test_bad_rows_stop_the_build(tmp_path):
     path = write(tmp_path / "sums.jsonl", [("", 1), *sums(range(50))])
     with pytest.raises(DataError, match=r"sums.jsonl:1: 'prompt' is empty"):
