@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
@@ -114,6 +115,14 @@ def vllm_refuses(adapter: Adapter) -> str:
         return f"rollout.engine = vllm takes LoRA and its relatives, not adapter.method = {adapter.method}; take native"
     if isinstance(adapter, Lora) and adapter.base == "nf4":
         return "rollout.engine = vllm is sent merged weights, which adapter.base = nf4 has none of; take native"
+    return ""
+
+
+def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
+    """Why a base in four bits cannot be quantised once more; "" if nobody asks for it."""
+    asked = next((numeric for numeric in numerics if numeric), "")
+    if asked and isinstance(adapter, Lora) and adapter.base == "nf4":
+        return f"{asked} quantises linear layers, which adapter.base = nf4 has packed in 4 bits already; set one of the two"
     return ""
 
 

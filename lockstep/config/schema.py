@@ -14,7 +14,7 @@ from lockstep.config.adapter import Adapter as Adapter
 from lockstep.config.adapter import Lora as Lora
 from lockstep.config.adapter import NoAdapter as NoAdapter
 from lockstep.config.adapter import OtherPeft as OtherPeft
-from lockstep.config.adapter import vllm_refuses
+from lockstep.config.adapter import packed_mistake, vllm_refuses
 from lockstep.config.algorithm import Algorithm as Algorithm
 from lockstep.config.algorithm import Grpo as Grpo
 from lockstep.config.data import Data as Data
@@ -27,6 +27,7 @@ from lockstep.config.evaluate import Plateau as Plateau
 from lockstep.config.evaluate import decision_mistake
 from lockstep.config.health import Health as Health
 from lockstep.config.health import HealthRule as HealthRule
+from lockstep.config.numerics import PHASES
 from lockstep.config.numerics import Noise as Noise
 from lockstep.config.numerics import Numerics as Numerics
 from lockstep.config.optimizer import AdamW as AdamW
@@ -109,7 +110,7 @@ class Rollout(Section):
     """Keep the smallest set of tokens with this much probability."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep tokens at least this likely relative to the most likely one."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a response."""
     ignore_eos: bool = False
     """Force every response to max_tokens (benchmarks only)."""
@@ -282,11 +283,11 @@ class Recipe(Section):
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
             if self.sft.epochs is not None and "steps" in self.model_fields_set:
                 raise ValueError(f"steps = {self.steps} and sft.epochs = {self.sft.epochs:g}: set one of the two")
-            idle = [name for name in ("samples_per_update", "epochs") if getattr(self.update, name) not in (None, 1)]
+            idle = [f"update.{n}" for n in ("samples_per_update", "epochs") if getattr(self.update, n) not in (None, 1)]
+            own, fields = ("prompts_per_step", "samples_per_prompt"), type(self).model_fields
+            idle += [name for name in own if getattr(self, name) != fields[name].default]
             if idle:
-                raise ValueError(
-                    f"update.{idle[0]} is of rl; a step of sft is one update of sft.sequences_per_step rows"
-                )
+                raise ValueError(f"{idle[0]} is of rl; a step of sft is one update of sft.sequences_per_step rows")
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
                 raise ValueError(
                     "algorithm is of rl; loop = sft minimises the negative log-likelihood (sft.aggregation)"
@@ -356,6 +357,8 @@ class Recipe(Section):
             raise ValueError(
                 f"numerics names {named}, but model.dtype = {self.model.dtype}: what is not quantised computes in it"
             )
+        if mistake := packed_mistake(self.adapter, [self.numerics.of(phase) for phase in PHASES]):
+            raise ValueError(mistake)
         if self.numerics.rollout is not None and self.loop != "rl":
             raise ValueError(
                 f"numerics.rollout is set, but loop = {self.loop} has no rollouts: it would have no effect"

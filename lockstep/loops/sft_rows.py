@@ -118,7 +118,11 @@ def with_steps(recipe: Recipe) -> Recipe:
 def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
     """Replies of a run that may be learnt from, the latest first, with what was left out. Raises RunDirectoryError, DataError."""
     run = RunDirectory.open(settings.run)
-    steps = [step for step in rollout_steps(run) if step >= settings.first_step]
+    stored = rollout_steps(run)
+    steps = [step for step in stored if step >= settings.first_step]
+    if stored and not steps:
+        what = f"sft.rollouts.first_step = {settings.first_step}, but the last step with replies is {stored[-1]}"
+        raise DataError(what, where=settings.run, fix=f"set it to {stored[-1]} or less")
     template_hash = str(run.manifest().get("template_hash", ""))
     rows = [row for step in reversed(steps) for row in read_rollouts(run, step)]
     fit = [
@@ -193,7 +197,8 @@ def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | Non
         raise DataError(
             f"{len(maker.wrong)} rows cannot be trained on: {'; '.join(maker.wrong[:SHOWN])}",
             where=material.origin,
-            fix="correct them" + (", or set sft.too_long: drop or truncate" if maker.long else ""),
+            fix="correct them"
+            + (", or set sft.too_long: drop or truncate" if maker.long and sft.too_long == "stop" else ""),
         )
     if len(train) < sft.sequences_per_step:
         what = f"{len(train)} rows are left, and a step takes {sft.sequences_per_step}; {maker.dropped} were too long"

@@ -251,7 +251,8 @@ FULL_VERIFIERS = tuple(
 )
 FULL_TASKS = tuple(complete(GIVEN | {"task": task}) for task in TASKS)
 FULL_NOISE = complete(GIVEN | {"noise": NOISE})
-FULL_SFT = complete({name: value for name, value in GIVEN.items() if name != "noise"} | SUPERVISED)
+NOT_OF_SFT = ("noise", "prompts_per_step", "samples_per_prompt")
+FULL_SFT = complete({name: value for name, value in GIVEN.items() if name not in NOT_OF_SFT} | SUPERVISED)
 BASES = (
     FULL_SFT,
     FULL_NOISE,

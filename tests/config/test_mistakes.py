@@ -163,6 +163,22 @@ def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[st
     assert "algorithm" in line or "samples_per_prompt" in line
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"], "prompts_per_step is of rl"),
+        (["loop=sft", "sft={data: {source: rows.jsonl}}", "samples_per_prompt=7"], "samples_per_prompt is of rl"),
+        (["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"], "update.epochs is of rl"),
+        (["adapter={kind: lora, base: nf4}", "numerics.train=nvfp4-w4a4"], "nvfp4-w4a4 quantises linear layers, which"),
+        (["adapter={kind: lora, base: nf4}", "numerics.eval=mxfp4-w4a16"], "has packed in 4 bits already"),
+        (['rollout.stop=[""]'], "rollout.stop.0"),
+    ],
+)
+def test_settings_without_a_meaning_together_are_refused(args: list[str], reason: str) -> None:
+    (line,) = mistakes(*args)
+    assert reason in line
+
+
 @pytest.mark.parametrize("kind", ["reinforce", "reinforce_pp", "ppo"])
 def test_algorithms_that_compare_no_samples_take_one(kind: str) -> None:
     assert load([f"algorithm.kind={kind}", "samples_per_prompt=1"]).samples_per_prompt == 1

@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
 from lockstep.models.weights import active_adapter, load_weights, named_weights
 from lockstep.rollout.forward import Computation
+from lockstep.rollout.paged.cut import cuts, draw_cut
 from lockstep.rollout.paged.fused import fuse_or_log
 from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.prefill import Prefill, Span
@@ -29,8 +30,7 @@ from lockstep.rollout.paged.scheduler import Prompt, Running, check_room, ended_
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request
-from lockstep.rollout.sampler import sample, uniforms
-from lockstep.types import Completion, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
+from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
@@ -290,8 +290,8 @@ class PagedEngine:
         rows = self._live
         view = rows.part(place)
         logits_BV = torch.stack([s.prompt.logits_V for s in started if s.prompt.logits_V is not None])
-        if any(_cuts(s.request.sampling) for s in started):
-            self._draw_cut(started, logits_BV, view)
+        if any(cuts(s.request.sampling) for s in started):
+            draw_cut(started, logits_BV, view)
         else:
             self._ops.draw(logits_BV, view)
         self._ops.advance(view, len(started), self._stops_X)
@@ -300,31 +300,17 @@ class PagedEngine:
     def _decode_chunk(self) -> None:
         """Some steps for every active sequence, then out with those that have ended."""
         rows, count = self._live, captured_rows(len(self._active), self._slots)
-        cut = any(_cuts(s.request.sampling) for s in self._active)
+        cut = any(cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
         for _ in range(steps):
             with self._computation.running():
                 logits_BV = self._step.forward(count)
             if cut:
-                self._draw_cut(self._active, logits_BV, rows)
+                draw_cut(self._active, logits_BV, rows)
                 self._ops.advance(rows, count, self._stops_X)
             else:
                 self._step.draw(count)
         self._collect()
-
-    @torch.no_grad()
-    def _draw_cut(self, sequences: Sequence[Running], logits_BV: Tensor, rows: Rows) -> None:
-        """Draw where top_k, top_p or min_p cut the distribution: kind by kind, not captured."""
-        drawn = rows.drawn_B[: len(sequences)].tolist()
-        kinds: dict[Sampling, list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            kinds.setdefault(sequence.request.sampling, []).append(row)
-        for sampling, places in kinds.items():
-            numbers = uniforms([sequences[row].request.seed for row in places], [drawn[row] for row in places])
-            place_B = torch.tensor(places, device=self._device)
-            uniform_B = torch.from_numpy(numbers).to(self._device)
-            token_B, logprob_B = sample(logits_BV[place_B].float(), sampling, uniform_B)
-            rows.token_B[place_B], rows.logprob_B[place_B] = token_B, logprob_B
 
     def _collect(self) -> None:
         """Read how far the active sequences are; complete those that have ended and close the ranks."""
@@ -411,7 +397,3 @@ class PagedEngine:
         for row, n in enumerate(forced):
             if place < n - 1:
                 result[row].append(logprobs[row])
-
-
-def _cuts(sampling: Sampling) -> bool:
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)

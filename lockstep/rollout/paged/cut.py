@@ -1,0 +1,36 @@
+"""Draws where top_k, top_p or min_p cut the distribution: outside the captured step, as they sort the vocabulary.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.rollout.paged.scheduler import Running
+from lockstep.rollout.paged.state import Rows
+from lockstep.rollout.sampler import sample, uniforms
+from lockstep.types import Sampling
+
+
+def cuts(sampling: Sampling) -> bool:
+    """Whether tokens are left out."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+@torch.no_grad()
+def draw_cut(sequences: Sequence[Running], logits_BV: Tensor, rows: Rows) -> None:
+    """Draw the next token of each sequence, kind of sampling by kind, into the rows."""
+    drawn, device = rows.drawn_B[: len(sequences)].tolist(), logits_BV.device
+    kinds: dict[Sampling, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        kinds.setdefault(sequence.request.sampling, []).append(row)
+    for sampling, places in kinds.items():
+        numbers = uniforms([sequences[row].request.seed for row in places], [drawn[row] for row in places])
+        place_B = torch.tensor(places, device=device)
+        uniform_B = torch.from_numpy(numbers).to(device)
+        token_B, logprob_B = sample(logits_BV[place_B].float(), sampling, uniform_B)
+        rows.token_B[place_B], rows.logprob_B[place_B] = token_B, logprob_B
