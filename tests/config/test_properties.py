@@ -149,7 +149,9 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         adapter=lora | st.just({}),
         task=tasks,
         chat=section(system=st.none() | words, suffix=words, template_kwargs=free, examples=examples),
-        rollout=section(temperature=positive, top_p=share, stop=st.lists(words.filter(bool), max_size=3), ignore_eos=st.booleans()),
+        rollout=section(
+            temperature=positive, top_p=share, stop=st.lists(words.filter(bool), max_size=3), ignore_eos=st.booleans()
+        ),
         algorithm=algorithms,
         optimizer=section(lr=st.none() | positive, betas=st.tuples(share, share), eps=positive),
         track=section(tags=st.lists(words, max_size=2), sinks=sinks),
