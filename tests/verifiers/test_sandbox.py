@@ -147,8 +147,10 @@ def test_a_worker_or_what_forks_for_it_may_be_killed_at_any_time(code: Code) -> 
     with ThreadPoolExecutor(1) as pool:
         grades = [pool.submit(code.grade, prompt(ASSERTED), right if paid else wrong) for paid in due]
         kills = 0
-        while not all(grade.done() for grade in grades) and kills < 12:
+        while (done := sum(grade.done() for grade in grades)) < len(due) and kills < 12:
             time.sleep(rng.uniform(0.02, 0.1))
+            if kills > 2 * done + 3:  # one call may be cut a few times, not for ever, however slow the machine
+                continue
             alive = [psutil.Process(pid) for pid in code.pool.pids if psutil.pid_exists(pid)] + processes_of(code)
             with suppress(psutil.NoSuchProcess, IndexError):
                 rng.choice(alive).kill()
