@@ -90,7 +90,8 @@ def prove_at_start(parts: Parts, journal: Journal, start: int) -> Proof:
     proof = parts.sync.push(parts.learner, parts.engine)
     falsified = parts.sync.negative_control(parts.learner, parts.engine)
     journal.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
-    journal.event("sync", proof_line(proof), step=start, negative_control=falsified)
+    facts = {"negative_control": falsified, "fingerprint": proof.fingerprint}  # at step 0: what the run began from
+    journal.event("sync", proof_line(proof), step=start, **facts)
     return proof
 
 

@@ -143,14 +143,40 @@ def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None,
     saved = saved_of(target, rig)  # first of all: what does not fit is refused before anything slow
     if saved is None:
         proof = rig.prove()
+        _require_own_base(measuring, proof)
     else:
         measuring.notes += [saved.note] if saved.note else []
-        if how.base:
-            base = _measure(measuring, rig.prove(), 0, reuse=True) if before is None else before
+        if how.base and before is None:
+            proof = rig.prove()
+            _require_own_base(measuring, proof)
+            base = _measure(measuring, proof, 0, reuse=True)
+        elif how.base and before is not None:
+            base = before
         proof = rig.prove_saved(saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(rival.files if rival else ()), *measuring.files)
     return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms))
+
+
+def _require_own_base(measuring: Measuring, proof: Proof) -> None:
+    """Raise EvaluationError if a run's base is not what it began from: a checkpoint of full training fits any model's shape."""
+    from lockstep.track.rundir import RunDirectory
+    from lockstep.track.writer import read_events
+
+    target = measuring.target
+    if target.run is None or target.trained is None or target.trained.adapter.kind != "none":
+        return  # adapters are fingerprinted with their base
+    run = RunDirectory.open(target.run)
+    first = (event.facts for event in read_events(run) if event.kind == "sync" and event.step == 0)
+    began = next(first, {}).get("fingerprint")
+    if began is None or run.manifest().get("numerics") != measuring.rig.policy.numerics:
+        return  # of an older version; or in a precision in which the weights are others
+    if began != proof.fingerprint:
+        raise EvaluationError(
+            f"{target.recipe.model.path} has weights {proof.fingerprint}; the run began from {began}",
+            where=str(target.run),
+            fix="give the model that it was trained from as model.path, or evaluate it without its base (--no-base)",
+        )
 
 
 def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:

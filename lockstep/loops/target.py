@@ -155,6 +155,10 @@ def _of_adapter(
     if began and not (found.path / "adapter_base.json").is_file():
         notes.append(f"warm_start = {began} is not used: {name} does not say that it was made for those weights")
         began = None
+    if began:  # its adapters are in the folder; what they are over may have been trained before them
+        from lockstep.loops.warm import base_checkpoint
+
+        began = base_checkpoint(began)
     settings = adapter_settings(found, asked.adapter)
     recipe = asked.model_copy(update={"model": model, "adapter": settings, "warm_start": began})
     steps = [int(match[1]) for part in found.path.resolve().parts if (match := TRAINED.fullmatch(part))]

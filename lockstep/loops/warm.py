@@ -136,6 +136,12 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         )
 
 
+def base_checkpoint(name: str) -> str | None:
+    """The checkpoint of the last full training behind a warm start's setting; None if only adapters were trained before."""
+    base = base_of(_read(name))
+    return None if base is None else str(base.info.path)
+
+
 def base_of(parent: Parent | None) -> Parent | None:
     """The last full training behind a warm start; None if what its adapters are over is the recipe's own model."""
     while parent is not None and parent.trained != "none":

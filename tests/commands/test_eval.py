@@ -156,6 +156,24 @@ def test_another_base_is_refused_before_anything_is_measured(
     assert sorted((run / "scores").rglob("*")) == before
 
 
+def test_the_base_of_full_training_is_what_it_began_from(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of all weights fits any model of its shape: only what the run recorded tells them apart."""
+    full = str(trained(tmp_path, model, NO_EVAL, "name=full", "steps=1").path)
+    write_tiny_model(tmp_path / "other", seed=3)
+    other = ("--set", f"model.path={tmp_path}/other", "--mode", "greedy")
+    for step in ((), ("--step", "0")):
+        code, out, err = said(capsys, full, *other, *step)
+        assert (code, out) == (7, "")
+        assert "the run began from" in err
+    code, out, _ = said(capsys, full, *other, "--no-base")
+    assert (code, "as saved" in out) == (0, True)
+    shutil.copytree(model, tmp_path / "moved")
+    code, out, _ = said(capsys, full, "--set", f"model.path={tmp_path}/moved", "--mode", "greedy")
+    assert (code, "verdict" in out) == (0, True)
+
+
 def test_a_changed_reply_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stored score of the same weights that does not say the same is a warning, and stays as it was."""
     from lockstep.evaluate.records import write_score

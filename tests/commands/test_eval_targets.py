@@ -12,7 +12,7 @@ import pytest
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from tests.commands.evaluating import said
-from tests.loops.runs import fingerprints, words
+from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words
 from tests.tiny import write_tiny_model
 
 
@@ -44,6 +44,24 @@ def test_an_adapters_folder_gives_the_score_of_its_checkpoint(
     assert beside.results == base.results
     assert "verdict" in out
     assert f"the adapter is in {tmp_path}/global_step_3/actor/lora_adapter" in out
+
+
+@pytest.mark.parametrize("first", ["adapters", "all weights"])
+def test_the_adapter_of_a_run_with_a_warm_start_is_put_over_what_that_run_had_below_it(
+    model: Path, finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str
+) -> None:
+    """Adapters that another run began are all in the folder; weights that another run trained are the base."""
+    parent = finished if first == "adapters" else trained(tmp_path, model, NO_EVAL, "name=full", "steps=1")
+    start = f"warm_start={parent.path}"
+    heir = trained(tmp_path, model, *LORA, "name=heir", "eval.at_start=false", start)
+    folder = peft_folder(heir.path, tmp_path / "peft")
+    shutil.copy(heir.checkpoints_path / "step_000003" / "adapter_base.json", folder)
+    recipe = words(tmp_path, model, start)
+    code, _, err = said(capsys, folder, "--recipe", *recipe, "--mode", "greedy", "--no-base", "--out", tmp_path / "out")
+    assert code == 0, err
+    (written,) = (tmp_path / "out").iterdir()
+    inside, outside = read_score(score_path(heir.path, 3, "greedy")), read_score(written)
+    assert (outside.results, outside.conditions.weights) == (inside.results, inside.conditions.weights)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(
