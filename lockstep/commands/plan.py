@@ -100,6 +100,12 @@ def _health(recipe: Recipe) -> list[str]:
     return health_lines(recipe)
 
 
+def _misfits(recipe: Recipe) -> list[str]:
+    from lockstep.plan.fit import misfits
+
+    return [line for error in misfits(recipe) for line in str(error).splitlines()]
+
+
 def _memory(recipe: Recipe, gpu_gib: float | None) -> list[str]:
     from lockstep.plan.preview import disk_preview, preview_lines
 
@@ -112,5 +118,6 @@ SECTIONS: tuple[PlanSection, ...] = (
     PlanSection("Learning rate", _rate),
     PlanSection("Evaluations and checkpoints", _evaluation),
     PlanSection("Health", _health),
+    PlanSection("A run would be refused: these settings do not fit the model", _misfits),
 )
 """In the order in which they are printed. To add one: a function from a recipe to its lines, and an entry here."""

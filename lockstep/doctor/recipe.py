@@ -27,6 +27,7 @@ from lockstep.models.folder import check_weights
 from lockstep.models.resolve import HUB_ID
 from lockstep.plan.choice import plan_memory
 from lockstep.plan.disk import beside_bytes, disk_lines, free_bytes, plan_disk, require_room
+from lockstep.plan.fit import misfits
 from lockstep.plan.job import GIB
 from lockstep.plan.preview import ASSUMED_PROMPT, folder_here, planned_device
 from lockstep.plan.shapes import read_shape
@@ -117,6 +118,17 @@ def _fetched(model: Model) -> Check:
         found = f"{model.path} is not in the hub's cache, and HF_HUB_OFFLINE is set"
         return Check("model", "fail", found, "unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download")
     return Check("model", "warn", f"{model.path} is not here yet: a run fetches it first", f"hf download {model.path}")
+
+
+def check_fit(recipe: Recipe) -> list[Check]:
+    """Whether the settings mean something in the model; nothing for a model that is not here."""
+    found = misfits(recipe)
+    if not found and _folder(recipe) is not None:
+        return [Check("settings", "ok", "what they say of layers, norms and context fits the model")]
+    return [
+        Check("settings", "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+        for error in found
+    ]
 
 
 def check_memory_plan(recipe: Recipe) -> list[Check]:

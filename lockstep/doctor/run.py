@@ -38,6 +38,7 @@ def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
         checks += [
             ("extras", lambda: recipe.check_extras(wanted)),
             ("model", lambda: recipe.check_model(wanted.model)),
+            ("settings", lambda: recipe.check_fit(wanted)),
             ("memory plan", lambda: recipe.check_memory_plan(wanted)),
             ("disk plan", lambda: recipe.check_disk_plan(wanted)),
         ]

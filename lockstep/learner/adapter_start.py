@@ -50,7 +50,7 @@ def start_from_weights(model: nn.Module, adapter: Lora, method: Method, fingerpr
     """
     begin = time.perf_counter()
     layers = lora_layers(model)
-    _refuse_small(layers, adapter.rank)
+    refuse_small({name: layer.get_base_layer().weight for name, layer in layers.items()}, adapter.rank)
     folder = cache_root() / "adapter_starts" / _key(layers, adapter.rank, method, fingerprint)
     if folder.exists():
         factors, how = _read(cached_folder(folder, lambda fresh: None) / FILE, layers), "from the cache"
@@ -92,9 +92,10 @@ def has_residual_base(model: nn.Module) -> bool:
     return any(start_of(layer) is not None for layer in lora_layers(model).values())
 
 
-def _refuse_small(layers: Mapping[str, Any], rank: int) -> None:
-    for name, layer in layers.items():
-        if rank > (smallest := min(layer.get_base_layer().weight.shape)):
+def refuse_small(weights: Mapping[str, Tensor], rank: int) -> None:
+    """Raise ModelError if a layer's weight has fewer singular values than an adapter that begins from them has ranks."""
+    for name, weight in weights.items():
+        if rank > (smallest := min(weight.shape)):
             raise ModelError(
                 f"rank {rank} is more than the {smallest} singular values of {name}",
                 where="adapter.rank",

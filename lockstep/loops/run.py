@@ -39,6 +39,7 @@ from lockstep.loops.state import read_weights, restore
 from lockstep.loops.warm import Parent, pinned
 from lockstep.loops.watch import last_evaluated
 from lockstep.plan.batch import batch_lines
+from lockstep.plan.fit import require_fit
 from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
@@ -52,6 +53,7 @@ def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
     check_installed(recipe.track)
     warned = require_machine(recipe)
+    require_fit(recipe)
     recipe = with_steps(pinned_rivals(pinned(recipe)))
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:

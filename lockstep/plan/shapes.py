@@ -190,13 +190,21 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
 def measured_shape(folder: Path) -> ModelShape:
     """The shape of a model that is built on the meta device: any decoder that transformers knows. Loads torch."""
+    try:
+        return shape_of_model(meta_model(folder))
+    except AttributeError as error:
+        raise ModelError(f"its sizes cannot be told: {error}", where=str(folder / "config.json")) from error
+
+
+def meta_model(folder: Path) -> Any:
+    """A transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            return shape_of_model(AutoModelForCausalLM.from_config(config))
+            return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"its sizes cannot be told: {reason}", where=str(folder / "config.json")) from error

@@ -1,0 +1,87 @@
+"""Whether a recipe's settings mean something in its model, asked of the model's structure before its weights are read.
+
+The model is built on the meta device, which takes a second and no memory, and asked by the functions that a run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lockstep.config.adapter import Lora
+from lockstep.config.schema import Recipe
+from lockstep.errors import ConfigError, LockstepError, ModelError
+from lockstep.plan.preview import folder_here
+from lockstep.plan.shapes import meta_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def misfits(recipe: Recipe) -> list[LockstepError]:
+    """What would end a run of this recipe once the model is there, each with its fix; nothing for a model that is not here,
+    that runs code of its own, or whose folder is damaged (`lockstep doctor` says so elsewhere)."""
+    folder = None if recipe.model.trust_remote_code else folder_here(recipe.model)
+    if folder is None:
+        return []
+    try:
+        model = meta_model(folder)
+    except ModelError:
+        return []
+    checks: list[Callable[[Recipe, PreTrainedModel], None]] = [_adapter, _numerics, _noise, _context]
+    return [error for check in checks for error in _raised(lambda check=check: check(recipe, model))]  # type: ignore[misc]
+
+
+def require_fit(recipe: Recipe) -> None:
+    """Raise the first of `misfits`."""
+    for error in misfits(recipe):
+        raise error
+
+
+def _raised(check: Callable[[], None]) -> Iterator[LockstepError]:
+    try:
+        check()
+    except LockstepError as error:
+        yield error
+
+
+def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.learner.adapter_start import refuse_small
+    from lockstep.learner.adapter_targets import choose_targets
+
+    if recipe.adapter.kind == "none":
+        return
+    chosen = choose_targets(model, recipe.adapter.targets)
+    adapter = recipe.adapter
+    if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") and not adapter.start:
+        refuse_small({name: model.get_parameter(f"{name}.weight") for name in chosen.layers}, adapter.rank)
+
+
+def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.numerics.apply import numerics_of
+
+    numerics_of(model, recipe.numerics.scale, recipe.numerics.exclude)
+
+
+def _noise(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.noise.targets import find_targets
+
+    if recipe.noise is not None:
+        find_targets(model, recipe.noise)
+
+
+def _context(recipe: Recipe, model: PreTrainedModel) -> None:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return
+    rows = recipe.sft.max_tokens if recipe.sft is not None else 0
+    replies = {"rollout": recipe.rollout.max_tokens if recipe.loop == "rl" else 0}
+    replies |= {"eval": (recipe.eval.max_tokens or 0) if recipe.eval.enabled else 0}
+    mistakes = [f"sft.max_tokens = {rows} is more than the model's context of {context}"] if rows > context else []
+    mistakes += [
+        f"{section}.max_tokens = {tokens} leaves no room for a prompt in the model's context of {context}"
+        for section, tokens in replies.items()
+        if tokens >= context
+    ]
+    if mistakes:
+        raise ConfigError(mistakes, fix=f"set it below {context}, or take a model with a longer context")

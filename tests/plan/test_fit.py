@@ -1,0 +1,61 @@
+"""Settings that mean nothing in a model are refused by its structure alone, by doctor and before a run has a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.load import load
+from lockstep.loops.run import start_run
+from lockstep.plan.fit import misfits
+from tests.loops.runs import words
+
+PISSA = ("adapter.kind=lora", "adapter.init=pissa")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("adapter.kind=lora", "adapter.targets=[q_prj]"), "'q_prj' names no linear layer"),
+        (("adapter.kind=peft", "adapter.method=oft", "adapter.targets=[q_prj]"), "'q_prj' names no linear layer"),
+        (("adapter.kind=lora", "adapter.targets=[lm_head]"), "lm_head"),
+        ((*PISSA, "adapter.rank=1024"), "rank 1024 is more than the"),
+        (("numerics.train=mxfp4-w4a4", "numerics.exclude=[foo]"), "'foo' names no linear layer"),
+        (("noise.stages=3", "noise.targets=[foo]"), "foo"),
+        (("rollout.max_tokens=100000",), "rollout.max_tokens = 100000 leaves no room for a prompt"),
+        (("eval.max_tokens=100000",), "eval.max_tokens = 100000 leaves no room for a prompt"),
+    ],
+)
+def test_what_means_nothing_is_found_without_weights(
+    tiny_model_dir: Path, tmp_path: Path, overrides: tuple[str, ...], says: str
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())  # no weights at all
+    (error,) = misfits(load(words(tmp_path, bare, *overrides)))
+    assert says in str(error)
+    assert error.fix
+    with pytest.raises(type(error)):
+        start_run(load(words(tmp_path, tiny_model_dir, *overrides)))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_of_them_are_shown_at_once(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = words(tmp_path, tiny_model_dir, "adapter.kind=lora", "adapter.targets=[nope]", "rollout.max_tokens=100000")
+    assert main(["doctor", *recipe]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fail  settings")]
+    assert len(failed) == 2
+    assert "'nope' names no linear layer" in failed[0]
+    assert main(["plan", *recipe]) == 0
+    out = capsys.readouterr().out
+    assert "A run would be refused" in out
+    assert "'nope' names no linear layer" in out
+
+
+def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_dir: Path, tmp_path: Path) -> None:
+    assert misfits(load(words(tmp_path, tiny_model_dir, *PISSA, "adapter.rank=4"))) == []
+    assert misfits(load(words(tmp_path, tmp_path / "gone", "adapter.kind=lora", "adapter.targets=[nope]"))) == []
