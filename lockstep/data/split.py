@@ -68,6 +68,22 @@ def refuse_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], where: st
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Rows that ask what an earlier row of the same set asked."""
+
+    rows: int
+    contrary: tuple[tuple[Prompt, Prompt], ...]
+    """Those with another answer than that earlier row, and that row before them."""
+
+
+def repeats(prompts: Sequence[Prompt]) -> Repeats:
+    """Which rows repeat a question. A question with two answers pays for one of them at random."""
+    first: dict[bytes, Prompt] = {}
+    pairs = [(first.setdefault(question_digest(prompt.messages), prompt), prompt) for prompt in prompts]
+    return Repeats(len(pairs) - len(first), tuple((one, other) for one, other in pairs if one.answer != other.answer))
+
+
 def _start(prompt: Prompt) -> str:
     text = prompt.messages[-1]["content"]
     return text if len(text) <= 60 else text[:60] + "…"

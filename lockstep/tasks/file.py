@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.config import schema
 from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import NGRAM, measure
-from lockstep.data.split import refuse_overlap, split
+from lockstep.data.split import refuse_overlap, repeats, split
 from lockstep.errors import DataError, TaskError
 from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.types import Grade, Prompt
@@ -69,13 +69,13 @@ def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
     rows = open_rows(settings.data, where="task.data")
     name, origin = rows.name, rows.origin
     train = rows.prompts(name)
-    notes = [f"{name}: {len(train)} rows in {origin}", *_reading_notes(name, rows)]
+    notes = [f"{name}: {len(train)} rows in {origin}", *_reading_notes(name, rows), *_repeat_notes(name, train)]
     heldout: dict[str, tuple[Prompt, ...]] = {}
     origins: dict[str, str] = {}
     for role, data in settings.heldout.items():
         held = open_rows(data, where=f"task.heldout.{role}")
         heldout[role], origins[role] = held.prompts(f"{name}@{role}", task=name), held.origin
-        notes += _reading_notes(f"{name}@{role}", held)
+        notes += [*_reading_notes(f"{name}@{role}", held), *_repeat_notes(f"{name}@{role}", heldout[role])]
     if "id_probe" not in heldout and settings.heldout_rows:
         parts = split(train, settings.heldout_rows, where=origin)
         train, heldout["id_probe"], origins["id_probe"] = parts.train, parts.heldout, origin
@@ -100,6 +100,20 @@ def _reading_notes(name: str, rows: Rows) -> list[str]:
     reading = rows.reading
     found = [f"{name}: {reading.bad} of {reading.read} rows are bad and were dropped"] if reading.bad else []
     return found + [f"{name}: filter {stage.name} kept {stage.after} of {stage.before}" for stage in reading.stages]
+
+
+def _repeat_notes(name: str, prompts: Sequence[Prompt]) -> list[str]:
+    """How many rows repeat a question, and a warning where they give it another answer."""
+    found = repeats(prompts)
+    if not found.rows:
+        return []
+    lines = [f"{name}: {found.rows} of {len(prompts)} rows repeat a question"]
+    if found.contrary:
+        pairs = "; ".join(f"{one.id} and {other.id}" for one, other in found.contrary[:3])
+        lines.append(
+            f"{name}: warning: of these, {len(found.contrary)} with another answer than the first row that asks it: {pairs}"
+        )
+    return lines
 
 
 def _near_notes(

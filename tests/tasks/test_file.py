@@ -41,6 +41,21 @@ def test_rows_are_held_out_by_hash(tmp_path):
     assert [p.id for p in task.heldout("id_probe", 20)] == [p.id for p in task.heldout("id_probe", 100)][:20]
 
 
+def test_a_question_with_two_answers_is_a_warning(tmp_path):
+    rows = [*sums(range(30)), ("What is  5 + 1?", 6), ("what is 7 + 1?", 9)]
+    path = write(tmp_path / "sums.jsonl", rows)
+    held = write(tmp_path / "held.jsonl", [*sums(range(50, 60)), ("What is 50 + 1?", 0)])
+    assert [
+        note for note in build(path, heldout={"id_probe": str(held)}).notes if "repeat" in note or "of these" in note
+    ] == [
+        "sums: 2 of 32 rows repeat a question",
+        "sums: warning: of these, 1 with another answer than the first row that asks it: sums/8 and sums/32",
+        "sums@id_probe: 1 of 11 rows repeat a question",
+        "sums@id_probe: warning: of these, 1 with another answer than the first row that asks it: "
+        "sums@id_probe/1 and sums@id_probe/11",
+    ]
+
+
 def test_two_builds_are_equal(tmp_path):
     path = write(tmp_path / "sums.jsonl", sums(range(300)))
     first, second = build(path), build(path)
