@@ -26,14 +26,19 @@ class UpdateStatistics:
         self._tokens, self._processed = 0, 0
 
     def add(self, inputs: LossInput, output: LossOutput, loss: Tensor | float, processed: int) -> None:
-        """One micro-batch: its loss (already weighted) and the tokens that its forward pass processed."""
+        """One micro-batch: its loss (already weighted) and the tokens that its forward pass processed.
+
+        Nothing is kept before all is computed: where memory runs out in here, the micro-batch is done again by halves.
+        """
         inputs = replace(inputs, logprobs_T=inputs.logprobs_T.detach(), entropy_T=inputs.entropy_T.detach())
         entropy = {"entropy/mean": inputs.entropy_T} if inputs.entropy_T.numel() else {}  # a supervised batch has none
-        for name, value_T in {**entropy, **output.means}.items():
-            self._sums[name].append(value_T.detach().double().sum())
-        for name, value_T in output.maxima.items():
-            self._maxima[name].append(value_T.detach().max().double())
+        sums = {name: value_T.detach().double().sum() for name, value_T in {**entropy, **output.means}.items()}
+        maxima = {name: value_T.detach().max().double() for name, value_T in output.maxima.items()}
         self._losses.append(torch.as_tensor(loss, device=inputs.entropy_T.device).detach().double())
+        for name, value in sums.items():
+            self._sums[name].append(value)
+        for name, value in maxima.items():
+            self._maxima[name].append(value)
         self._inputs.append(inputs)
         self._tokens += inputs.logprobs_T.numel()
         self._processed += processed

@@ -90,6 +90,20 @@ class NoRoomForSums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NoRoomForStatistics(TorchDispatchMode):
+    """Memory runs out once when a largest value is looked for after the backward pass."""
+
+    def __init__(self, learner: TorchLearner) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.learner, self.left = learner, 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.max.default and self.left and self.learner.optimizer.collected:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
 def result(learner: TorchLearner, loss: Loss, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     metrics = learner.update(batch, loss)
     return metrics, {name: p.detach().clone() for name, p in learner.model.named_parameters()} | {
@@ -130,6 +144,19 @@ def test_a_pass_that_breaks_off_late_leaves_its_finished_gradients_as_they_are()
     same = {name for name in ours if name.startswith("exp_avg.") and torch.equal(ours[name], theirs[name])}
     assert any("layers.1" in name for name in same)
     assert not any("layers.0" in name for name in same)
+
+
+def test_no_room_for_statistics_counts_gradients_and_tokens_once():
+    batch = make_batch(0.7)
+    learner = build("fp64")
+    with NoRoomForStatistics(learner) as mode:
+        found, ours = result(learner, LOSS, batch)
+    expected, theirs = result(build("fp64"), LOSS, batch)
+    assert (mode.left, found["batch/oom_splits"], found["batch/microbatches"]) == (0, 1, 2)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for name, value in expected.items():
+        if not name.startswith("batch/") or name == "batch/tokens_trained":
+            assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
 def test_no_room_for_a_gradients_fp32_sum_counts_it_once():
