@@ -103,6 +103,12 @@ class DecodeStep:
         """A replay of one run; the runs that warm it up change nothing, because every row is at rest meanwhile."""
         done_B = self._rows.done_B.clone()
         self._rows.done_B.fill_(1)
+        try:
+            return self._capture(count, run)
+        finally:
+            self._rows.done_B.copy_(done_B)
+
+    def _capture(self, count: int, run: Callable[[int], None]) -> Callable[[], None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -121,9 +127,7 @@ class DecodeStep:
             self._capturing = False
             self._graphs.clear()
             torch.cuda.synchronize()
-            self._rows.done_B.copy_(done_B)
             return lambda: run(count)
-        self._rows.done_B.copy_(done_B)
         return graph.replay
 
 
