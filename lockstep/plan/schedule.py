@@ -6,6 +6,8 @@ from lockstep.config.schema import Recipe, default_rate
 from lockstep.evaluate.plan import plan_lines
 from lockstep.learner.schedule import learning_rate
 
+_FAR = 1000
+"""A rate that is so many times the default is taken for a slip: such steps ruin a pretrained model."""
 _SHOWN = 8
 """Steps written out in a line; of longer lists the middle is left out."""
 
@@ -19,6 +21,11 @@ def rate_lines(recipe: Recipe) -> list[str]:
     if shape == "wsd":
         shape = f"wsd, falling in the last {settings.decay_share:.0%},"
     lines = [f"learning rate {recipe.lr:g}: {_reason(recipe)}; {shape} over {total} optimizer steps, {warm}"]
+    usual = default_rate(recipe.loop, adapter=recipe.adapter.kind != "none")
+    if recipe.lr >= _FAR * usual and settings.kind != "python":
+        lines.append(
+            f"warning: optimizer.lr is {recipe.lr / usual:,.0f} times the default ({usual:.0e}); is that what is meant?"
+        )
     if settings.warmup_steps or settings.schedule != "constant":
         marks = _marks(settings.warmup_steps, total)
         rates = (f"{learning_rate(settings, recipe.lr, mark - 1, total):.3g} at {mark}" for mark in marks)
