@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -215,14 +216,25 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
         case OtherPeft():
             try:
                 config = _other_config(adapter, chosen, model)
-                attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-            except (ValueError, TypeError, AttributeError, AssertionError) as error:
+                with _as_asked(adapter):
+                    attached = get_peft_model(model, config, autocast_adapter_dtype=False)
+            except (ValueError, TypeError, AttributeError, AssertionError, UserWarning) as error:
                 raise ModelError(
                     f"PEFT refuses it: {error}", where="adapter.options", fix="change adapter.options"
                 ) from error
         case _:
             assert_never(adapter)
     return attached
+
+
+@contextmanager
+def _as_asked(adapter: OtherPeft) -> Iterator[None]:
+    """Where PEFT would take another value than an option's and only warn, UserWarning is raised within."""
+    with warnings.catch_warnings():
+        for name in adapter.options:
+            warnings.filterwarnings("error", message=f"Invalid `{re.escape(name)}`")
+            warnings.filterwarnings("error", message=rf"The symmetric initialization .* when {re.escape(name)} is odd")
+        yield
 
 
 def _lora_config(adapter: Lora, targets: list[str]) -> Any:
@@ -262,6 +274,12 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
     if idle := [name for name, value in adapter.options.items() if name.endswith("dropout") and value]:
         raise ModelError(
             f"{idle[0]} would have no effect: nothing is dropped out, so that training computes what was sampled",
+            where="adapter.options",
+            fix="leave it out",
+        )
+    if adapter.options.get("init_weights") is False:
+        raise ModelError(
+            "init_weights = false lets the adapter begin away from the base, which step 0 and the reference are taken for",
             where="adapter.options",
             fix="leave it out",
         )

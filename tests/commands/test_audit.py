@@ -38,6 +38,6 @@ def test_a_step_a_mode_and_a_number(folder: Path, capsys: pytest.CaptureFixture[
     assert "80 of 80 scored" in said(capsys, f"{folder}@0", "-n", "5")[1]
     assert "3 of 3 wrong replies:" in said(capsys, folder, "--mode", "sampled")[1]
     code, _, err = said(capsys, folder, "--mode", "pass")
-    assert (code, "there are greedy, sampled(T=1)" in err) == (7, True)
+    assert (code, "name one with --mode: greedy, sampled(T=1)" in err) == (7, True)
     assert said(capsys, folder, "-n", "0")[0] == 7
     assert said(capsys, folder / "nothing")[0] == 7
