@@ -167,13 +167,6 @@ def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: in
     return (1 + hits) / (1 + flips)
 
 
-def standard_error(share: float, n: int) -> float:
-    """Of a share of n independent items: sqrt(p (1 - p) / n)."""
-    if n <= 0 or not 0 <= share <= 1:
-        raise EvaluationError(f"a share of {share} of {n} items", where="standard error", fix="count items first")
-    return math.sqrt(share * (1 - share) / n)
-
-
 def standard_error_of_mean(values: Sequence[float]) -> float:
     """Of the mean of item means: sample deviation / sqrt(n). nan for a single item, of which nothing can be said."""
     array = _array(values)

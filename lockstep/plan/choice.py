@@ -15,9 +15,9 @@ from lockstep.config.schema import Lora, Recipe
 from lockstep.config.section import Section
 from lockstep.config.vllm import Vllm
 from lockstep.errors import DoesNotFitError
-from lockstep.plan.activations import FP32, Recompute, per_token
+from lockstep.plan.activations import FP32, Recompute
 from lockstep.plan.job import GIB, Job, job_of
-from lockstep.plan.memory import OUTSIDE, Phase, Sizes, Term, host_bytes, peak, phases, stream_tokens
+from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, peak, phases, stream_tokens
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Metrics
 
@@ -261,22 +261,3 @@ def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str | None:
     return (
         f"memory: the peak is {peak_bytes / GIB:.2f} GiB where {predicted / GIB:.2f} GiB were predicted ({error:+.0%})"
     )
-
-
-def calibrated(plan: MemoryPlan, points: Sequence[tuple[int, float]]) -> MemoryPlan:
-    """The plan with its training phase corrected by measured peaks: (tokens of a micro-batch, bytes).
-
-    Two points whose tokens differ by a tenth give slope and constant; one, or two closer ones, the constant alone. Measure when
-    gradient sums and moments exist: after the first step, or from the second micro-batch on with moments added.
-    """
-    place, phase = next((i, phase) for i, phase in enumerate(plan.phases) if phase.name == "train")
-    tokens = stream_tokens(plan.job, plan.sizes.tokens)
-    few, many = min(points), max(points)
-    slope = per_token(plan.job.shape, plan.job.layers, plan.sizes.recompute).kept
-    if many[0] - few[0] >= many[0] / 10 and many[1] > few[1]:
-        slope = (many[1] - few[1]) / (many[0] - few[0])
-    found = Phase(
-        phase.name,
-        (Term("measured constant", many[1] - slope * many[0]), Term(f"activations of {tokens} tokens", slope * tokens)),
-    )
-    return replace(plan, phases=(*plan.phases[:place], found, *plan.phases[place + 1 :]))

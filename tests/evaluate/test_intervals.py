@@ -16,7 +16,6 @@ from lockstep.evaluate.intervals import (
     resolution,
     sign_flip,
     smallest_detectable,
-    standard_error,
     standard_error_of_mean,
     wilson,
 )
@@ -204,13 +203,9 @@ def test_lists_of_other_lengths_are_refused() -> None:
 
 # --- what a set can show --------------------------------------------------------------------------------------------
 def test_standard_errors_by_hand() -> None:
-    assert standard_error(0.5, 100) == 0.05
-    assert standard_error(0.2, 400) == pytest.approx(0.02)
     # deviation of 0, 1, 2 is 1
     assert standard_error_of_mean([0.0, 1.0, 2.0]) == pytest.approx(1 / math.sqrt(3))
     assert math.isnan(standard_error_of_mean([1.0]))
-    with pytest.raises(EvaluationError):
-        standard_error(0.5, 0)
 
 
 def test_one_item_in_points() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.errors import ConfigError, DoesNotFitError
-from lockstep.plan.choice import MemoryPlan, calibrated, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
 from lockstep.plan.memory import GIB
 from lockstep.plan.shapes import ModelShape
 from tests.plan.test_floors import LARGE, SMALL
@@ -150,19 +150,3 @@ def test_a_prediction_that_is_off_is_a_warning() -> None:
     assert plan_warning(chosen, predicted * 1.09) is None
     assert "+12%" in (plan_warning(chosen, predicted * 1.12) or "")
     assert "-30%" in (plan_warning(chosen, predicted * 0.70) or "")
-
-
-def test_two_measured_points_give_slope_and_constant() -> None:
-    chosen = plan(SMALL)
-    refined = calibrated(chosen, [(4096, 30 * GIB), (16384, 54 * GIB)])
-    assert refined.peak.name == "train"
-    assert refined.peak.bytes == pytest.approx((22 + 2 * 32) * GIB)  # 2 GiB for every 1024 tokens
-
-
-def test_one_measured_point_moves_the_constant() -> None:
-    chosen = plan(SMALL)
-    train = next(phase for phase in chosen.phases if phase.name == "train")
-    refined = calibrated(chosen, [(32768, train.bytes + GIB)])
-    assert refined.peak.bytes == pytest.approx(train.bytes + GIB)
-    close = calibrated(chosen, [(32768, train.bytes + GIB), (32000, 10 * GIB)])
-    assert close.peak.bytes == pytest.approx(train.bytes + GIB)
