@@ -71,10 +71,9 @@ def test_slow_graders_do_not_hold_up_sampling(tmp_path, tiny_model_dir):
     with Grader(parts.task, parts.policy.chat) as grader:
         for completion in rows[0] + rows[1]:
             grader.take(prompts[0], completion)
-        assert grader.held < 0.08  # eight replies of 20 ms each
-        start = time.perf_counter()
+        beside = grader.held
         grader.groups([prompts[0]], [rows[0]])
-        assert time.perf_counter() - start < 0.16 + 1
+        assert beside < grader.metrics["time/grade_work"] / 2  # eight replies of 20 ms each
         assert grader.metrics["time/grade_work"] > 0.16
         assert grader.metrics["time/grade_slowest"] >= 0.02
 

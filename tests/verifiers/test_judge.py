@@ -182,9 +182,9 @@ def test_reading_verdicts() -> None:
     ):
         assert read_verdict(wrong, MARK) is None
     assert not holds_verdict('a dict like {"a": 1, "score": 2} in code')
-    start = time.perf_counter()
+    start = time.thread_time()
     assert objects('{"a":' * 200_000 + "}" * 200_000) == []
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 def rule() -> dict[str, Any]:
