@@ -224,7 +224,10 @@ def report_all(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
         for label, score in sorted(scored, key=lambda one: modes.index(mode_of(one[1])))
     ]
     table = plain_table("all targets", ("set and mode", "target", "weights", "numerics", "accuracy"), rows)
-    alarms = identity_alarms(scored)
+    # A model and a fresh adapter over it are one base: they may well say the same.
+    bases = {outcome.untrained: outcome for outcome in reversed(outcomes) if outcome.untrained}
+    apart = [outcome for outcome in outcomes if bases.get(outcome.untrained, outcome) is outcome]
+    alarms = identity_alarms([(outcome.target.label, score) for outcome in apart for score in outcome.scores])
     return [table, *(f"alarm: {alarm}" for alarm in alarms)], alarms
 
 
@@ -279,6 +282,8 @@ def choose_modes(recipe: Recipe, names: str) -> list[EvalMode]:
 
 
 def _modes_called(recipe: Recipe, name: str) -> list[EvalMode]:
+    from pydantic import ValidationError
+
     from lockstep.config.evaluate import preset_mode
     from lockstep.config.schema import EvalMode
 
@@ -287,7 +292,12 @@ def _modes_called(recipe: Recipe, name: str) -> list[EvalMode]:
         return list(modes)
     if known := [mode for mode in modes if mode.name == name]:
         return known
-    if (preset := preset_mode(name)) is not None:
+    try:
+        preset = preset_mode(name)
+    except ValidationError as error:  # avg@1
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError([f"--mode {name}: {reason}"], fix="ask for 2 samples or more, or for greedy_pass@1") from None
+    if preset is not None:
         return [preset]
     match name:
         case "greedy":

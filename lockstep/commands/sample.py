@@ -61,7 +61,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     from lockstep.evaluate.plan import eval_plan
     from lockstep.evaluate.runner import graded_replies, heldout_items, require_numerics
     from lockstep.loops.evaluation import computing, numerics_of
-    from lockstep.loops.scoring import saved_of
+    from lockstep.loops.scoring import placed, saved_of
     from lockstep.loops.target import build_rig
 
     rig = build_rig(target.recipe)
@@ -72,7 +72,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     except (TaskError, EvaluationError) as error:  # they speak of an evaluation's setting
         raise type(error)(error.what, where=error.where, fix=error.fix.replace("eval.items=", "-n ")) from error
     saved = saved_of(target, rig)
-    proof = rig.prove() if saved is None else rig.prove_saved(saved)
+    proof = placed(target, rig, saved)
     mode = EvalMode(name="sample", temperature=heat)
     with computing(rig.engine, numerics, rig.policy.numerics):
         require_numerics(rig.engine, numerics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.data.questions import question_digest
+from lockstep.data.questions import question_digest, raw_digest
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -74,14 +74,24 @@ class Repeats:
 
     rows: int
     contrary: tuple[tuple[Prompt, Prompt], ...]
-    """Those with another answer than that earlier row, and that row before them."""
+    """Those of the same text with another answer than that earlier row, and that row before them."""
 
 
 def repeats(prompts: Sequence[Prompt]) -> Repeats:
     """Which rows repeat a question. A question with two answers pays for one of them at random."""
     first: dict[bytes, Prompt] = {}
     pairs = [(first.setdefault(question_digest(prompt.messages), prompt), prompt) for prompt in prompts]
-    return Repeats(len(pairs) - len(first), tuple((one, other) for one, other in pairs if one.answer != other.answer))
+    return Repeats(len(pairs) - len(first), tuple((one, other) for one, other in pairs if _contrary(one, other)))
+
+
+def _contrary(one: Prompt, other: Prompt) -> bool:
+    """Only where the texts are the same to the letter: case and form may be what is asked about."""
+    if one.answer.strip() == other.answer.strip() or raw_digest(one.messages) != raw_digest(other.messages):
+        return False
+    try:
+        return float(one.answer) != float(other.answer)
+    except ValueError:
+        return True
 
 
 def _start(prompt: Prompt) -> str:

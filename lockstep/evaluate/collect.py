@@ -67,10 +67,12 @@ def records_of(name: str) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Of each task and mode the one of the last step."""
+    """Of each task and mode the one of the last step. Raises EvaluationError if there are two of it."""
     found: dict[tuple[str, str], Record] = {}
     for record in records:
         other = found.get(record.key)
+        if other is not None and record.brief.score.step == other.brief.score.step:
+            raise _two(other, record)
         if other is None or record.brief.score.step > other.brief.score.step:
             found[record.key] = record
     return list(found.values())
@@ -116,13 +118,18 @@ def _by_key(records: Sequence[Record], *, by_step: bool) -> dict[tuple[object, .
     for record in records:
         key = (*record.key, *([record.brief.score.step] if by_step else []))
         if key in found:
-            raise EvaluationError(
-                f"{found[key].path} and {record.path} are both {record.key[1]} of {record.key[0]}",
-                where="compare",
-                fix="name the file that is meant, or a step: FOLDER@STEP",
-            )
+            raise _two(found[key], record)
         found[key] = record
     return found
+
+
+def _two(one: Record, other: Record) -> EvaluationError:
+    step = f" at step {one.brief.score.step}" if one.brief.score.step == other.brief.score.step else ""
+    return EvaluationError(
+        f"{one.path} and {other.path} are both {one.key[1]} of {one.key[0]}{step}",
+        where="compare",
+        fix="name the file that is meant" if step else "name the file that is meant, or a step: FOLDER@STEP",
+    )
 
 
 def _split(name: str) -> tuple[Path, int | None]:

@@ -46,8 +46,15 @@ METHODS = {
     "randlora": "RandLoraConfig",
 }
 """PEFT's config classes."""
-OURS = ("target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode")
-"""Options that are settings of ours, or would train weights of the base."""
+OURS = (
+    "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode",
+    "fan_in_fan_out", "revision", "peft_version", "auto_mapping", "base_model_name_or_path",
+)  # fmt: skip
+"""Options that are settings of ours, would train weights of the base, or say nothing here."""
+AWAY = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""An adapter's start may change a layer's output by this share, which is rounding."""
+AWAY_ROUNDED = 0.05
+"""The same in bf16, where reflections that should cancel leave a percent."""
 DOWN = ("down_proj", "fc2", "dense_4h_to_h", "c_proj", "wo", "w2")
 """Last names of an MLP's second matrix, of which IA3 scales the input."""
 _FACTS = "lockstep_adapter"
@@ -87,6 +94,8 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
             notes.append(warning)
         _take(attached, adapter, start)
         notes.append(f"adapter starts from {start.path}")
+    elif isinstance(adapter, OtherPeft):
+        _require_base_start(attached)
     elif isinstance(adapter, Lora) and (adapter.init == "pissa" or adapter.init == "olora"):
         notes.append(start_from_weights(attached, adapter, adapter.init, base.fingerprint))
     if isinstance(adapter, Lora) and adapter.base == "nf4":
@@ -218,7 +227,15 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
                 config = _other_config(adapter, chosen, model)
                 with _as_asked(adapter):
                     attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-            except (ValueError, TypeError, AttributeError, AssertionError, UserWarning) as error:
+            except (
+                ValueError,
+                TypeError,
+                AttributeError,
+                AssertionError,
+                RuntimeError,
+                ArithmeticError,
+                Warning,
+            ) as error:
                 raise ModelError(
                     f"PEFT refuses it: {error}", where="adapter.options", fix="change adapter.options"
                 ) from error
@@ -229,12 +246,37 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
 
 @contextmanager
 def _as_asked(adapter: OtherPeft) -> Iterator[None]:
-    """Where PEFT would take another value than an option's and only warn, UserWarning is raised within."""
+    """Where PEFT would take another value than an option's and only warn, the warning is raised within."""
     with warnings.catch_warnings():
         for name in adapter.options:
             warnings.filterwarnings("error", message=f"Invalid `{re.escape(name)}`")
             warnings.filterwarnings("error", message=rf"The symmetric initialization .* when {re.escape(name)} is odd")
+            warnings.filterwarnings("error", message=rf"The following .*{re.escape(name)}.* did not match")
         yield
+
+
+@torch.no_grad()
+def _require_base_start(model: torch.nn.Module) -> None:
+    """Raise ModelError if a fresh adapter changes what its layer computes: step 0 and the reference are taken for the base."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        weight: Any = layer.get_base_layer().weight
+        draw = torch.Generator().manual_seed(0)
+        x_TI = torch.randn(4, weight.shape[1], generator=draw).to(weight.device, weight.dtype)
+        base_TO, own_TO = layer.get_base_layer()(x_TI), layer(x_TI)  # type: ignore[operator]
+        if (share := float((own_TO - base_TO).norm() / base_TO.norm())) > AWAY.get(weight.dtype, AWAY_ROUNDED):
+            raise _away(f"the output of {clean_name(name)} changes by {share:.1%}")
+
+
+def _away(why: str) -> ModelError:
+    return ModelError(
+        f"the adapter would begin away from the base, which step 0 and the reference are taken for: {why}",
+        where="adapter.options",
+        fix="leave out what sets how the adapter begins",
+    )
 
 
 def _lora_config(adapter: Lora, targets: list[str]) -> Any:
@@ -277,12 +319,8 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
             where="adapter.options",
             fix="leave it out",
         )
-    if adapter.options.get("init_weights") is False:
-        raise ModelError(
-            "init_weights = false lets the adapter begin away from the base, which step 0 and the reference are taken for",
-            where="adapter.options",
-            fix="leave it out",
-        )
+    if not adapter.options.get("init_weights", True):
+        raise _away("init_weights is off")
     targets = chosen.spelled(model)
     own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
     if adapter.method == "ia3" and "feedforward_modules" not in adapter.options:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.config.schema import Recipe
 from lockstep.evaluate.plan import evaluation_steps
+from lockstep.loops.base import base_print
 from lockstep.loops.credit import Samples, advantage_rows, assign_credit, mean_kl, train_samples
 from lockstep.loops.disk import disk_metrics
 from lockstep.loops.evaluation import evaluate_modes
@@ -90,8 +91,8 @@ def prove_at_start(parts: Parts, journal: Journal, start: int) -> Proof:
     proof = parts.sync.push(parts.learner, parts.engine)
     falsified = parts.sync.negative_control(parts.learner, parts.engine)
     journal.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
-    facts = {"negative_control": falsified, "fingerprint": proof.fingerprint}  # at step 0: what the run began from
-    journal.event("sync", proof_line(proof), step=start, **facts)
+    began = {"base": base_print(parts.policy.model, proof)} if start == 0 else {}
+    journal.event("sync", proof_line(proof), step=start, negative_control=falsified, **began)
     return proof
 
 

@@ -51,6 +51,8 @@ class Outcome:
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
     """Replies that are those of a stored score in other numerics."""
+    untrained: str = ""
+    """Fingerprint of a target that is no more than its base; "" for any other."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
     """One outcome a target. Checkpoints of one run share a model in memory and the score of their base."""
     from lockstep.loops.target import build_rig
 
+    if how.out is not None:  # before anything slow
+        _make(how.out)
     rig: Rig | None = None
     last: Outcome | None = None
     for target in targets:
@@ -95,8 +99,7 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
     rig = build_rig(target.recipe)
     numerics = numerics_of(target.recipe, rig.policy.numerics)
     plan = eval_plan(target.recipe, numerics, rig.policy.context, chosen)
-    saved = saved_of(target, rig)
-    proof = rig.prove() if saved is None else rig.prove_saved(saved)
+    proof = placed(target, rig, saved_of(target, rig))
     with computing(rig.engine, numerics, rig.policy.numerics):
         return evaluate(
             rig.engine,
@@ -109,6 +112,17 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
             source=target.label,
             progress=progress,
         )
+
+
+def placed(target: Target, rig: Rig, saved: Saved | None) -> Proof:
+    """Put a target's weights in place and prove that the engine has them; None are the model's own."""
+    from lockstep.loops.base import require_own_base
+
+    if saved is not None:
+        return rig.prove_saved(saved)
+    proof = rig.prove()
+    require_own_base(target, rig, proof)
+    return proof
 
 
 def saved_of(target: Target, rig: Rig) -> Saved | None:
@@ -135,48 +149,22 @@ def _rival(target: Target, how: How) -> Outcome | None:
 
 def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None, rival: Outcome | None) -> Outcome:
     """All sets and modes of one target; `before` are its base's scores if they are known."""
+    from lockstep.loops.base import base_print
     from lockstep.loops.evaluation import numerics_of
 
     measuring = Measuring(target, rig, how, numerics_of(target.recipe, rig.policy.numerics))
     measuring.notes += [f"warning: {note}" for note in target.notes]
     base = rival.scores if rival else ()
     saved = saved_of(target, rig)  # first of all: what does not fit is refused before anything slow
-    if saved is None:
-        proof = rig.prove()
-        _require_own_base(measuring, proof)
-    else:
+    if saved is not None:
         measuring.notes += [saved.note] if saved.note else []
-        if how.base and before is None:
-            proof = rig.prove()
-            _require_own_base(measuring, proof)
-            base = _measure(measuring, proof, 0, reuse=True)
-        elif how.base and before is not None:
-            base = before
-        proof = rig.prove_saved(saved)
+        if how.base:
+            base = _measure(measuring, placed(target, rig, None), 0, reuse=True) if before is None else before
+    proof = placed(target, rig, saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(rival.files if rival else ()), *measuring.files)
-    return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms))
-
-
-def _require_own_base(measuring: Measuring, proof: Proof) -> None:
-    """Raise EvaluationError if a run's base is not what it began from: a checkpoint of full training fits any model's shape."""
-    from lockstep.track.rundir import RunDirectory
-    from lockstep.track.writer import read_events
-
-    target = measuring.target
-    if target.run is None or target.trained is None or target.trained.adapter.kind != "none":
-        return  # adapters are fingerprinted with their base
-    run = RunDirectory.open(target.run)
-    first = (event.facts for event in read_events(run) if event.kind == "sync" and event.step == 0)
-    began = next(first, {}).get("fingerprint")
-    if began is None or run.manifest().get("numerics") != measuring.rig.policy.numerics:
-        return  # of an older version; or in a precision in which the weights are others
-    if began != proof.fingerprint:
-        raise EvaluationError(
-            f"{target.recipe.model.path} has weights {proof.fingerprint}; the run began from {began}",
-            where=str(target.run),
-            fix="give the model that it was trained from as model.path, or evaluate it without its base (--no-base)",
-        )
+    untrained = base_print(rig.policy.model, proof) if saved is None else ""
+    return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms), untrained)
 
 
 def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:
@@ -212,21 +200,28 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
         score = stored
     else:
         progress = measuring.how.watch(name, step) if measuring.how.watch else None
-        source = target.label if step == target.step else f"the base of {target.label}"
+        source = f"the base of {target.label}" if reuse else target.label
         score = evaluate(
             rig.engine, rig.task, rig.policy.chat, mode, plan, proof, step=step, source=source, progress=progress
         )
         if stored is not None:
             measuring.notes.append(agreement(name, score, stored, home))
-    elsewhere = measuring.how.out / file_name(target, name, step, base=reuse) if measuring.how.out else home
+    out = measuring.how.out
+    elsewhere = _free(out / file_name(target, name, step, base=reuse), conditions) if out else home
     _store(measuring, score, home if stored is not None else None, elsewhere)
     if score is not stored:
-        measuring.alarms += _same_as_before(target, name, step, score)
+        try:
+            measuring.alarms += _same_as_before(target, name, step, score)
+        except EvaluationError as error:  # of some other score in the run's folder
+            measuring.notes.append(f"warning: not compared with {error.where}: {error.what}")
     return score
 
 
 def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[str]:
-    """A sentence for each stored score of the run's step whose replies this one has, although its numerics are others."""
+    """A sentence for each stored score of the run's step whose replies this one has, although its numerics are others.
+
+    At step 0 the numerics alone count: a fresh adapter has other weights by another seed, and the base's replies.
+    """
     from lockstep.evaluate.alarms import identity_alarms
     from lockstep.evaluate.brief import brief_of
     from lockstep.evaluate.records import read_brief, score_path
@@ -235,7 +230,10 @@ def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[
         return []
     path = score_path(target.run, step, name)
     mine, others = (f"{target.label}, now", brief_of(score)), sorted(path.parent.rglob(path.name))
-    return [alarm for other in others for alarm in identity_alarms([(str(other), read_brief(other)), mine])]
+    found = [(str(other), read_brief(other)) for other in others]
+    if step == 0:
+        found = [one for one in found if one[1].score.conditions.numerics != score.conditions.numerics]
+    return [alarm for one in found for alarm in identity_alarms([one, mine])]
 
 
 def agreement(name: str, score: Score, stored: Score, path: Path) -> str:
@@ -266,19 +264,25 @@ def _home(
     In a run, scores under the run's own conditions stand beside those of its training; others in a folder of their own, so
     that they never mix. Of a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
-    from lockstep.evaluate.records import read_brief, score_path
+    from lockstep.evaluate.records import score_path
 
     target, recipe = measuring.target, measuring.target.recipe
     name = recipe.eval.score_name(chosen.role, mode.name)
     if target.run is None or target.trained is None:
-        path = Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base)
-        if not path.exists() or read_brief(path).score.conditions == conditions:
-            return path
-        return path.parent / _digest(conditions) / path.name
+        return _free(Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
     path = score_path(target.run, step, name)
     if _is_the_runs_own(measuring, chosen, mode, plan):
-        return path
+        return _free(path, conditions)  # its data, its template and its model are files, which may be others today
     return path.parent / _digest(replace(conditions, weights="")) / path.name
+
+
+def _free(path: Path, conditions: Conditions) -> Path:
+    """The path, or one in a folder of its own if a score under other conditions is there. Raises as read_brief."""
+    from lockstep.evaluate.records import read_brief
+
+    if not path.exists() or read_brief(path).score.conditions == conditions:
+        return path
+    return path.parent / _digest(conditions) / path.name
 
 
 def _digest(conditions: Conditions) -> str:
@@ -311,6 +315,14 @@ def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) 
             raise EvaluationError(what, where=str(path), fix="name a folder with --out") from error
     if path not in measuring.files:
         measuring.files.append(path)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the scores cannot be written: {error.strerror}"
+        raise EvaluationError(what, where=str(folder), fix="name another folder with --out") from error
 
 
 def file_name(target: Target, mode: str, step: int, *, base: bool = False) -> str:

@@ -44,6 +44,10 @@ TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
 """Folders that trainers name after the steps done."""
 
 
+OWN = ("model", "adapter", "warm_start")
+"""Settings that belong to a run's weights: its own whatever recipe it is asked under, but for overrides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Weights to be evaluated or sampled, and the recipe that says how."""
@@ -100,8 +104,10 @@ def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: 
     run = RunDirectory.open(path)
     trained = load([str(run.recipe_path)])
     if recipes:
-        asked = load([*recipes, *overrides])
-        own = {"model": trained.model, "adapter": trained.adapter, "warm_start": trained.warm_start}
+        mine = [word for word in overrides if word.split("=")[0].split(".")[0] in OWN]
+        asked = load([*recipes, *(word for word in overrides if word not in mine)])
+        kept = load([str(run.recipe_path), *mine])
+        own = {name: getattr(kept, name) for name in OWN}
         recipe = _in_numerics(asked.model_copy(update=own), trained.numerics)
     else:
         recipe = load([str(run.recipe_path), *overrides])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.commands.eval import choose_modes, named, share_range
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
@@ -167,11 +168,63 @@ def test_the_base_of_full_training_is_what_it_began_from(
         code, out, err = said(capsys, full, *other, *step)
         assert (code, out) == (7, "")
         assert "the run began from" in err
+    assert main(["sample", full, *other[:2], "--step", "0", "-n", "4"]) == 7
     code, out, _ = said(capsys, full, *other, "--no-base")
     assert (code, "as saved" in out) == (0, True)
     shutil.copytree(model, tmp_path / "moved")
     code, out, _ = said(capsys, full, "--set", f"model.path={tmp_path}/moved", "--mode", "greedy")
     assert (code, "verdict" in out) == (0, True)
+
+
+def test_files_that_changed_since_never_take_a_scores_place(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data, template and model are files, whose names are in the recipe: what they hold is in the score's conditions."""
+    mine = trained(tmp_path, model, *LORA, "name=mine", "steps=1").path
+    before = {path: path.read_bytes() for path in (mine / "scores").iterdir()}
+    data = tmp_path / "sums.jsonl"
+    data.write_text(data.read_text().replace("State the final answer", "State the final number"))
+    code, _, _ = said(capsys, mine, "--mode", "greedy")
+    assert code == 0
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(list((mine / "scores").glob("*/step_00000[01]_greedy.json"))) == 2
+    out_dir = tmp_path / "out"
+    for items in ("8", "5", "8"):
+        assert said(capsys, mine, "--mode", "greedy", "--no-base", "--items", items, "--out", out_dir)[0] == 0
+    assert sorted(read_score(path).items for path in out_dir.rglob("*.json")) == [5, 8]
+
+
+def test_the_base_of_an_adapter_run_is_known_too(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its seed: a fresh adapter's own start is no part of the base."""
+    shutil.copytree(model, tmp_path / "model")
+    mine = trained(tmp_path, tmp_path / "model", *LORA, "name=mine", "steps=1").path
+    code, out, _ = said(capsys, mine, "seed=6", "--step", "0", "--mode", "greedy")
+    assert (code, "not loaded" in out) == (0, False)
+    write_tiny_model(tmp_path / "other", seed=3)
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "model")
+    code, out, err = said(capsys, mine, "--step", "0", "--mode", "greedy")
+    assert (code, out, "the run began from" in err) == (7, "", True)
+
+
+def test_a_model_that_moved_is_named_beside_another_recipe(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights' own settings stay the run's, but for overrides."""
+    shutil.copytree(model, tmp_path / "model")
+    full = trained(tmp_path, tmp_path / "model", NO_EVAL, "name=full", "steps=1").path
+    (tmp_path / "model").rename(tmp_path / "moved")
+    recipe = words(tmp_path / "task", tmp_path / "elsewhere")
+    assert said(capsys, full, "--recipe", *recipe, "--mode", "greedy")[0] == 4
+    code, out, _ = said(capsys, full, f"model.path={tmp_path}/moved", "--recipe", *recipe, "--mode", "greedy")
+    assert (code, "verdict" in out) == (0, True)
+
+
+@pytest.mark.parametrize("mode", ["avg@1", "maj@1", "nondet_proxy@0"])
+def test_modes_that_mean_nothing_are_refused(run: Path, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    code, _, err = said(capsys, run, "--mode", mode)
+    assert (code, f"--mode {mode}: " in err) == (2, True)
 
 
 def test_a_changed_reply_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,10 +329,10 @@ def test_another_start_never_takes_the_place_of_the_runs_own_base(
 ) -> None:
     start = trained(tmp_path, model, NO_EVAL, "name=start", "steps=1").path
     before = score_path(run, 0, "greedy").read_bytes()
-    code, out, _ = said(capsys, str(run), f"warm_start={start}", "--step", "0", "--mode", "greedy")
-    assert code == 0
+    code, out, err = said(capsys, str(run), f"warm_start={start}", "--step", "0", "--mode", "greedy")
+    assert (code, out, "the run began from" in err) == (7, "", True)
+    assert "--no-base" not in err  # it would not help at step 0
     assert score_path(run, 0, "greedy").read_bytes() == before
-    assert "stored: " in out
 
 
 def test_the_base_of_a_warm_start_is_not_called_the_models_own(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from tests.commands.evaluating import said
@@ -43,6 +44,7 @@ def test_an_adapters_folder_gives_the_score_of_its_checkpoint(
     assert (adapter.results, adapter.conditions.weights) == (inside.results, inside.conditions.weights)
     assert beside.results == base.results
     assert "verdict" in out
+    assert (adapter.source, beside.source) == ("mine", "the base of mine")
     assert f"the adapter is in {tmp_path}/global_step_3/actor/lora_adapter" in out
 
 
@@ -62,6 +64,32 @@ def test_the_adapter_of_a_run_with_a_warm_start_is_put_over_what_that_run_had_be
     (written,) = (tmp_path / "out").iterdir()
     inside, outside = read_score(score_path(heir.path, 3, "greedy")), read_score(written)
     assert (outside.results, outside.conditions.weights) == (inside.results, inside.conditions.weights)
+
+
+def test_two_scores_of_step_0_are_not_taken_for_base_and_trained(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter of whose steps nothing is known has step 0, as its base has."""
+    folder = peft_folder(run, tmp_path / "exported")
+    assert (
+        said(capsys, folder, "--recipe", *words(tmp_path, model), "--out", tmp_path / "out", "--mode", "greedy")[0] == 0
+    )
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "out")]) == 7
+    assert "are both greedy" in capsys.readouterr().err
+    base, trained = sorted((tmp_path / "out").iterdir())
+    assert main(["compare", str(base), str(trained)]) == 0
+    out = capsys.readouterr().out
+    assert f"A the base of {folder}: " in out
+    assert f"B {folder}: " in out
+
+
+def test_a_model_and_a_fresh_adapter_over_it_are_one_base(
+    run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = (f"m={model}", f"r={run}", "--step", "0", "--recipe", *words(tmp_path, model))
+    code, out, _ = said(capsys, *both, "--mode", "greedy", "--out", tmp_path / "out")
+    assert (code, "not loaded" in out) == (0, False)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -184,8 +212,8 @@ def test_numerics_that_change_no_reply_since_the_last_command_are_an_alarm(
     assert code == 0
     assert f"alarm: {path} and {run} at step 3, now, greedy: numerics not applied? All 8 replies are the same" in out
     path.write_bytes(path.read_bytes()[:-2])
-    code, _, err = said(capsys, *words)
-    assert (code, str(path) in err) == (7, True)  # a damaged record is named, after the new one was stored
+    code, out, _ = said(capsys, *words)
+    assert (code, f"warning: not compared with {path}" in out) == (0, True)
 
 
 def test_with_base_a_model_stands_beside_the_recipes_own(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,18 @@ def test_all_of_them_are_shown_at_once(
     out = capsys.readouterr().out
     assert "A run would be refused" in out
     assert "'nope' names no linear layer" in out
+
+
+@pytest.mark.parametrize("lie", [{"hidden_size": "64"}, {"max_position_embeddings": None}, {"hidden_size": -4}])
+def test_a_config_that_lies_is_the_loaders_to_refuse(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lie: dict[str, object]
+) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "lie")
+    config = json.loads((tmp_path / "lie" / "config.json").read_text())
+    (tmp_path / "lie" / "config.json").write_text(json.dumps(config | lie))
+    assert misfits(load(words(tmp_path, tmp_path / "lie"))) == []
+    assert main(["train", *words(tmp_path, tmp_path / "lie")]) == 4
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_dir: Path, tmp_path: Path) -> None:

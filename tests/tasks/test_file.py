@@ -42,13 +42,13 @@ def test_rows_are_held_out_by_hash(tmp_path):
 
 
 def test_a_question_with_two_answers_is_a_warning(tmp_path):
-    rows = [*sums(range(30)), ("What is  5 + 1?", 6), ("what is 7 + 1?", 9)]
+    rows = [*sums(range(30)), ("What is  5 + 1?", 6), ("What is 7 + 1?", 9), ("What is 8 + 1?", "9.0")]
     path = write(tmp_path / "sums.jsonl", rows)
     held = write(tmp_path / "held.jsonl", [*sums(range(50, 60)), ("What is 50 + 1?", 0)])
     assert [
         note for note in build(path, heldout={"id_probe": str(held)}).notes if "repeat" in note or "of these" in note
     ] == [
-        "sums: 2 of 32 rows repeat a question",
+        "sums: 3 of 33 rows repeat a question",
         "sums: warning: of these, 1 with another answer than the first row that asks it: sums/8 and sums/32",
         "sums@id_probe: 1 of 11 rows repeat a question",
         "sums@id_probe: warning: of these, 1 with another answer than the first row that asks it: "
