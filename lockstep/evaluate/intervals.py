@@ -119,7 +119,7 @@ def paired_difference(
     p = mcnemar(fell, rose) if binary else sign_flip(d, seed=seed)
     interval = bootstrap_mean(d, seed=seed, resamples=resamples)
     test = "mcnemar-exact" if binary else "sign-flip"
-    floor = noise_floor(fell + rose, len(d)) if binary else 1.96 * math.sqrt(float((d * d).sum())) / len(d) or None
+    floor = noise_floor(fell + rose, len(d)) if binary else _flip_floor(d, p)
     return Difference(float(d.mean()), interval.low, interval.high, fell, rose, p, test, floor)
 
 
@@ -130,6 +130,15 @@ def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
     """
     least = _least_margin(changed, alpha)
     return None if least is None else least / n
+
+
+def _flip_floor(d: Floats, p: float, alpha: float = 0.05) -> float | None:
+    """About the smallest mean difference that `sign_flip` calls an effect: 1.96 of its deviations under chance, which for few
+    items is too small. It is on that side of the difference at hand where p says that it is."""
+    if np.count_nonzero(d) <= 5:  # the rarest of 2^5 sign patterns and its opposite: p = 0.0625
+        return None
+    usual, found = 1.96 * math.sqrt(float((d * d).sum())) / len(d), abs(float(d.mean()))
+    return min(usual, found) if p < alpha else max(usual, math.nextafter(found, 1.0))
 
 
 @cache

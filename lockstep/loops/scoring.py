@@ -81,12 +81,18 @@ def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
         if rig is None or not shares:
             rig = None  # before the next one is loaded
             rival = _rival(target, how)
-            rig = build_rig(target.recipe)
+            rig = build_rig(_needed(target, how))
             last = _score(target, rig, how, None, rival)
         else:
             assert last is not None
             last = _score(target, rig, how, last.base, None)
         yield last
+
+
+def _needed(target: Target, how: How) -> Recipe:
+    """A checkpoint of full training holds every weight: what it began from need not be there unless it is measured too."""
+    whole = target.checkpoint is not None and target.recipe.adapter.kind == "none"
+    return target.recipe.model_copy(update={"warm_start": None}) if whole and not how.base else target.recipe
 
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:

@@ -92,6 +92,17 @@ def test_a_model_and_a_fresh_adapter_over_it_are_one_base(
     assert (code, "not loaded" in out) == (0, False)
 
 
+def test_a_checkpoint_of_all_weights_needs_no_parent_unless_its_base_is_measured(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = trained(tmp_path, model, NO_EVAL, "name=parent", "steps=1")
+    heir = trained(tmp_path, model, NO_EVAL, "name=heir", "steps=1", f"warm_start={parent.path}")
+    parent.path.rename(tmp_path / "away")
+    assert said(capsys, heir.path, "--mode", "greedy")[0] != 0
+    code, out, _ = said(capsys, heir.path, "--mode", "greedy", "--no-base")
+    assert (code, "as saved" in out) == (0, True)
+
+
 def test_an_adapter_that_does_not_fit_is_refused(
     run: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

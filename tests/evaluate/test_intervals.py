@@ -111,6 +111,20 @@ def test_bootstrap_is_as_wide_as_the_normal_interval_of_many_items() -> None:
     assert got.high == pytest.approx(0.5 + half, abs=0.0015)
 
 
+def test_the_floor_of_shares_and_the_verdict_agree() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(200):
+        n = int(rng.integers(8, 60))
+        d = np.zeros(n)
+        changed = int(rng.integers(1, n))
+        d[:changed] = rng.choice([-0.25, 0.125, 0.25, 0.5], changed)
+        found = paired_difference([0.5] * n, (0.5 + d).tolist(), seed=trial, resamples=50)
+        if found.floor is None:
+            assert found.p >= 0.05
+        else:
+            assert (abs(found.mean) >= found.floor) == (found.p < 0.05)
+
+
 def test_bootstrap_depends_on_its_seed_alone() -> None:
     values = np.random.default_rng(1).random(50).tolist()
     first = bootstrap_mean(values, seed=3)
