@@ -67,25 +67,31 @@ def records_of(name: str) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Of each task and mode the one of the last step. Raises EvaluationError if there are two of it."""
-    found: dict[tuple[str, str], Record] = {}
+    """Of each task and mode the one of the last step. Raises EvaluationError if there are two that differ in conditions."""
+    last: dict[tuple[str, str], int] = {}
     for record in records:
-        other = found.get(record.key)
-        if other is not None and record.brief.score.step == other.brief.score.step:
-            raise _two(other, record)
-        if other is None or record.brief.score.step > other.brief.score.step:
-            found[record.key] = record
-    return list(found.values())
+        last[record.key] = max(record.brief.score.step, last.get(record.key, 0))
+    return _one_each([record for record in records if record.brief.score.step == last[record.key]])
 
 
 def base_and_last(records: Sequence[Record]) -> list[Pair]:
-    """A run's base against its last score, in every mode. Raises EvaluationError if there are no two."""
+    """A run's base against its last score, in every mode. Raises EvaluationError if there are no two, or more."""
     last = {record.key: record for record in newest(records)}
-    base = [record for record in records if record.brief.score.step == 0]
+    base = _one_each([record for record in records if record.brief.score.step == 0])
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
     if not pairs:
         raise EvaluationError("there is no base and a later score to compare", fix="name two scores, runs or folders")
     return pairs
+
+
+def _one_each(records: Sequence[Record]) -> list[Record]:
+    """One record a key; of several under the same conditions, which say the same, the first."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in records:
+        other = found.setdefault(record.key, record)
+        if other.brief.score.conditions != record.brief.score.conditions:
+            raise _two(other, record)
+    return list(found.values())
 
 
 def pair(before: Sequence[Record], after: Sequence[Record], *, by_step: bool = False) -> list[Pair]:
