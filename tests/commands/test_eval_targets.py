@@ -101,6 +101,7 @@ def test_a_checkpoint_of_all_weights_needs_no_parent_unless_its_base_is_measured
     assert said(capsys, heir.path, "--mode", "greedy")[0] != 0
     code, out, _ = said(capsys, heir.path, "--mode", "greedy", "--no-base")
     assert (code, "as saved" in out) == (0, True)
+    assert main(["export", str(heir.path), str(tmp_path / "model")]) == 0
 
 
 def test_an_adapter_that_does_not_fit_is_refused(
