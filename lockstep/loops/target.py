@@ -72,6 +72,11 @@ class Target:
     notes: tuple[str, ...] = ()
     """What a user should read: damaged checkpoints that were passed over."""
 
+    @property
+    def whole(self) -> bool:
+        """Its checkpoint holds every weight: what it began from is not needed to put it in place."""
+        return self.checkpoint is not None and self.recipe.adapter.kind == "none"
+
 
 def find_target(
     name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), step: int | None = None
@@ -348,13 +353,13 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
     return Saved(placed, 1, fingerprint(iter((own | placed).items())).combined, note)
 
 
-def build_rig(recipe: Recipe) -> Rig:
-    """Load model and task of a recipe. Raises LockstepError for whatever would fail later."""
+def build_rig(recipe: Recipe, *, replaced: bool = False) -> Rig:
+    """Load model and task of a recipe. Raises LockstepError for whatever would fail later. `replaced` as in build_policy."""
     from lockstep.learner.execution import execution_of
     from lockstep.loops.parts import build_engine, build_policy, build_task_of, build_weight_sync
 
     task = build_task_of(recipe)
-    policy = build_policy(recipe)
+    policy = build_policy(recipe, replaced=replaced)
     sync = build_weight_sync(
         policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
     )

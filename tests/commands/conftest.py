@@ -9,19 +9,6 @@ import pytest
 
 from lockstep.track.rundir import RunDirectory
 from tests.loops.runs import LORA, trained
-from tests.tiny import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eval")
-
-
-@pytest.fixture(scope="module")
-def model(home: Path) -> Path:
-    (home / "model").mkdir()
-    write_tiny_model(home / "model")
-    return home / "model"
 
 
 @pytest.fixture(scope="module")

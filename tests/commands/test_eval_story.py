@@ -166,7 +166,7 @@ def an_engine_that_was_not_synced_is_refused(
         rig.sync.verify(rig.holder, rig.engine)
     # The whole command: no score, and the code of a proof that failed.
     before = {path: path.read_bytes() for path in (run / "scores").rglob("*.json")}
-    monkeypatch.setattr("lockstep.loops.target.build_rig", lambda _: rig)
+    monkeypatch.setattr("lockstep.loops.target.build_rig", lambda *_, **__: rig)
     capsys.readouterr()
     assert main(["eval", str(run), "--no-base"]) == 5
     captured = capsys.readouterr()

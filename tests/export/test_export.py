@@ -33,18 +33,6 @@ SHORT = ("steps=2", "save.keep_last=2")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("export")
-
-
-@pytest.fixture(scope="module")
-def model(home: Path) -> Path:
-    (home / "model").mkdir()
-    write_tiny_model(home / "model")
-    return home / "model"
-
-
-@pytest.fixture(scope="module")
 def untied(home: Path) -> Path:
     (home / "untied").mkdir()
     write_tiny_model(home / "untied", tied=False)

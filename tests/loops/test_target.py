@@ -25,18 +25,6 @@ from tests.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("target")
-
-
-@pytest.fixture(scope="module")
-def model(home: Path) -> Path:
-    (home / "model").mkdir()
-    write_tiny_model(home / "model")
-    return home / "model"
-
-
-@pytest.fixture(scope="module")
 def lora(home: Path, model: Path) -> RunDirectory:
     return trained(home, model, *LORA, NO_EVAL, "name=lora", "save.keep_last=3")
 
