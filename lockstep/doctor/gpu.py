@@ -250,7 +250,8 @@ def judge_flash_attention(error: str) -> Check:
 
 def check_allocator(environment: Mapping[str, str], *, vllm: bool) -> Check:
     """The allocator's setting under its old and its new name, and against vLLM's memory pool."""
-    from lockstep.rollout.vllm.environment import ALLOCATOR, SEGMENTS, prepare
+    from lockstep.rollout.allocator import ALLOCATOR, SEGMENTS
+    from lockstep.rollout.vllm.environment import prepare
 
     values = {name: environment[name] for name in ALLOCATOR if environment.get(name)}
     found = ", ".join(f"{name} = {value}" for name, value in values.items()) or "no setting"

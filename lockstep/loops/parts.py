@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, assert_never
@@ -29,6 +30,7 @@ from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
+from lockstep.rollout.allocator import grow_segments
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
 from lockstep.seeds import seed_for
@@ -83,11 +85,21 @@ def build_task_of(recipe: Recipe) -> BuiltTask:
     return task
 
 
+def prepare_environment_for(recipe: Recipe) -> None:
+    """Set what the engine's libraries read at their start. Raises EngineError if it is too late for a setting that must go."""
+    match recipe.rollout.engine:
+        case "native":
+            grow_segments(os.environ)
+        case "vllm":
+            prepare_environment()
+        case other:
+            assert_never(other)
+
+
 def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     """Load the model with its adapter, and what a warm start begins with. `replaced`: a checkpoint holds every weight anyway."""
     parent = None if replaced else find_parent(recipe)
-    if recipe.rollout.engine == "vllm":
-        prepare_environment()
+    prepare_environment_for(recipe)
     device = choose_device(recipe.device)
     prepare_process(device, recipe.threads)
     resolved = resolve(recipe.model)
@@ -174,8 +186,7 @@ def build_parts(
     `say` is given the lines of the memory plan before the model is loaded.
     """
     objective = build_objective(recipe)
-    if recipe.rollout.engine == "vllm":
-        prepare_environment()  # the plan asks the GPU for its memory, which starts CUDA
+    prepare_environment_for(recipe)  # the plan asks the GPU for its memory, which starts CUDA
     memory = plan_run(recipe, task, objective, say)
     full = recipe.adapter.kind == "none"
     policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from lockstep.errors import EngineError
+from lockstep.rollout.allocator import ALLOCATOR, SEGMENTS
 
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The old and the new name of the same setting. vLLM looks at the old one only."""
-SEGMENTS = "expandable_segments"
 FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine is stepped by hand in the process that it is in."""
 DEFAULTS = {
