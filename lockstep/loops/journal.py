@@ -108,6 +108,7 @@ class Clock:
         times["memory/rss_gib"] = psutil.Process().memory_info().rss / 2**30
         if torch.cuda.is_available():
             times["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            times["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         for name, count, phase in (
             ("throughput/rollout_tokens_per_s", "batch/tokens_generated", "time/rollout"),
             ("throughput/train_tokens_per_s", "batch/tokens_trained", "time/update"),

@@ -85,8 +85,8 @@ def build_task_of(recipe: Recipe) -> BuiltTask:
     return task
 
 
-def prepare_environment_for(recipe: Recipe) -> None:
-    """Set what the engine's libraries read at their start. Raises EngineError if it is too late for a setting that must go."""
+def prepare_for_engine(recipe: Recipe) -> None:
+    """Set up this process for the engine's libraries. Raises EngineError if it is too late for a setting that must go."""
     match recipe.rollout.engine:
         case "native":
             grow_segments(os.environ)
@@ -99,7 +99,7 @@ def prepare_environment_for(recipe: Recipe) -> None:
 def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     """Load the model with its adapter, and what a warm start begins with. `replaced`: a checkpoint holds every weight anyway."""
     parent = None if replaced else find_parent(recipe)
-    prepare_environment_for(recipe)
+    prepare_for_engine(recipe)
     device = choose_device(recipe.device)
     prepare_process(device, recipe.threads)
     resolved = resolve(recipe.model)
@@ -186,7 +186,7 @@ def build_parts(
     `say` is given the lines of the memory plan before the model is loaded.
     """
     objective = build_objective(recipe)
-    prepare_environment_for(recipe)  # the plan asks the GPU for its memory, which starts CUDA
+    prepare_for_engine(recipe)  # before the plan, which asks the GPU for its memory and so starts CUDA
     memory = plan_run(recipe, task, objective, say)
     full = recipe.adapter.kind == "none"
     policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)

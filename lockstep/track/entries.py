@@ -346,6 +346,11 @@ TIME = (
     MetricInfo("memory/rss_gib", "GiB", "Resident memory of the process at the end of the step."),
     MetricInfo("memory/gpu_gib", "GiB", "Largest GPU memory allocated so far; absent on a CPU."),
     MetricInfo(
+        "memory/gpu_reserved_gib",
+        "GiB",
+        "Most that torch's allocator has kept of the GPU's memory so far, in use or not; absent on a CPU.",
+    ),
+    MetricInfo(
         "memory/disk_free_gib",
         "GiB",
         "Free on the disk of the run directory; health.disk stops a run that would fill it.",

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError
 from lockstep.models.mxfp4 import is_mxfp4
+from lockstep.rollout.allocator import fix_segments
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.requests import Decode
 from lockstep.rollout.vllm.settings import settings_of
@@ -24,6 +25,7 @@ def prepare_environment() -> None:
     Raises EngineError if it is too late for a setting that must go.
     """
     prepare(os.environ, cuda_started=torch.cuda.is_initialized())
+    fix_segments(os.environ)
 
 
 def vllm_engine(
