@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import statistics
 import sys
 import traceback
@@ -37,6 +38,7 @@ from lockstep.plan.choice import TOLERATED
 from lockstep.plan.job import GIB, job_of
 from lockstep.plan.memory import OUTSIDE, Sizes, peak, phases
 from lockstep.plan.shapes import shape_of_model
+from lockstep.rollout.allocator import grow_segments
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
 
 PROMPT, RESPONSE, SAMPLES, RANK = 256, 512, 8, 32
@@ -249,6 +251,7 @@ def main() -> None:
         if args.write == RESULT:
             raise SystemExit("a CPU's figures are none: give --write another file")
     device = "cpu" if args.cpu else "cuda"
+    grow_segments(os.environ)  # as a run does
     chosen = itertools.product(args.shapes, args.training, args.modes, args.budgets)
     done, failed = run_all([Configuration(*one) for one in chosen], device)
     lines = table(done, failed)
