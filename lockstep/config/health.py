@@ -57,6 +57,8 @@ class Health(Section):
     """The gradient is clipped more than so many-fold: grad/norm above limit times optimizer.max_grad_norm."""
     grad_spike: HealthRule = HealthRule(tier="warn", limit=10, steps=3)
     """grad/norm above limit times its median over the last 50 steps."""
+    leap: HealthRule = HealthRule(tier="stop", limit=1, steps=2)
+    """sync/probe_shift above limit, in steps with a probe (sync.probe_first, sync.probe_every)."""
     mismatch: HealthRule = HealthRule(tier="stop", limit=0.1, steps=5)
     """mismatch/mean_abs_dlogp above limit; above four times that where rollouts have other numerics than updates or noise, above
     ten times where activations are in four bits, which magnify every rounding."""

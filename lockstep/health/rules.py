@@ -68,6 +68,14 @@ RULES: tuple[Rule, ...] = (
         ("ratio/log_abs_max", "mismatch/mean_abs_dlogp"),
     ),
     Rule(
+        "leap", "sync/probe_shift", "above", "fixed",
+        "each update changes the probability of fixed tokens e-fold or more: it does not improve the policy but replaces it, and "
+        "what is left of it is noise, or one reply to everything",
+        "lower optimizer.lr ten-fold or more and begin again, or from a checkpoint of before; `lockstep rollouts` shows what the "
+        "model says now", "SmolLM2-135M: 0.07 where it learns, most of it bf16's rounding; 1.6 to 11 where it is ruined",
+        ("lr", "reward/mean", "length/mean"),
+    ),
+    Rule(
         "mismatch", "mismatch/mean_abs_dlogp", "above", "numerics",
         "learner and engine give the same tokens other probabilities, so what is trained is not what was sampled",
         _SYNC, "TRL #5312: 0.010 to 0.018 in bf16, 0.201 when the weights were stale",
@@ -91,7 +99,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward_flat", "reward/std", "below", "fixed",
         "all replies of these steps got the same reward, so there is nothing to prefer: no step has a gradient",
-        "at the lowest reward: easier questions, an example in chat.examples, or is the grader wrong (`lockstep rollouts`)? "
+        "at the lowest reward: easier questions, an example in chat.examples, or is the grader wrong (`lockstep rollouts`)? If "
+        "earlier steps were paid, optimizer.lr has ruined the policy: lower it and begin again. "
         "At the highest: the task is learnt; take harder questions", f"{_NOTES}: exactly 0 or 1 for 6 steps",
         ("reward/mean", "length/mean"),
     ),

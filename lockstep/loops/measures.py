@@ -51,7 +51,8 @@ def credit_metrics(
     return metrics | _penalty_metrics(samples, recipe)
 
 
-def proof_metrics(proof: Proof) -> Metrics:
+def proof_metrics(proof: Proof, shift: float | None) -> Metrics:
+    """Of a push; `shift` is how far the policy moved by the probe's tokens (Prover.shift)."""
     metrics = {
         "sync/seconds": proof.seconds,
         "sync/tensors": float(proof.tensors),
@@ -59,7 +60,7 @@ def proof_metrics(proof: Proof) -> Metrics:
     }
     if proof.probe is not None:
         metrics |= {"sync/probe_mean": proof.probe.mean, "sync/probe_max": proof.probe.max}
-    return metrics
+    return metrics if shift is None else metrics | {"sync/probe_shift": shift}
 
 
 def grading_line(rows: Sequence[StepRecord]) -> str:

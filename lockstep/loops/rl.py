@@ -68,7 +68,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
             metrics |= sampling_metrics(drawn, recipe, parts.carried.empty_steps)
             with clock("sync"):
                 proof = parts.sync.push(parts.learner, parts.engine)
-            metrics |= proof_metrics(proof)
+            metrics |= proof_metrics(proof, parts.sync.shift)
             if done % recipe.track.rollouts_every == 0:
                 write_rollouts(journal.run, done, drawn.groups, drawn.spread(rows))
             if done in due and not stop:

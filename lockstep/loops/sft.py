@@ -56,7 +56,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
             if seen:
                 with clock("sync"):
                     proof = parts.sync.push(parts.learner, parts.engine)
-                metrics |= proof_metrics(proof)
+                metrics |= proof_metrics(proof, parts.sync.shift)
             if done in validated and not interrupted:
                 with clock("validate"):
                     metrics |= validation_metrics(parts, rows)
@@ -69,7 +69,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
             over = watch.note(done, metrics)
             if over and not seen:  # a checkpoint is of proven weights
                 proof = parts.sync.push(parts.learner, parts.engine)
-                journal.add(done, proof_metrics(proof), proof)
+                journal.add(done, proof_metrics(proof, parts.sync.shift), proof)
             if keeper.note(done, metrics) or save or over:
                 keeper.save(done, proof, clock)
             if interrupted:  # after the last step too: its evaluation and the report are still to come

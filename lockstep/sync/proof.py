@@ -73,6 +73,8 @@ class Proven:
     proof: Proof
     fingerprints: Fingerprints
     """The learner's."""
+    probed: tuple[float, ...] = ()
+    """The learner's log-probabilities of the probe's tokens; empty without a probe."""
 
 
 def proof_settings(
@@ -129,6 +131,7 @@ def prove(
         differing = explain(differing, learner.weights(), _look_at(engine, both))
     named = {entry.name for entry in differing}
     thawed = (Mismatch(name, Fault.THAWED, "it changed since the first proof") for name in readers.learner.thawed)
+    probed, ours_probed = _probe(learner, engine, settings) if probe else (None, ())
     tensor_faults = (*differing, *(fault for fault in (*faults, *thawed) if fault.name not in named))
     proof = Proof(
         version=learner.version,
@@ -137,10 +140,10 @@ def prove(
         bytes=ours.bytes,
         mismatched=(*_version_lag(learner, engine), *map(str, tensor_faults)),
         changed=ours.changed_since(previous) if previous else -1,
-        probe=probe_logprobs(learner, engine, settings) if probe else None,
+        probe=probed,
         seconds=time.perf_counter() - start,
     )
-    return Proven(proof, ours)
+    return Proven(proof, ours, ours_probed)
 
 
 def _read_engine(engine: RolloutEngine, reader: Fingerprinter) -> Fingerprints:
@@ -205,18 +208,22 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def probe_logprobs(learner: Learner, engine: RolloutEngine, settings: ProofSettings) -> Probe:
-    """Both sides score the fixed sequences. Raises SyncError if a side returns another number of values than asked."""
+def _probe(learner: Learner, engine: RolloutEngine, settings: ProofSettings) -> tuple[Probe, tuple[float, ...]]:
+    """Both sides score the fixed sequences; with the learner's values.
+
+    Raises SyncError if a side returns another number of values than asked.
+    """
     ours = _flatten(learner.logprobs(settings.sequences), settings.sequences, "learner.logprobs")
     theirs = _flatten(engine.score(settings.sequences), settings.sequences, "engine.score")
     differences = sorted((abs(a - b) for a, b in zip(ours, theirs, strict=True)), key=_nan_last)
-    return Probe(
+    probe = Probe(
         tokens=len(differences),
         mean=math.fsum(differences) / len(differences),
         p99=differences[math.ceil(0.99 * len(differences)) - 1],
         max=differences[-1],
         tolerance=settings.tolerance,
     )
+    return probe, tuple(ours)
 
 
 def _nan_last(value: float) -> tuple[bool, float]:

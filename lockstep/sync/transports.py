@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Literal, assert_never
 
 from lockstep.config.schema import Sync
@@ -37,6 +38,10 @@ class Prover:
         frozen = frozen if merge is None else merged_names(frozen, merge)
         self.frozen = frozen
         self.previous: Fingerprints | None = None
+        self.shift: float | None = None
+        """How far the last proof found the learner's log-probabilities of the probe's tokens from those of the probe before:
+        mean |Δ| in nats, for each version between. None if it had no probe, or is the first of a version's that had one."""
+        self._probed: tuple[int, tuple[float, ...]] | None = None
         self._schedule, self._probe, self._pushes = settings, probe, 0
         self._readers = Readers(
             Fingerprinter(frozen), Fingerprinter(frozen if merge is None else frozenset()), shared, identity
@@ -52,7 +57,16 @@ class Prover:
         proven = prove(learner, engine, self.previous, self._probe, probe, self._readers)
         if remember and proven.proof.passed:
             self.previous = proven.fingerprints
+        self.shift = self._moved(learner.version, proven.probed)
         return proven.proof
+
+    def _moved(self, version: int, probed: tuple[float, ...]) -> float | None:
+        if not probed:
+            return None
+        before, self._probed = self._probed, (version, probed)
+        if before is None or version <= before[0]:
+            return None
+        return fmean(abs(now - then) for now, then in zip(probed, before[1], strict=True)) / (version - before[0])
 
     def settle(self, learner: Learner, engine: RolloutEngine, again: Callable[[], None], probe: bool) -> Proof:
         """Prove; on failure resync once and prove again with the probe. Raises SyncError if that fails too."""
@@ -87,6 +101,11 @@ class SharedSync:
         load()
         proof = self._prover.settle(learner, engine, load, self._prover.next_push())
         return replace(proof, seconds=time.perf_counter() - start)
+
+    @property
+    def shift(self) -> float | None:
+        """See Prover.shift."""
+        return self._prover.shift
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything: at the end of a run, before a score. Raises SyncError."""
@@ -126,6 +145,11 @@ class CopySync:
         engine.load(self._counted(learner.weights(), skipped), learner.version)
         proof = self._prover.settle(learner, engine, send_all, probe)
         return replace(proof, seconds=time.perf_counter() - start)
+
+    @property
+    def shift(self) -> float | None:
+        """See Prover.shift."""
+        return self._prover.shift
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything and send nothing: at the end of a run, before a score. Raises SyncError."""

@@ -285,6 +285,17 @@ SYNC = (
         advice=_SYNC,
     ),
     MetricInfo("sync/probe_max", "nats", "Largest such difference."),
+    MetricInfo(
+        "sync/probe_shift",
+        "nats",
+        "How far the updates since the last probe have moved the learner's own log-probabilities of the probe's tokens: mean "
+        "|Δ| divided by the number of updates. In steps with a probe that an earlier probe went before.",
+        Healthy(
+            high=0.5,
+            source="SmolLM2-135M: 0.07 where it learns, most of it bf16's rounding; 1.6 to 11 where it is ruined",
+        ),
+        advice="Lower optimizer.lr: an update should change the policy a little.",
+    ),
     MetricInfo("sync/tensors", "tensors", "Tensors compared by fingerprint. The sync fails if one of them differs."),
 )
 

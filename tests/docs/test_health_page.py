@@ -23,9 +23,9 @@ def test_each_rule_stands_there_with_its_defaults() -> None:
         assert row[2].startswith(f"{setting.limit:g}")
         assert row[3:] == [patience, setting.tier, rule.source]
     stopping = sum(setting.tier == "stop" for setting in settings.values())
-    assert (len(rows), stopping) == (16, 5)
-    assert "sixteen rules watch" in PAGE
-    assert "Five of them stop the run" in PAGE
+    assert (len(rows), stopping) == (17, 6)
+    assert "seventeen rules watch" in PAGE
+    assert "Six of them stop the run" in PAGE
 
 
 def test_each_check_stands_there() -> None:

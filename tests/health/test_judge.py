@@ -16,7 +16,7 @@ from lockstep.health.rules import RULES, health_lines
 from lockstep.track.catalogue import find
 
 DEFAULTS = Recipe()
-STOPPING = ["clipping", "mismatch", "unscored", "reward_flat", "disk"]
+STOPPING = ["clipping", "leap", "mismatch", "unscored", "reward_flat", "disk"]
 
 
 def said(
@@ -52,7 +52,7 @@ def test_only_unambiguous_rules_stop_and_none_at_a_single_step() -> None:
 
 
 HEALTHY = {
-    "grad/norm": 0.8, "mismatch/mean_abs_dlogp": 0.012, "mismatch/k3": 4e-4, "mismatch/ess_tokens": 0.99,
+    "grad/norm": 0.8, "sync/probe_shift": 0.07, "mismatch/mean_abs_dlogp": 0.012, "mismatch/k3": 4e-4, "mismatch/ess_tokens": 0.99,
     "reward/unscored": 0.0, "reward/std": 0.4, "reward/zero_std_groups": 0.3, "length/truncated": 0.02, "length/mean": 200.0,
     "entropy/mean": 0.6, "ratio/clip_share": 0.01, "kl/ref": 0.01, "weights/changed_tensors": 28.0,
     "memory/disk_free_gib": 90.0,
@@ -61,6 +61,7 @@ CASES = [
     # rule, metric, bad value, good steps before, bad steps until it speaks
     ("clipping", "grad/norm", 400.0, 6, 10),
     ("grad_spike", "grad/norm", 9.0, 30, 3),
+    ("leap", "sync/probe_shift", 1.6, 6, 2),
     ("mismatch", "mismatch/mean_abs_dlogp", 0.201, 6, 5),
     ("mismatch_kl", "mismatch/k3", 0.02, 6, 5),
     ("ess", "mismatch/ess_tokens", 0.4, 6, 3),
@@ -256,7 +257,7 @@ def test_mistakes_are_refused(override: str, message: str) -> None:
 def test_which_rules_are_in_force_is_said() -> None:
     (line,) = health_lines(load(["smoke", "health.disk=off", "health.ess=stop"]))
     assert line.startswith(
-        "health: the run stops itself by clipping, mismatch, ess, unscored, reward_flat; warns of grad_spike, "
+        "health: the run stops itself by clipping, leap, mismatch, ess, unscored, reward_flat; warns of grad_spike, "
     )
     assert line.endswith("; does not look at disk")
     assert "off" not in health_lines(DEFAULTS)[0]

@@ -122,6 +122,18 @@ def test_replies_that_all_earn_the_same_stop_a_run(tmp_path: Path, tiny_model_di
     assert health_events(run)[-1] == (10, "reward_flat", "stop")
 
 
+def test_a_learning_rate_that_ruins_the_policy_stops_the_run_at_its_second_step(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words(tmp_path, tiny_model_dir, NO_EVAL, "steps=6", "optimizer.lr=1")]) == 3
+    run = RunDirectory.open(tmp_path / "runs" / "run")
+    moved = [row.metrics["sync/probe_shift"] for row in read_metrics(run)]
+    assert len(moved) == 2
+    assert min(moved) > 1
+    assert health_events(run)[-1] == (2, "leap", "stop")
+    assert "to fix: lower optimizer.lr ten-fold or more" in capsys.readouterr().err
+
+
 def test_an_sft_run_that_stops_between_its_checkpoints_saves_proven_weights(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

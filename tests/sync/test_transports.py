@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lockstep.config.schema import Sync
 from lockstep.errors import StaleWeightsError, SyncError
 from lockstep.sync.fingerprint import fingerprint
+from lockstep.sync.proof import proof_settings
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, TrainSequence, WeightStream
 from tests.sync.tiny import (
@@ -46,6 +48,34 @@ def train(learner: TinyLearner) -> None:
         return LossOutput(-given.logprobs_T * given.advantages_T)
 
     learner.update(Batch((sequence,)), loss)
+
+
+@pytest.mark.parametrize("make", [shared, copying])
+def test_how_far_updates_move_the_probe_is_told_for_each_update(make: Callable[..., SharedSync | CopySync]):
+    learner, other = pair()
+    engine, sync = TinyEngine(learner.model if make is shared else other), make(probe_first=3, probe_every=100)
+    sequences = proof_settings(Sync(), VOCAB, "fp32").sequences
+
+    def scores() -> list[float]:
+        return [value for row in learner.logprobs(sequences) for value in row]
+
+    before = scores()
+    sync.push(learner, engine)
+    assert sync.shift is None  # of a first probe
+    sync.verify(learner, engine)
+    assert sync.shift is None  # the weights are the same
+    train(learner)
+    first = scores()
+    sync.push(learner, engine)
+    assert sync.shift == pytest.approx(fmean(abs(a - b) for a, b in zip(before, first, strict=True)))
+    assert sync.shift > 0
+    train(learner)
+    train(learner)
+    sync.push(learner, engine)
+    assert sync.shift == pytest.approx(fmean(abs(a - b) for a, b in zip(first, scores(), strict=True)) / 2)
+    train(learner)
+    sync.push(learner, engine)
+    assert sync.shift is None  # no probe
 
 
 # --- copy -----------------------------------------------------------------------------------------------------------
