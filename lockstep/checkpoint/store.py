@@ -127,6 +127,23 @@ def clean(run_dir: Path) -> tuple[str, ...]:
     return tuple(done)
 
 
+def set_aside(run_dir: Path, after: int) -> list[str]:
+    """Rename the checkpoints of steps after `after`, which a run that goes on from there is going to make anew: damaged_step_N.
+
+    They would count as the newest otherwise, and the new ones would be deleted for them. Returns their new names.
+    """
+    names = []
+    for info in list_checkpoints(run_dir):
+        if info.step > after and _place(info.path.name)[0] == "":
+            name = f"damaged_{info.path.name}"
+            while info.path.with_name(name).exists():
+                name += "_again"
+            info.path.rename(info.path.with_name(name))
+            names.append(name)
+    sync_to_disk(run_dir / FOLDER)
+    return names
+
+
 def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[int]:
     """Delete complete checkpoints but the newest `keep_last` and the one of step `keep_best`. Returns the deleted steps.
 

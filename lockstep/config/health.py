@@ -56,7 +56,7 @@ class Health(Section):
     clipping: HealthRule = HealthRule(tier="stop", limit=100, steps=10, within=15)
     """The gradient is clipped more than so many-fold: grad/norm above limit times optimizer.max_grad_norm."""
     grad_spike: HealthRule = HealthRule(tier="warn", limit=10, steps=3)
-    """grad/norm above limit times its median over the last 50 steps."""
+    """grad/norm above limit times its median over the last 50 steps that had a gradient, of 5 at least."""
     leap: HealthRule = HealthRule(tier="stop", limit=1, steps=2)
     """sync/probe_shift above limit, in steps with a probe (sync.probe_first, sync.probe_every)."""
     mismatch: HealthRule = HealthRule(tier="stop", limit=0.1, steps=5)
@@ -69,7 +69,7 @@ class Health(Section):
     unscored: HealthRule = HealthRule(tier="stop", limit=0.05, steps=3)
     """reward/unscored above limit."""
     reward_flat: HealthRule = HealthRule(tier="stop", limit=1e-9, steps=10)
-    """reward/std below limit: every reply of the step got the same reward, be it 0 or the most that can be had."""
+    """advantage/nonzero below limit: no reply of the step is better or worse than another: all are wrong, or all right."""
     zero_variance: HealthRule = HealthRule(tier="warn", limit=0.95, steps=10)
     """reward/zero_std_groups above limit."""
     truncation: HealthRule = HealthRule(tier="warn", limit=0.8, steps=10)
@@ -77,9 +77,9 @@ class Health(Section):
     length_collapse: HealthRule = HealthRule(tier="warn", limit=0.25, steps=5)
     """length/mean below limit times its mean over the first 5 steps."""
     entropy_collapse: HealthRule = HealthRule(tier="warn", limit=0.1, steps=10)
-    """entropy/mean below limit times its mean over the first 5 steps."""
+    """entropy/sampled below limit times its mean over the first 5 steps."""
     entropy_explosion: HealthRule = HealthRule(tier="warn", limit=3, steps=5)
-    """entropy/mean above limit times its mean over the first 5 steps."""
+    """entropy/sampled above limit times its mean over the first 5 steps."""
     clip_share: HealthRule = HealthRule(tier="warn", limit=0.4, steps=3)
     """ratio/clip_share above limit; not judged for GSPO, whose range is so narrow that half of the replies leave it."""
     kl_reference: HealthRule = HealthRule(tier="warn", limit=1, steps=5)

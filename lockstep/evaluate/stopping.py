@@ -67,7 +67,10 @@ def diverges(train: Sequence[Point], held_out: Sequence[Point], width: int = 3, 
 
 
 def _level(points: Sequence[Point], step: int, width: int) -> float | None:
-    found = [point.value for point in points if point.step <= step][-width:]
+    """The mean of the last `width` points up to `step`; before the first one, which is the base's rollouts, of the first."""
+    found = [point.value for point in points if point.step <= step][-width:] or [
+        point.value for point in points[:width]
+    ]
     return statistics.fmean(found) if found else None
 
 

@@ -51,7 +51,10 @@ class Rule:
 
 
 _NOTES = "notes of earlier GRPO runs"
-_SYNC = "look at chat template, temperature, dtype and numerics of learner and engine, in this order"
+_SYNC = (
+    "look at rollout.top_p, top_k and min_p (what they leave out the learner does not), chat template, temperature, dtype and "
+    "numerics of learner and engine, in this order"
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -65,7 +68,7 @@ RULES: tuple[Rule, ...] = (
         "grad_spike", "grad/norm", "above", "recent",
         "the gradient is far larger than it was: the policy is leaving the region where its updates mean something",
         "read the replies of these steps, see ratio/log_abs_max and mismatch/*; lower optimizer.lr", "proposal",
-        ("ratio/log_abs_max", "mismatch/mean_abs_dlogp"),
+        ("ratio/log_abs_max", "mismatch/mean_abs_dlogp"), needs="grad/norm",
     ),
     Rule(
         "leap", "sync/probe_shift", "above", "fixed",
@@ -97,8 +100,8 @@ RULES: tuple[Rule, ...] = (
         "the `error` column of the rollouts says why; mend the verifier", "proposal",
     ),
     Rule(
-        "reward_flat", "reward/std", "below", "fixed",
-        "all replies of these steps got the same reward, so there is nothing to prefer: no step has a gradient",
+        "reward_flat", "advantage/nonzero", "below", "fixed",
+        "the replies to each prompt got the same reward, so there is nothing to prefer: no step has a gradient",
         "at the lowest reward: easier questions, an example in chat.examples, or is the grader wrong (`lockstep rollouts`)? If "
         "earlier steps were paid, optimizer.lr has ruined the policy: lower it and begin again. "
         "At the highest: the task is learnt; take harder questions", f"{_NOTES}: exactly 0 or 1 for 6 steps",
@@ -121,13 +124,13 @@ RULES: tuple[Rule, ...] = (
         ("reward/mean",),
     ),
     Rule(
-        "entropy_collapse", "entropy/mean", "below", "start",
+        "entropy_collapse", "entropy/sampled", "below", "start",
         "the policy has stopped exploring: replies to a prompt become the same; harmless if the reward is where it should be",
         "lower optimizer.lr, raise clip_high, or add an entropy bonus (algorithm.entropy_coef)", "proposal",
         ("reward/mean", "reward/zero_std_groups"),
     ),
     Rule(
-        "entropy_explosion", "entropy/mean", "above", "start", "the policy drifts towards noise",
+        "entropy_explosion", "entropy/sampled", "above", "start", "the policy drifts towards noise",
         "lower optimizer.lr or algorithm.entropy_coef; see mismatch/*", "proposal", ("reward/mean", "length/mean"),
     ),
     Rule(

@@ -38,6 +38,10 @@ class Keeper:
         first = not any(info.complete for info in list_checkpoints(self._journal.run.path))
         path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)
         self._journal.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+        if step == self._recipe.steps and best is None and (name := self._recipe.save.keep_best):
+            self._journal.warn(
+                f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step
+            )
         if first and (warning := check_first(self._recipe, self._parts.policy.resolved.path, path)):
             self._journal.warn(warning, step=step)
 

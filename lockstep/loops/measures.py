@@ -19,14 +19,14 @@ def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
     lengths = [sum(rollout.trained) for rollout in rollouts]  # what was sampled: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
-        "reward/zero_std_groups": fmean(_all_equal(group) for group in groups),
+        "reward/zero_std_groups": fmean(_all_equal(group, recipe) for group in groups),
         "length/mean": fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated": fmean(truncated(rollout) for rollout in rollouts),
         "batch/samples": float(len(rollouts)),
         "batch/tokens_generated": float(sum(lengths)),
     }
-    return metrics | _reward_metrics(rollouts) | _overlong_metrics(rollouts, recipe)
+    return metrics | _reward_metrics(rollouts) | _surprise(rollouts) | _overlong_metrics(rollouts, recipe)
 
 
 def credit_metrics(
@@ -37,6 +37,7 @@ def credit_metrics(
     metrics: Metrics = {"batch/prompts": float(len(groups))}
     if recipe.algorithm.kl.coef > 0:
         metrics["kl/coef"] = samples.kl_coef
+    metrics["advantage/nonzero"] = fmean(advantage != 0 for advantage in flat) if flat else 0.0
     if not flat:
         return metrics
     metrics |= {
@@ -74,8 +75,16 @@ def grading_line(rows: Sequence[StepRecord]) -> str:
     return f"grading added {median(shares):.1%} to a step (median of {len(shares)}, at most {max(shares):.1%})"
 
 
-def _all_equal(group: Group) -> bool:
-    return len({rollout.grade.reward for rollout in group.rollouts if rollout.grade.scored}) < 2
+def _all_equal(group: Group, recipe: Recipe) -> bool:
+    """As the advantages see them: after the overlong penalty."""
+    return len({shaped_reward(rollout, recipe) for rollout in group.rollouts if rollout.grade.scored}) < 2
+
+
+def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
+    sampled = [
+        logprob for rollout in rollouts for logprob, own in zip(rollout.logprobs, rollout.trained, strict=True) if own
+    ]
+    return {"entropy/sampled": -fmean(sampled)} if sampled else {}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint
+from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
 from lockstep.config.load import dump, load
 from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Recipe, Sft
@@ -15,7 +15,7 @@ from lockstep.data.questions import data_hash
 from lockstep.doctor.check import Check
 from lockstep.doctor.run import require_machine
 from lockstep.envs.driver import plays
-from lockstep.errors import HealthStop, LockstepError
+from lockstep.errors import CheckpointError, HealthStop, LockstepError
 from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
@@ -29,6 +29,7 @@ from lockstep.loops.journal import Journal
 from lockstep.loops.measures import grading_line
 from lockstep.loops.noise import describe_noise
 from lockstep.loops.parts import Parts, build_parts, build_task_of
+from lockstep.loops.questions import questions_hash, require_same_data
 from lockstep.loops.rivals import pinned_rivals
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_pool, check_prompts
@@ -44,7 +45,7 @@ from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from lockstep.track.sinks import check_installed
-from lockstep.track.writer import read_metrics
+from lockstep.track.writer import read_events, read_metrics
 from lockstep.types import Prompt
 from lockstep.verifiers.base import keep_in
 
@@ -73,11 +74,24 @@ def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool =
         recipe = load([str(run.recipe_path), *health])
         if health:
             run.replace_recipe(dump(recipe))
-        # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
-        there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
-        info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
-        _run(run, recipe, info, require_machine(recipe))
+        _run(run, recipe, _newest(run, allow_fallback), require_machine(recipe))
     return run
+
+
+def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
+    """The checkpoint to go on from; None to begin. Raises CheckpointError for one that is damaged, or that somebody removed."""
+    # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
+    there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
+    info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
+    saved = [event.step for event in read_events(run) if event.kind == "checkpoint" and event.step is not None]
+    if saved and saved[-1] > (info.step if info else 0) and not allow_fallback:
+        begin = f"from step {info.step}" if info else "from the beginning"
+        raise CheckpointError(
+            f"the checkpoint of step {saved[-1]}, the last that was saved, is not there",
+            where=str(run.checkpoints_path),
+            fix=f"put it back, or go on {begin} with --allow-fallback",
+        )
+    return info
 
 
 def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check]) -> None:
@@ -90,6 +104,10 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         journal.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start, **with_health)
         for note in info.notes if info else ():
             journal.warn(note)
+        for name in set_aside(run.path, start) if info else ():
+            journal.warn(
+                f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are made again"
+            )
         material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
         parts = _build(recipe, journal, info)
         base = frozen_print(parts.policy.model)
@@ -166,18 +184,19 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
     ]
     for line in lines:
         journal.say(line)
-    journal.run.add_to_manifest(
-        {
-            "threads": torch.get_num_threads(),
-            "formula": parts.objective.formula,
-            "batch": "\n".join(batch),
-            "template_hash": policy.chat.template_hash,
-            "heldout_hash": data_hash(_heldout(parts, recipe)),
-            "numerics": policy.numerics,
-            "computes": {phase: recipe.numerics.label(phase, policy.numerics) for phase in PHASES},
-            "task_notes": list(parts.task.notes),
-        }
-    )
+    facts = {
+        "threads": torch.get_num_threads(),
+        "formula": parts.objective.formula,
+        "batch": "\n".join(batch),
+        "template_hash": policy.chat.template_hash,
+        "questions_hash": questions_hash(parts.task, recipe),
+        "heldout_hash": data_hash(_heldout(parts, recipe)),
+        "numerics": policy.numerics,
+        "computes": {phase: recipe.numerics.label(phase, policy.numerics) for phase in PHASES},
+        "task_notes": list(parts.task.notes),
+    }
+    require_same_data(journal.run.manifest(), facts)
+    journal.run.add_to_manifest(facts)
 
 
 def _say_parent(parts: Parts, parent: Parent, journal: Journal) -> None:
@@ -201,6 +220,7 @@ def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, j
         journal.say(line)
     facts = {"origin": material.origin, "content_hash": material.content_hash, "train": len(rows.train)}
     facts |= {"validation": len(rows.validation), "dropped": rows.dropped, "truncated": rows.truncated}
+    require_same_data(journal.run.manifest(), {"sft": facts})
     journal.run.add_to_manifest({"sft": {**facts, "notes": [*material.notes, *rows.notes]}})
     return rows
 

@@ -66,11 +66,12 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
             metrics |= disk_metrics(journal.run.path)
             journal.step(done, metrics, proof if seen else None)
-            over = watch.note(done, metrics)
-            if over and not seen:  # a checkpoint is of proven weights
+            save = bool(watch.note(done, metrics)) or save
+            save = keeper.note(done, metrics) or save
+            if save and not seen:  # a checkpoint is of proven weights
                 proof = parts.sync.push(parts.learner, parts.engine)
                 journal.add(done, proof_metrics(proof, parts.sync.shift), proof)
-            if keeper.note(done, metrics) or save or over:
+            if save:
                 keeper.save(done, proof, clock)
             if interrupted:  # after the last step too: its evaluation and the report are still to come
                 raise stop.after(done, recipe.steps, journal.run.path)

@@ -5,6 +5,7 @@ The model is built on the meta device, which takes a second and no memory, and a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,23 +14,39 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import ConfigError, LockstepError, ModelError
 from lockstep.plan.preview import folder_here
 from lockstep.plan.shapes import meta_model
+from lockstep.track.catalogue import explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BETTER = {
+    "rl": (
+        "reward/mean",
+        "reward/shaped_mean",
+        "answer/correct",
+        "reward/min",
+        "reward/p90",
+        "answer/[^/]+",
+        "task/[^/]+/[^/]+",
+    ),
+    "sft": ("validation/logprob",),
+}
+"""Metrics of each loop of which more is better, as patterns."""
+
 
 def misfits(recipe: Recipe) -> list[LockstepError]:
-    """What would end a run of this recipe once the model is there, each with its fix; nothing for a model that is not here,
-    that runs code of its own, or whose folder is damaged (`lockstep doctor` says so elsewhere)."""
+    """What would end a run of this recipe once the model is there, each with its fix. Of the model nothing if it is not here,
+    runs code of its own, or its folder is damaged (`lockstep doctor` says so elsewhere)."""
+    found = list(_raised(lambda: _best(recipe)))
     folder = None if recipe.model.trust_remote_code else folder_here(recipe.model)
     if folder is None:
-        return []
+        return found
     try:
         model = meta_model(folder)
     except ModelError:
-        return []
+        return found
     checks: list[Callable[[Recipe, PreTrainedModel], None]] = [_adapter, _numerics, _noise, _context]
-    return [error for check in checks for error in _raised(lambda check=check: check(recipe, model))]  # type: ignore[misc]
+    return found + [error for check in checks for error in _raised(lambda check=check: check(recipe, model))]  # type: ignore[misc]
 
 
 def require_fit(recipe: Recipe) -> None:
@@ -43,6 +60,26 @@ def _raised(check: Callable[[], None]) -> Iterator[LockstepError]:
         check()
     except LockstepError as error:
         yield error
+
+
+def _best(recipe: Recipe) -> None:
+    """save.keep_best names a metric of this loop of which more is better."""
+    name = recipe.save.keep_best
+    if name is None or name.startswith("eval/"):  # those the recipe's own validation knows
+        return
+    try:
+        explain(name)
+    except ConfigError as error:
+        raise ConfigError([f"save.keep_best: {each}" for each in error.mistakes], fix=error.fix) from None
+    good = BETTER[recipe.loop]
+    if not re.fullmatch("|".join(good), name):
+        shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])
+        raise ConfigError(
+            [
+                f"save.keep_best = {name}: the highest is kept, and more of it is no better model, or it is not measured"
+            ],
+            fix=f"take one of {shown}",
+        )
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -32,7 +32,7 @@ CURVES = (
         (("length/truncated", "truncated"), ("reward/unscored", "unscored")),
     ),
     Curve("Groups without a difference", "share of groups", (("reward/zero_std_groups", "all rewards equal"),)),
-    Curve("Entropy", "nats a token", (("entropy/mean", "mean"), ("entropy/p10", "p10"), ("entropy/p90", "p90"))),
+    Curve("Entropy", "nats a token", (("entropy/sampled", "all replies"), ("entropy/mean", "trained tokens"))),
     Curve("Gradient norm before clipping", "", (("grad/norm", "norm"),)),
     Curve("Learning rate", "", (("lr", "lr"),)),
     Curve(

@@ -23,6 +23,9 @@ __all__ = [
     "verdict",
 ]  # fmt: skip
 
+LEAST = 5
+"""Values that a median of recent ones is of."""
+
 Verdict: TypeAlias = Literal["ok", "warn", ""]
 """warn: outside the healthy range, or not a finite number; "": there is no range to judge by."""
 
@@ -106,7 +109,7 @@ def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
         case "start":
             return statistics.fmean(values[: rule.steps]) if len(values) >= rule.steps else None
         case "recent":
-            return statistics.median(values[-rule.steps :]) if len(values) >= rule.steps // 2 else None
+            return statistics.median(values[-rule.steps :]) if len(values) >= LEAST else None
 
 
 def _window(rule: Drift, values: list[float]) -> list[float]:

@@ -29,7 +29,8 @@ REWARD = (
     MetricInfo(
         "reward/zero_std_groups",
         "share of groups",
-        "Groups whose samples all got the same reward: where rewards are compared within a group, they carry no gradient.",
+        "Groups whose samples all got the same reward, the overlong penalty included: where rewards are compared within a group, "
+        "they carry no gradient.",
         Healthy(high=0.5),
         advice="Prompts are too easy or too hard: change the difficulty, filter, or take more samples a prompt.",
     ),
@@ -118,6 +119,11 @@ ADVANTAGE = (
         Healthy(low=0.05, source=NOTES),
         advice="Near 0 nothing is learnt: see reward/zero_std_groups; if those are few, suspect the advantage itself.",
     ),
+    MetricInfo(
+        "advantage/nonzero",
+        "share of replies",
+        "Replies whose advantage is not 0, of those that could be trained on; 0 if there are none, and then there is no gradient.",
+    ),
     MetricInfo("advantage/min", "–", "Lowest advantage."),
     MetricInfo("advantage/max", "–", "Highest advantage."),
 )
@@ -166,11 +172,18 @@ LOSS = (
     ),
     MetricInfo("ratio/sequence_max", "–", "Largest geometric-mean ratio of a reply (GSPO)."),
     MetricInfo(
-        "entropy/mean",
+        "entropy/sampled",
         "nats a token",
-        "Mean entropy of the policy over the trained tokens.",
+        "Mean -log-probability that the sampled tokens had, over all replies: an estimate of the entropy of what is sampled "
+        "from, also in steps that train nothing.",
         drift=Drift("start", 5, low=0.5),
         advice="The policy stops exploring: lower the learning rate, raise clip_high, or add an entropy bonus.",
+    ),
+    MetricInfo(
+        "entropy/mean",
+        "nats a token",
+        "Mean entropy of the policy over the trained tokens: replies without an advantage are not in it, so that it says "
+        "nothing of prompts whose replies have become the same. See entropy/sampled.",
     ),
     MetricInfo("entropy/p10", "nats a token", "Entropy that 10 % of the trained tokens do not exceed."),
     MetricInfo("entropy/p90", "nats a token", "Entropy that 90 % of the trained tokens do not exceed."),

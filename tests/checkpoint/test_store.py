@@ -17,6 +17,7 @@ from lockstep.checkpoint.store import (
     open_checkpoint,
     prune,
     save,
+    set_aside,
     step_name,
 )
 from lockstep.errors import CheckpointError, CorruptCheckpointError
@@ -241,6 +242,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path):
     assert prune(tmp_path, keep_last=2) == []
     assert prune(tmp_path, keep_last=1) == [5]
     assert prune(tmp_path, keep_last=5) == []
+
+
+def test_those_after_a_step_are_set_aside_and_do_not_count(tmp_path: Path):
+    for step in (1, 4, 8):
+        saved(tmp_path, step)
+    assert set_aside(tmp_path, 8) == []
+    assert set_aside(tmp_path, 1) == ["damaged_step_000004", "damaged_step_000008"]
+    saved(tmp_path, 4)
+    assert prune(tmp_path, keep_last=1, keep_best=1) == []
+    assert set_aside(tmp_path, 3) == ["damaged_step_000004_again"]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
 def test_incomplete_ones_do_not_count_as_kept(tmp_path: Path):

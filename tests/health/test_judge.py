@@ -52,9 +52,10 @@ def test_only_unambiguous_rules_stop_and_none_at_a_single_step() -> None:
 
 
 HEALTHY = {
-    "grad/norm": 0.8, "sync/probe_shift": 0.07, "mismatch/mean_abs_dlogp": 0.012, "mismatch/k3": 4e-4, "mismatch/ess_tokens": 0.99,
+    "grad/norm": 0.8, "sync/probe_shift": 0.07,
+    "mismatch/mean_abs_dlogp": 0.012, "mismatch/k3": 4e-4, "mismatch/ess_tokens": 0.99,
     "reward/unscored": 0.0, "reward/std": 0.4, "reward/zero_std_groups": 0.3, "length/truncated": 0.02, "length/mean": 200.0,
-    "entropy/mean": 0.6, "ratio/clip_share": 0.01, "kl/ref": 0.01, "weights/changed_tensors": 28.0,
+    "entropy/sampled": 0.6, "advantage/nonzero": 0.7, "ratio/clip_share": 0.01, "kl/ref": 0.01, "weights/changed_tensors": 28.0,
     "memory/disk_free_gib": 90.0,
 }  # fmt: skip
 CASES = [
@@ -66,12 +67,12 @@ CASES = [
     ("mismatch_kl", "mismatch/k3", 0.02, 6, 5),
     ("ess", "mismatch/ess_tokens", 0.4, 6, 3),
     ("unscored", "reward/unscored", 0.06, 6, 3),
-    ("reward_flat", "reward/std", 0.0, 6, 10),
+    ("reward_flat", "advantage/nonzero", 0.0, 6, 10),
     ("zero_variance", "reward/zero_std_groups", 0.96, 6, 10),
     ("truncation", "length/truncated", 0.81, 6, 10),
     ("length_collapse", "length/mean", 49.0, 6, 5),
-    ("entropy_collapse", "entropy/mean", 0.059, 6, 10),
-    ("entropy_explosion", "entropy/mean", 1.81, 6, 5),
+    ("entropy_collapse", "entropy/sampled", 0.059, 6, 10),
+    ("entropy_explosion", "entropy/sampled", 1.81, 6, 5),
     ("clip_share", "ratio/clip_share", 0.41, 6, 3),
     ("kl_reference", "kl/ref", 1.01, 6, 5),
     ("unmoved", "weights/changed_tensors", 0.0, 6, 5),
@@ -87,11 +88,12 @@ def test_the_cases_below_are_all_rules() -> None:
 def test_a_rule_speaks_at_its_step_and_not_before(rule: str, metric: str, bad: float, good: int, steps: int) -> None:
     rows = [dict(HEALTHY) for _ in range(good)] + [HEALTHY | {metric: bad} for _ in range(steps)]
     tier = DEFAULTS.health.rules[rule].tier
-    assert said(rows[:-1], checkpoint_gib=1.0) == []
-    assert said(rows, checkpoint_gib=1.0) == [(good + steps, rule, tier)]
-    assert said(rows, f"health.{rule}=off", checkpoint_gib=1.0) == []
+    alone = ["health.grad_spike=off"] if rule == "clipping" else []  # such norms are a spike, too
+    assert said(rows[:-1], *alone, checkpoint_gib=1.0) == []
+    assert said(rows, *alone, checkpoint_gib=1.0) == [(good + steps, rule, tier)]
+    assert said(rows, *alone, f"health.{rule}=off", checkpoint_gib=1.0) == []
     other = "warn" if tier == "stop" else "stop"
-    assert said(rows, f"health.{rule}={other}", checkpoint_gib=1.0) == [(good + steps, rule, other)]
+    assert said(rows, *alone, f"health.{rule}={other}", checkpoint_gib=1.0) == [(good + steps, rule, other)]
     rows[good + steps // 2] = dict(HEALTHY)  # a good step in between
     if rule != "clipping":  # which allows for some
         assert said(rows, checkpoint_gib=1.0) == []
@@ -171,11 +173,11 @@ COLLAPSED = [
 
 
 def test_a_recorded_collapse_stops_83_steps_early() -> None:
-    rows = [{"reward/mean": mean, "reward/std": std} for mean, std in COLLAPSED]
+    rows = [{"reward/mean": mean, "reward/std": std, "advantage/nonzero": float(std > 0)} for mean, std in COLLAPSED]
     (alarm,) = alarms_of(rows)
     assert (alarm.rule.name, alarm.seen[-1].step) == ("reward_flat", 17)
     assert "reward/mean 0)" in alarm.what
-    (at_most,) = alarms_of([{"reward/mean": 1.0, "reward/std": 0.0}] * 10)
+    (at_most,) = alarms_of([{"reward/mean": 1.0, "advantage/nonzero": 0.0}] * 10)
     assert "reward/mean 1)" in at_most.what
 
 
@@ -205,9 +207,12 @@ def test_gspo_may_clip_half_of_its_replies() -> None:
 
 
 def test_the_own_past_is_waited_for_and_a_past_of_zeros_is_none() -> None:
-    assert said(series("grad/norm", [0.1] * 20 + [50.0] * 3)) == []  # 20 steps are no median of 50
+    assert said(series("grad/norm", [0.1] * 4 + [50.0] * 3)) == []
+    assert said(series("grad/norm", [0.1] * 5 + [50.0] * 3)) == [(8, "grad_spike", "warn")]
     assert said(series("grad/norm", [0.0] * 40 + [0.5] * 3)) == []
-    assert said(series("entropy/mean", [0.6] * 4 + [5.0] * 3)) == []
+    sparse = [0.0, 0.1] * 5 + [50.0, 0.0] * 3  # steps without a gradient are no past to compare with
+    assert said(series("grad/norm", sparse)) == [(15, "grad_spike", "warn")]
+    assert said(series("entropy/sampled", [0.6] * 4 + [5.0] * 3)) == []
 
 
 def test_the_disk_must_take_a_checkpoint_more() -> None:

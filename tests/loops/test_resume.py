@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.load import dump
-from lockstep.errors import CheckpointError, CorruptCheckpointError, Interrupted, RunLockedError
+from lockstep.errors import CheckpointError, CorruptCheckpointError, DataError, Interrupted, RunLockedError
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.loops.run import resume_run
@@ -150,6 +151,47 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_only_when_asked(tmp_path:
     assert any("step 3 is damaged" in message for message in events(run, "warning"))
     assert events(run, "resume")[-1] == "at step 2"
     assert same(run, unbroken, 4)
+
+
+def test_a_damaged_newest_checkpoint_does_not_count_among_those_that_are_kept(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Its step would be the newest until it is made again, and each new checkpoint would be deleted for it."""
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=6", "save.keep_last=2", step=5)
+    flip(path / "checkpoints" / "step_000005" / "model.safetensors")
+    run = resume_run(path, allow_fallback=True)
+    there = sorted(folder.name for folder in (path / "checkpoints").iterdir())
+    assert there == ["damaged_step_000005", "step_000005", "step_000006"]
+    assert any("set aside as checkpoints/damaged_step_000005" in message for message in events(run, "warning"))
+
+
+def test_checkpoints_that_were_removed_are_no_reason_to_begin_anew(tmp_path: Path, tiny_model_dir: Path) -> None:
+    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
+    shutil.rmtree(path / "checkpoints" / "step_000003")
+    with pytest.raises(
+        CheckpointError, match="the checkpoint of step 3, the last that was saved, is not there"
+    ) as caught:
+        resume_run(path)
+    assert "from step 2 with --allow-fallback" in caught.value.fix
+    run = resume_run(path, allow_fallback=True)
+    assert events(run, "resume")[-1] == "at step 2"
+    assert same(run, unbroken, 4)
+    shutil.rmtree(path / "checkpoints")
+    with pytest.raises(CheckpointError, match="the checkpoint of step 4") as caught:
+        resume_run(path)
+    assert "from the beginning with --allow-fallback" in caught.value.fix
+
+
+def test_a_run_does_not_go_on_over_other_data(tmp_path: Path, tiny_model_dir: Path) -> None:
+    path = stopped(tmp_path, tiny_model_dir, "eval.every=9", step=2)
+    data = tmp_path / "sums.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace("State the final answer", "Say"))
+    with pytest.raises(DataError, match="its questions are others than when the run began"):
+        resume_run(path)
+    data.write_text(before)
+    assert resume_run(path).path == path
 
 
 def test_an_only_checkpoint_that_is_damaged_does_not_start_the_run_over(tmp_path: Path, tiny_model_dir: Path) -> None:
