@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from lockstep.config.numerics import numeric_in
 from lockstep.config.schema import EvalMode, EvalSet, Recipe
-from lockstep.errors import EvaluationError
+from lockstep.errors import EvaluationError, Interrupted
 from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
 from lockstep.evaluate.brief import brief_of
 from lockstep.evaluate.plan import eval_plan
@@ -15,19 +15,25 @@ from lockstep.evaluate.records import read_brief, read_score, score_path, stored
 from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
 from lockstep.evaluate.table import comparison_table, score_line, table_lines
 from lockstep.loops import forward
+from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts
 from lockstep.loops.watch import last_evaluated
 from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
 
 
-def evaluate_modes(parts: Parts, recipe: Recipe, journal: Journal, step: int, proof: Proof) -> Metrics:
-    """Score the present weights on every set in every mode; a score under identical conditions is not measured again."""
+def evaluate_modes(
+    parts: Parts, recipe: Recipe, journal: Journal, step: int, proof: Proof, stop: StopRequest
+) -> Metrics:
+    """Score the present weights on every set in every mode; a score under identical conditions is not measured again.
+
+    Raises Interrupted when a signal comes: the scores that are done are kept, the one under way is left to a resume.
+    """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
     with computing(parts.engine, numerics, parts.policy.numerics):
         scores = [
-            (chosen, mode, _measure(parts, recipe, journal, step, proof, numerics, chosen, mode))
+            (chosen, mode, _measure(parts, recipe, journal, step, proof, stop, numerics, chosen, mode))
             for chosen in recipe.eval.sets
             for mode in recipe.eval.modes
         ]
@@ -66,6 +72,7 @@ def _measure(
     journal: Journal,
     step: int,
     proof: Proof,
+    stop: StopRequest,
     numerics: str,
     chosen: EvalSet,
     mode: EvalMode,
@@ -77,7 +84,14 @@ def _measure(
     score = stored_score(path, conditions)
     if score is None:
         source = f"{journal.run.name} at step {step}"
-        score = evaluate(parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source)
+        try:
+            score = evaluate(
+                parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source,
+                progress=lambda done, of: stop.require_none(journal.run.path),
+            )  # fmt: skip
+        except Interrupted:
+            parts.engine.close()  # the rest of its replies is not wanted
+            raise
         write_score(path, score)
     return score
 

@@ -39,6 +39,11 @@ class StopRequest:
             f"{self.name} after step {done} of {steps}; a checkpoint was saved", fix=f"lockstep train --resume {run}"
         )
 
+    def require_none(self, run: Path) -> None:
+        """Raise Interrupted if a signal came: for work that a resume makes again."""
+        if self.name:
+            raise Interrupted(f"{self.name} in an evaluation, which was left", fix=f"lockstep train --resume {run}")
+
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         self._restore()

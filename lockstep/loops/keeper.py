@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
+from lockstep.errors import HealthStop
 from lockstep.loops.disk import check_first
 from lockstep.loops.journal import Clock, Journal
 from lockstep.loops.parts import Parts
@@ -26,6 +30,16 @@ class Keeper:
             return False
         self._best = (metrics[name], step)
         return True
+
+    @contextmanager
+    def saving_if_stopped(self, step: int, proof: Proof, clock: Clock) -> Iterator[None]:
+        """Within it nothing changes the weights of `step`: should the run have to stop there, they are saved first."""
+        try:
+            yield
+        except HealthStop:
+            if step and all(info.step != step for info in list_checkpoints(self._journal.run.path)):
+                self.save(step, proof, clock)
+            raise
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:
         """Write the checkpoint of a step whose record is written already, and add to that how long it took."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.config.schema import Recipe
+from lockstep.errors import EvaluationError, Interrupted
 from lockstep.evaluate.plan import evaluation_steps
 from lockstep.loops.base import base_print
 from lockstep.loops.credit import Samples, advantage_rows, assign_credit, mean_kl, train_samples
@@ -42,7 +43,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
     due = set(evaluation_steps(recipe))
     with StopRequest() as stop:
         if start in due:
-            metrics = evaluate_modes(parts, recipe, journal, start, proof)
+            metrics = evaluate_modes(parts, recipe, journal, start, proof, stop)
             journal.at_start(start, metrics, proof)
             watch.note(start, metrics)
             if start:  # the base has no checkpoint that could be kept
@@ -51,11 +52,12 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
         for step in range(start, recipe.steps):
             if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
-            done, clock = step + 1, Clock()
+            done, clock, failure = step + 1, Clock(), None
             if step == start or step % recipe.health.selftest_every == 0:
                 with clock("selftest"):
                     check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), done)
             with (
+                keeper.saving_if_stopped(step, proof, clock),
                 computing(parts.engine, Forward(recipe.numerics.of("rollout"))),
                 noisy_rollouts(parts, recipe, targets, step) as noise,
             ):
@@ -73,16 +75,21 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                 write_rollouts(journal.run, done, drawn.groups, drawn.spread(rows))
             if done in due and not stop:
                 with clock("evaluate"):
-                    metrics |= evaluate_modes(parts, recipe, journal, done, proof)
+                    try:
+                        metrics |= evaluate_modes(parts, recipe, journal, done, proof, stop)
+                    except (EvaluationError, Interrupted) as error:  # the step itself is done: it is saved first
+                        failure = error
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
             metrics |= disk_metrics(journal.run.path)
             journal.step(done, metrics, proof)
             over = watch.note(done, metrics)
             best = keeper.note(done, metrics)
-            if best or done % recipe.save.every == 0 or done == recipe.steps or stop or over:
+            if best or done % recipe.save.every == 0 or done == recipe.steps or stop or over or failure:
                 keeper.save(done, proof, clock)
             if stop:  # after the last step too: its evaluation and the report are still to come
                 raise stop.after(done, recipe.steps, journal.run.path)
+            if failure:
+                raise failure
     watch.require_healthy()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.config.schema import Recipe, Sft
 from lockstep.data.order import batch_indices
+from lockstep.errors import EvaluationError, Interrupted
 from lockstep.evaluate.plan import evaluation_steps
 from lockstep.loops.disk import disk_metrics
 from lockstep.loops.evaluation import evaluate_modes
@@ -34,7 +35,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
     with StopRequest() as stop:
         if start in scored | validated:
             metrics = validation_metrics(parts, rows) if start in validated else {}
-            metrics |= evaluate_modes(parts, recipe, journal, start, proof) if start in scored else {}
+            metrics |= evaluate_modes(parts, recipe, journal, start, proof, stop) if start in scored else {}
             journal.at_start(start, metrics, proof)
             watch.note(start, metrics)
             if start:  # the base has no checkpoint that could be kept
@@ -43,7 +44,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
         for step in range(start, recipe.steps):
             if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
-            done, clock = step + 1, Clock()
+            done, clock, failure = step + 1, Clock(), None
             with clock("update"):
                 metrics = parts.learner.update(sft_batch(parts, recipe, rows, step), parts.objective.loss)
             metrics |= {
@@ -62,11 +63,14 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
                     metrics |= validation_metrics(parts, rows)
             if done in scored and not interrupted:
                 with clock("evaluate"):
-                    metrics |= evaluate_modes(parts, recipe, journal, done, proof)
+                    try:
+                        metrics |= evaluate_modes(parts, recipe, journal, done, proof, stop)
+                    except (EvaluationError, Interrupted) as error:  # the step itself is done: it is saved first
+                        failure = error
             metrics |= clock.metrics(metrics) | check_memory(parts.memory, journal, done, done - start)
             metrics |= disk_metrics(journal.run.path)
             journal.step(done, metrics, proof if seen else None)
-            save = bool(watch.note(done, metrics)) or save
+            save = bool(watch.note(done, metrics) or failure) or save
             save = keeper.note(done, metrics) or save
             if save and not seen:  # a checkpoint is of proven weights
                 proof = parts.sync.push(parts.learner, parts.engine)
@@ -75,6 +79,8 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
                 keeper.save(done, proof, clock)
             if interrupted:  # after the last step too: its evaluation and the report are still to come
                 raise stop.after(done, recipe.steps, journal.run.path)
+            if failure:
+                raise failure
     watch.require_healthy()
 
 

@@ -75,9 +75,7 @@ def _best(recipe: Recipe) -> None:
     if not re.fullmatch("|".join(good), name):
         shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])
         raise ConfigError(
-            [
-                f"save.keep_best = {name}: the highest is kept, and more of it is no better model, or it is not measured"
-            ],
+            [f"save.keep_best = {name}: the highest is kept, and more of it is no better model, or it is not measured"],
             fix=f"take one of {shown}",
         )
 

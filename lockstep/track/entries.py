@@ -122,7 +122,7 @@ ADVANTAGE = (
     MetricInfo(
         "advantage/nonzero",
         "share of replies",
-        "Replies whose advantage is not 0, of those that could be trained on; 0 if there are none, and then there is no gradient.",
+        "Replies whose advantage is not 0, of those that could be trained on; 0 if there are none: no gradient.",
     ),
     MetricInfo("advantage/min", "–", "Lowest advantage."),
     MetricInfo("advantage/max", "–", "Highest advantage."),

@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.loops.run import start_run
+from lockstep.tasks.build import build_task
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 
@@ -28,6 +29,25 @@ def grade(prompt, reply):
         if "negative control" in log and (step == "1" or f"  step {int(step) - 1}/" in log):
             TRIGGER.unlink(missing_ok=True)
             os.kill(os.getppid(), signal.SIGTERM)
+    return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
+
+
+def evaluates(prompt, run, step):
+    """Whether this is a reply of the evaluation after a step; the test has written down the ids of the held-out questions."""
+    log = (Path(run) / "log.txt").read_text()
+    return f"  step {int(step) - 1}/" in log and prompt.id in (TRIGGER.parent / "held").read_text().split("\\n")
+
+
+def in_evaluation(prompt, reply):
+    if TRIGGER.exists() and evaluates(prompt, *TRIGGER.read_text().split("\\n")):
+        TRIGGER.unlink(missing_ok=True)
+        os.kill(os.getppid(), signal.SIGTERM)
+    return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
+
+
+def down_in_evaluation(prompt, reply):
+    if (TRIGGER.parent / "down").exists() and evaluates(prompt, (TRIGGER.parent / "down").read_text(), 2):
+        raise RuntimeError("the judge is not at home")
     return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 
 
@@ -97,6 +117,12 @@ NO_EVAL = "eval.enabled=false"
 def terminate_in(folder: Path, run: Path, step: int) -> None:
     """Have the process that trains `run` get SIGTERM while it grades replies of `step`."""
     (folder / "sigterm").write_text(f"{run}\n{step}")
+
+
+def write_held(folder: Path, recipe: Recipe) -> None:
+    """Tell the grader which questions are held out."""
+    held = build_task(recipe.task, recipe.seed).heldout("id_probe", 8)
+    (folder / "held").write_text("\n".join(prompt.id for prompt in held))
 
 
 def weights(run: RunDirectory, step: int) -> dict[str, str]:

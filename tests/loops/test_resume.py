@@ -13,7 +13,14 @@ import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.load import dump
-from lockstep.errors import CheckpointError, CorruptCheckpointError, DataError, Interrupted, RunLockedError
+from lockstep.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DataError,
+    EvaluationError,
+    Interrupted,
+    RunLockedError,
+)
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.loops.run import resume_run
@@ -30,6 +37,7 @@ from tests.loops.runs import (
     terminate_in,
     trained,
     weights,
+    write_held,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -218,3 +226,50 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "3 of 3 killed runs ended bit-equal to the unbroken one"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_in_the_first_evaluation_ends_the_run_there(tmp_path: Path, tiny_model_dir: Path) -> None:
+    recipe(tmp_path, tiny_model_dir)
+    terminate_in(tmp_path, tmp_path / "runs" / "run", 1)  # the first grading after the proof is that of step 0
+    with pytest.raises(Interrupted, match="SIGTERM in an evaluation") as caught:
+        trained(tmp_path, tiny_model_dir)
+    path = tmp_path / "runs" / "run"
+    assert f"--resume {path}" in caught.value.fix
+    run = resume_run(path)
+    assert [row.step for row in read_metrics(run)] == [0, 1, 2, 3]
+
+
+def test_a_signal_in_a_later_evaluation_keeps_its_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = ("steps=3", "eval.every=2", "save.every=9", f"task.verifier.path={tmp_path}/grader.py:in_evaluation")
+    unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken")
+    write_held(tmp_path, recipe(tmp_path, tiny_model_dir, *settings))
+    terminate_in(tmp_path, tmp_path / "runs" / "run", 2)
+    with pytest.raises(Interrupted, match="SIGTERM after step 2 of 3; a checkpoint was saved"):
+        trained(tmp_path, tiny_model_dir, *settings)
+    path = tmp_path / "runs" / "run"
+    assert not score_path(path, 2, "sampled").exists()  # the mode that came after the signal
+    run = resume_run(path)
+    assert same(run, unbroken, 3)
+    assert (
+        read_score(score_path(path, 2, "sampled")).results
+        == read_score(score_path(unbroken.path, 2, "sampled")).results
+    )
+
+
+def test_a_grader_that_fails_in_an_evaluation_costs_no_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = (
+        "steps=3",
+        "eval.every=2",
+        "save.every=9",
+        f"task.verifier.path={tmp_path}/grader.py:down_in_evaluation",
+    )
+    write_held(tmp_path, recipe(tmp_path, tiny_model_dir, *settings))
+    (tmp_path / "down").write_text(str(tmp_path / "runs" / "run"))
+    with pytest.raises(EvaluationError, match="none of 8 replies could be scored"):
+        trained(tmp_path, tiny_model_dir, *settings)
+    path = tmp_path / "runs" / "run"
+    assert [info.step for info in list_checkpoints(path)] == [2]
+    assert [row.step for row in read_metrics(RunDirectory.open(path))] == [0, 1, 2]
+    (tmp_path / "down").unlink()
+    run = resume_run(path)
+    assert any(name.startswith("eval/") for row in read_metrics(run) if row.step == 2 for name in row.metrics)
