@@ -100,6 +100,7 @@ class TorchCritic:
         A non-finite gradient changes nothing. Raises LearnerError after too many of those in a row, or without returns.
         """
         collected, splits = self._training.optimizer.collected, 0
+        self._training.forget()
 
         def run(packed: Packed) -> None:
             with torch.set_grad_enabled(self.joint is None):

@@ -141,6 +141,9 @@ class TorchLearner:
         """
         require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
+        self.optimizer.forget()  # of an update that failed amid its micro-batches
+        if self._value is not None:
+            self._value.forget()
         for packed in self._streams(batch.sequences, batch.prefix):
             splits += self._train(packed, batch, loss, statistics)
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)

@@ -76,10 +76,16 @@ class MasterOptimizer:
                 torch._foreach_copy_(
                     [self._parameters[name] for name in narrow], [self._masters[name] for name in narrow]
                 )
+        self.forget()
+        return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
+
+    def forget(self) -> None:
+        """Drop the gradients that were summed so far."""
         for inner in self._inner:
             inner.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self.collected.clear()  # what is left of the last pass: see _noter
-        return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state: `master.NAME` (where it is not the parameter itself), and what is kept of it likewise.

@@ -82,6 +82,11 @@ class ValueTraining:
         loss_R = value_loss(values_R, old_R, returns_R, self._settings.value_clip)
         return ValueLoss(self._coef * (weight_R * loss_R).sum(), torch.stack([values_R, returns_R, loss_R]).detach())
 
+    def forget(self) -> None:
+        """Drop what an update that failed left."""
+        self.optimizer.forget()
+        self._recorded = []
+
     def record(self, part: ValueLoss) -> None:
         """Count a micro-batch in what `step` reports."""
         self._recorded.append(part.columns_3R)

@@ -20,7 +20,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.heads import token_logprobs
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.forward import Computation
-from lockstep.rollout.requests import check_groups, check_idle, check_request
+from lockstep.rollout.requests import check_groups, check_idle, check_request, closing_on_error
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
 from lockstep.types import (
@@ -95,10 +95,11 @@ class NativeEngine:
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute so from now on; what was processed before is forgotten. Raises EngineError as the protocol says."""
-        report = self._computation.set(forward, len(self._queue) + len(self._active))
-        self._prompts.clear()
-        self._roots.clear()
-        return report
+        try:
+            return self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
+        finally:  # what is refused may have ended what was before
+            self._prompts.clear()
+            self._roots.clear()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
@@ -112,14 +113,15 @@ class NativeEngine:
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
-        while self._queue or self._active or self._done:
-            self._admit()
-            if self._active:
-                self._step()
-            if between is not None:
-                between()
-            while self._done:
-                yield self._done.popleft()
+        with closing_on_error(self):
+            while self._queue or self._active or self._done:
+                self._admit()
+                if self._active:
+                    self._step()
+                if between is not None:
+                    between()
+                while self._done:
+                    yield self._done.popleft()
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -128,7 +130,7 @@ class NativeEngine:
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
-        check_idle(len(self._queue) + len(self._active), version)
+        check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
         self._prompts.clear()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from torch import nn
 
 from lockstep.errors import EngineError, StaleWeightsError
 from lockstep.models.weights import active_adapter
 from lockstep.types import Forward, Request, TokenIds
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
+
 
 SHORTEN = "shorten the prompt or lower rollout.max_tokens"
 
@@ -54,6 +61,18 @@ def check_adapter(model: nn.Module, adapter: str | None) -> None:
             where="AdapterSet",
             fix="build an engine after activate(): its decode steps are captured for one adapter",
         )
+
+
+@contextmanager
+def closing_on_error(engine: Closing) -> Iterator[None]:
+    """After an error the engine forgets all requests: half of one is no sample. Reading that is broken off is no error."""
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException:
+        engine.close()
+        raise
 
 
 def check_idle(open_requests: int, version: int) -> None:

@@ -61,9 +61,13 @@ class Slots:
 
     def fill(self, slots: list[int], prefix: Prefix) -> None:
         self.cache[:, :, slots, :, : prefix.tokens] = prefix.cache[:, :, None]
+        self.cache[1][:, slots, :, prefix.tokens :] = (
+            0  # masked values have weight 0, and 0 × NaN of an earlier sequence is NaN
+        )
 
     def move(self, source: int, target: int, tokens: int) -> None:
         self.cache[:, :, target, :, :tokens] = self.cache[:, :, source, :, :tokens]
+        self.cache[1][:, target, :, tokens:] = 0
 
     def release(self) -> None:
         """Give the memory back."""

@@ -308,3 +308,23 @@ def test_weights_are_a_stream_of_the_models_tensors():
         for name, tensor in learner.weights():
             parameters[name].copy_(tensor)
     assert TorchLearner(other, recipe()).logprobs([ids]) == learner.logprobs([ids])
+
+
+def test_gradients_of_an_update_that_failed_are_not_in_the_next() -> None:
+    recipe = Recipe.model_validate({"update": {"tokens_per_microbatch": 40}, "optimizer": {"kind": "adamw", "lr": 1e-3}})
+    fresh, other = (TorchLearner(twin(plain("llama")), recipe) for _ in range(2))
+    calls = 0
+
+    def good(inputs: LossInput) -> LossOutput:
+        return LossOutput(-inputs.logprobs_T * inputs.advantages_T)
+
+    def failing(inputs: LossInput) -> LossOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("a user's loss fails")
+        return good(inputs)
+
+    with pytest.raises(ValueError, match="a user's loss fails"):
+        other.update(make_batch(), failing)
+    assert other.update(make_batch(), good)["grad/norm"] == fresh.update(make_batch(), good)["grad/norm"]

@@ -29,7 +29,7 @@ from lockstep.rollout.paged.prefill import Prefill, Span
 from lockstep.rollout.paged.scheduler import Prompt, Running, check_room, ended_at, pages_for, pages_of, room_of
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
-from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request
+from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
 from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class PagedEngine:
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute so from now on; decode steps captured for another numeric are kept. Raises EngineError as the protocol says."""
-        report = self._computation.set(forward, len(self._queue) + len(self._active))
+        report = self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
         fused = None if self._fused is None else self._fused.computing(self._computation.numerics, forward.numerics)
         self._step.use(forward.numerics, fused)
         return report
@@ -105,10 +105,10 @@ class PagedEngine:
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
         if not self._active and self._queue:
-            self._reserve()
             try:
+                self._reserve()
                 check_room(requests, self._cache.pages)
-            except EngineError:  # refused as a whole: nothing of it may hold up what comes next
+            except BaseException:  # refused as a whole: nothing of it may hold up what comes next
                 for _ in requests:
                     self._queue.pop()
                 self._waiting.subtract(request.group for request in requests)
@@ -118,14 +118,15 @@ class PagedEngine:
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
-        while self._queue or self._active or self._done:
-            self._admit()
-            if self._active:
-                self._decode_chunk()
-            if between is not None:
-                between()
-            while self._done:
-                yield self._done.popleft()
+        with closing_on_error(self):
+            while self._queue or self._active or self._done:
+                self._admit()
+                if self._active:
+                    self._decode_chunk()
+                if between is not None:
+                    between()
+                while self._done:
+                    yield self._done.popleft()
         self._cache.release()
 
     @torch.no_grad()
@@ -137,13 +138,15 @@ class PagedEngine:
         long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
         for start in range(0, len(long), self._slots):
             places = long[start : start + self._slots]
-            for place, logprobs in zip(places, self._score([sequences[i] for i in places]), strict=True):
+            with closing_on_error(self):  # rows that were at work must not write into pages that others will have
+                scored = self._score([sequences[i] for i in places])
+            for place, logprobs in zip(places, scored, strict=True):
                 result[place] = logprobs
         return result
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
-        check_idle(len(self._queue) + len(self._active), version)
+        check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         check_adapter(self._model, self._adapter)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
@@ -360,11 +363,9 @@ class PagedEngine:
         pages = [pages_of(len(ids)) for ids in sequences]
         self._prepare_rows(max(pages), 1)
         self._allocate(sum(pages))
-        if (there := self._cache.pages) < sum(pages):
-            self._cache.release()
+        if self._cache.pages < sum(pages):
             raise EngineError(
-                f"{len(sequences)} sequences to be scored need {sum(pages)} pages of {PAGE} tokens, the memory that is free "
-                f"holds {there}",
+                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} have room",
                 fix="score fewer or shorter sequences at once, or leave more memory free",
             )
         rows = self._live
