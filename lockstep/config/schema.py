@@ -102,7 +102,7 @@ class Rollout(Section):
     step (64 to 1024), fewer where the memory plan finds no room for their keys and values."""
     max_tokens: int = Field(default=64, ge=1)
     """Longest response, in tokens."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-3)
     """Sampling temperature in training; log-probabilities are of the tempered distribution."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
@@ -182,7 +182,7 @@ class Track(Section):
 class Recipe(Section):
     """One run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Name of the run and of its directory."""
     loop: Literal["rl", "sft"] = "rl"
     """rl samples, grades and improves; sft learns from given replies (section sft)."""
@@ -195,9 +195,9 @@ class Recipe(Section):
     """Every random number of the run derives from it, the step, the prompt and the sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU if there is one."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; none takes all cores. Results are bit-equal only at equal numbers."""
-    steps: int = Field(default=50, ge=1)
+    steps: int = Field(default=50, ge=1, le=10_000_000)
     """Training steps: each samples, grades, updates and syncs once."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts of one step."""

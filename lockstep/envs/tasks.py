@@ -267,7 +267,7 @@ def _first(pool: Sequence[Prompt], size: int, name: str) -> Sequence[Prompt]:
         raise TaskError(
             f"{size} held-out episodes were asked for, there are {len(pool)}",
             where=f"task {name}",
-            fix=f"set eval.items={len(pool)}",
+            fix=f"set eval.items={len(pool)} (of `lockstep eval`: --items {len(pool)})",
         )
     return pool[:size]
 

@@ -201,4 +201,8 @@ def _damaged(path: Path) -> EvaluationError:
 
 
 def _foreign(path: Path, why: str) -> EvaluationError:
-    return EvaluationError(f"is no score record: {why}", where=str(path), fix="give a file from a run's scores folder")
+    return EvaluationError(
+        f"is no score record: {why}",
+        where=str(path),
+        fix="give a file that Lockstep wrote into a run's scores folder; if this one lies there, move it away",
+    )

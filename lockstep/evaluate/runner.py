@@ -147,7 +147,9 @@ def heldout_items(task: Task, plan: EvalPlan) -> Sequence[Prompt]:
         raise EvaluationError(
             f"{plan.items} items of {plan.role} were asked for, the task has {len(prompts)}",
             where=f"task {task.name}",
-            fix=f"set eval.items={len(prompts)}" if prompts else f"give the task held-out items for {plan.role}",
+            fix=f"set eval.items={len(prompts)} (of `lockstep eval`: --items {len(prompts)})"
+            if prompts
+            else f"give the task held-out items for {plan.role}",
         )
     seen: set[str] = set()
     for prompt in prompts:

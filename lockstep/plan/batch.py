@@ -87,8 +87,21 @@ def batch_lines(recipe: Recipe) -> list[str]:
         _update(plan, recipe),
         _off_policy(recipe, plan),
         _optimizer_steps(plan),
+        *_cut(recipe),
     ]
     return [*lines, *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
+
+
+def _cut(recipe: Recipe) -> list[str]:
+    rollout = recipe.rollout
+    cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
+    used = [f"rollout.{name}={value:g}" for name, (value, off) in cuts.items() if value != off]
+    if not used:
+        return []
+    return [
+        f"warning: {', '.join(used)}: what is sampled from is cut and what is learnt is not, so that log-probabilities of tokens "
+        "differ by what was cut off (mismatch/*, and the weights of algorithm.correction); without it the two are the same"
+    ]
 
 
 def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:

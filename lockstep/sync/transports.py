@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -207,6 +208,12 @@ def build_sync(
 def _accept(proof: Proof, when: str) -> Proof:
     if proof.passed:
         return proof
+    if proof.probe and math.isnan(proof.probe.mean) and not proof.mismatched:
+        raise SyncError(
+            "learner and engine hold the same weights, and what they compute is no number: the last update ruined them",
+            where=f"sync of version {proof.version}",
+            fix="lower optimizer.lr, and begin again or from a checkpoint of before",
+        )
     names = [*proof.mismatched[:8], *([f"and {len(proof.mismatched) - 8} more"] if len(proof.mismatched) > 8 else [])]
     if proof.probe and not proof.probe.mean <= proof.probe.tolerance:
         names.append(f"probe: mean |Δ log-probability| {proof.probe.mean:.3g} above {proof.probe.tolerance:.3g}")

@@ -42,7 +42,7 @@ class FileRows:
             raise TaskError(
                 f"{size} held-out questions were asked for, {role} has {len(rows)}",
                 where=f"task {self.name}",
-                fix=f"set eval.items={len(rows)}",
+                fix=f"set eval.items={len(rows)} (of `lockstep eval`: --items {len(rows)})",
             )
         return rows[:size]
 

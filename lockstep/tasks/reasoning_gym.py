@@ -55,7 +55,8 @@ class ReasoningGym:
             raise TaskError(
                 f"{size} held-out questions were asked for, but these settings give only {len(found)} different ones",
                 where=self._where,
-                fix=f"set eval.items={len(found)}, or task.settings that allow more, or task.repeat_heldout=true",
+                fix=f"set eval.items={len(found)} (`lockstep eval`: --items), or task.settings that allow more, or "
+                "task.repeat_heldout=true",
             )
         return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
 

@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
@@ -16,6 +17,9 @@ from lockstep.user_code import describe, load_object
 from lockstep.verifiers.base import unscored
 from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 from lockstep.verifiers.wire import dumps, grade_fields, prompt_fields, read_grade, read_prompt
+
+LARGEST = 1e300
+"""Size of a reward: the sum of a step's must be a number."""
 
 if TYPE_CHECKING:  # a worker has no use for the settings
     from lockstep.config import schema
@@ -130,15 +134,23 @@ def check_call(function: Callable[..., object], arguments: tuple[str, ...], wher
 
 
 def as_grade(result: object) -> Grade:
-    """A number or bool as a Grade (correct at 1 or more), a Grade as it is after a check; anything else is unscored."""
+    """A number or bool as a Grade (correct at 1 or more), a Grade as it is after a check; anything else is unscored.
+
+    numpy's bool, which `a == b` of its numbers is, and Decimal are no numbers.Real to Python.
+    """
+    if isinstance(result, Decimal) or (type(result).__module__ == "numpy" and getattr(result, "ndim", 1) == 0):
+        result = float(result)  # type: ignore[arg-type]
     match result:
         case Grade():
             return _checked(result)
-        case numbers.Real() if math.isfinite(result):
+        case numbers.Real() if _finite(result):
             reward = float(result)
             return Grade(reward, metrics={"correct": float(reward >= 1.0)})
         case numbers.Real():
-            return unscored(f"the grader returned {float(result)}, not a finite number")
+            large = math.isfinite(result)
+            return unscored(
+                f"the grader returned {float(result)}, {f'beyond {LARGEST:g}' if large else 'not a finite number'}"
+            )
         case _:
             return unscored(f"the grader returned {type(result).__name__}, not a number, bool or Grade")
 
@@ -156,4 +168,4 @@ def _checked(grade: Grade) -> Grade:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value) and abs(float(value)) <= LARGEST

@@ -311,7 +311,9 @@ def test_weights_are_a_stream_of_the_models_tensors():
 
 
 def test_gradients_of_an_update_that_failed_are_not_in_the_next() -> None:
-    recipe = Recipe.model_validate({"update": {"tokens_per_microbatch": 40}, "optimizer": {"kind": "adamw", "lr": 1e-3}})
+    recipe = Recipe.model_validate(
+        {"update": {"tokens_per_microbatch": 40}, "optimizer": {"kind": "adamw", "lr": 1e-3}}
+    )
     fresh, other = (TorchLearner(twin(plain("llama")), recipe) for _ in range(2))
     calls = 0
 

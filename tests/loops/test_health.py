@@ -9,7 +9,7 @@ import pytest
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.cli import main
 from lockstep.config.load import load
-from lockstep.errors import ConfigError, HealthStop
+from lockstep.errors import ConfigError, HealthStop, SyncError
 from lockstep.loops.run import resume_run
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
@@ -132,6 +132,12 @@ def test_a_learning_rate_that_ruins_the_policy_stops_the_run_at_its_second_step(
     assert min(moved) > 1
     assert health_events(run)[-1] == (2, "leap", "stop")
     assert "to fix: lower optimizer.lr ten-fold or more" in capsys.readouterr().err
+
+
+def test_a_learning_rate_beyond_numbers_is_not_blamed_on_the_engine(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(SyncError, match="what they compute is no number: the last update ruined them") as caught:
+        trained(tmp_path, tiny_model_dir, NO_EVAL, "optimizer.lr=1e300")
+    assert "lower optimizer.lr" in caught.value.fix
 
 
 def test_an_sft_run_that_stops_between_its_checkpoints_saves_proven_weights(

@@ -140,3 +140,11 @@ def test_it_loads_no_torch() -> None:
     code = "import lockstep.plan.batch, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def test_sampling_that_is_cut_is_said() -> None:
+    (line,) = [line for line in batch_lines(load(["rollout.top_p=0.9", "rollout.top_k=50"])) if "warning" in line]
+    assert line.startswith(
+        "warning: rollout.top_k=50, rollout.top_p=0.9: what is sampled from is cut and what is learnt is not"
+    )
+    assert not [line for line in batch_lines(load([])) if "warning" in line]

@@ -27,6 +27,9 @@ PISSA = ("adapter.kind=lora", "adapter.init=pissa")
         (("numerics.train=mxfp4-w4a4", "numerics.exclude=[foo]"), "'foo' names no linear layer"),
         (("noise.stages=3", "noise.targets=[foo]"), "foo"),
         (("rollout.max_tokens=100000",), "rollout.max_tokens = 100000 leaves no room for a prompt"),
+        (("save.keep_best=reward/maen",), "no such metric: reward/maen; did you mean reward/mean"),
+        (("save.keep_best=loss/policy",), "more of it is no better model"),
+        (("save.keep_best=validation/logprob",), "or it is not measured"),  # of loop = rl
         (("eval.max_tokens=100000",), "eval.max_tokens = 100000 leaves no room for a prompt"),
     ],
 )
@@ -73,3 +76,10 @@ def test_a_config_that_lies_is_the_loaders_to_refuse(
 def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert misfits(load(words(tmp_path, tiny_model_dir, *PISSA, "adapter.rank=4"))) == []
     assert misfits(load(words(tmp_path, tmp_path / "gone", "adapter.kind=lora", "adapter.targets=[nope]"))) == []
+
+
+@pytest.mark.parametrize(
+    "metric", ["reward/mean", "answer/correct", "answer/steps", "task/file/reward", "eval/greedy/accuracy"]
+)
+def test_the_best_may_be_kept_by_what_is_better_the_higher_it_is(metric: str) -> None:
+    assert misfits(load([f"save.keep_best={metric}", "model.path=/nowhere"])) == []

@@ -33,6 +33,8 @@ def grade_of(tmp_path: Path, body: str) -> Grade:
         ("return -1", -1.0, 0.0),
         ("return float(reply.endswith(prompt.data['unit']))", 1.0, 1.0),
         ("import numpy as np; return np.float32(0.5)", 0.5, 0.0),
+        ("import numpy as np; return np.bool_(True)", 1.0, 1.0),
+        ("from decimal import Decimal; return Decimal('0.5')", 0.5, 0.0),
     ],
 )
 def test_numbers_become_rewards(tmp_path, body, reward, correct):
@@ -48,6 +50,7 @@ def test_numbers_become_rewards(tmp_path, body, reward, correct):
         ("return [1.0]", "the grader returned list, not a number, bool or Grade"),
         ("return math.nan", "the grader returned nan, not a finite number"),
         ("return -math.inf", "the grader returned -inf, not a finite number"),
+        ("return 1e308", "the grader returned 1e+308, beyond 1e+300"),
         ("return 10 ** 400", "OverflowError: int too large to convert to float"),
         ("raise ValueError('odd\\nreply')", "ValueError: odd reply ({file}:3)"),
         ("return helper(prompt)", "NameError: name 'helper' is not defined ({file}:3)"),
