@@ -102,6 +102,11 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         start = info.step if info else 0
         with_health = {"health": recipe.health.model_dump(mode="json")}
         journal.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start, **with_health)
+        began = run.manifest().get("cwd", "")
+        if run.attempt > 1 and began != str(Path.cwd()):
+            journal.say(
+                f"the run began in {began} and goes on in {Path.cwd()}: relative paths of its recipe are of the latter"
+            )
         for note in info.notes if info else ():
             journal.warn(note)
         for name in set_aside(run.path, start) if info else ():

@@ -16,7 +16,7 @@ from lockstep.types import Batch, Metrics
 AT_FIRST = ("mismatch/", "critic/explained_variance")
 """Facts about the policies before the first update of a step; those of later updates are about something else."""
 SUMMED = ("batch/", "critic/oom_splits")
-WORST = ("ratio/", "correction/weight_max", "grad/norm", "critic/grad_norm")
+WORST = ("ratio/", "correction/weight_max", "grad/norm", "grad/clipped", "critic/grad_norm")
 
 
 def run_updates(parts: Parts, recipe: Recipe, samples: Samples, step: int) -> Metrics:

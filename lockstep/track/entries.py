@@ -253,7 +253,7 @@ OPTIMIZER = (
         Drift("recent", 50, high=10),
         advice="Exactly 0: frozen parameters or no group with mixed rewards. A spike: read the step's rollouts, see ratio/*.",
     ),
-    MetricInfo("grad/clipped", "0 or 1", "Whether the gradient was clipped to optimizer.max_grad_norm."),
+    MetricInfo("grad/clipped", "0 or 1", "Whether a gradient of the step was clipped to optimizer.max_grad_norm."),
     MetricInfo(
         "grad/skipped",
         "optimizer steps so far",
