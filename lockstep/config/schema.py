@@ -197,7 +197,7 @@ class Recipe(Section):
     """auto takes the GPU if there is one."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; none takes all cores. Results are bit-equal only at equal numbers."""
-    steps: int = Field(default=50, ge=1, le=10_000_000)
+    steps: int = Field(default=50, ge=1, le=1_000_000_000)
     """Training steps: each samples, grades, updates and syncs once."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts of one step."""
