@@ -150,12 +150,15 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         task=tasks,
         chat=section(system=st.none() | words, suffix=words, template_kwargs=free, examples=examples),
         rollout=section(
-            temperature=positive, top_p=share, stop=st.lists(words.filter(bool), max_size=3), ignore_eos=st.booleans()
+            temperature=st.floats(1e-3, 1e6),
+            top_p=share,
+            stop=st.lists(words.filter(bool), max_size=3),
+            ignore_eos=st.booleans(),
         ),
         algorithm=algorithms,
         optimizer=section(lr=st.none() | positive, betas=st.tuples(share, share), eps=positive),
         track=section(tags=st.lists(words, max_size=2), sinks=sinks),
-        threads=st.none() | count,
+        threads=st.none() | st.integers(1, 1024),
         seed=st.integers(0, 2**31 - 1),
     )
     return {

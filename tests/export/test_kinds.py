@@ -33,7 +33,7 @@ def test_a_kind_is_one_model_from_training_to_evaluation(
     # resume: the second step anew
     trained = fingerprints(run)[2]
     shutil.rmtree(run.checkpoints_path / "step_000002")
-    run = resume_run(run.path)
+    run = resume_run(run.path, allow_fallback=True)
     assert fingerprints(run)[2] == trained
 
     # what trained, by the engine of an evaluation
