@@ -54,7 +54,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
                 break
             done, clock, failure = step + 1, Clock(), None
             if step == start or step % recipe.health.selftest_every == 0:
-                with clock("selftest"):
+                with keeper.saving_if_stopped(step, proof, clock), clock("selftest"):
                     check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), done)
             with (
                 keeper.saving_if_stopped(step, proof, clock),

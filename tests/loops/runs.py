@@ -51,6 +51,14 @@ def down_in_evaluation(prompt, reply):
     return sum(reply.encode("utf-8", "surrogatepass")) % 3 / 2
 
 
+def down(prompt, reply):
+    """The judge leaves when the file `down`, which names a run, is there and that run has made two steps."""
+    file = TRIGGER.parent / "down"
+    if file.exists() and "  step 2/" in (Path(file.read_text()) / "log.txt").read_text():
+        raise RuntimeError("the judge is not at home")
+    return grade(prompt, reply)
+
+
 def rarely(prompt, reply):
     """Right by chance once in eight, so that about every second group of four has nothing right in it."""
     grade(prompt, reply)

@@ -11,6 +11,7 @@ from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.errors import ConfigError, HealthStop, SyncError
 from lockstep.loops.run import resume_run
+from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 from tests.loops import sft_runs
@@ -120,6 +121,55 @@ def test_replies_that_all_earn_the_same_stop_a_run(tmp_path: Path, tiny_model_di
     run = RunDirectory.open(tmp_path / "runs" / "run")
     assert [row.step for row in read_metrics(run)] == list(range(1, 11))
     assert health_events(run)[-1] == (10, "reward_flat", "stop")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.overlong={buffer: 24, penalty: 0.5}", "rollout={max_tokens: 24, stop: [e, a, t]}"),
+        ("algorithm.kind=reinforce",),
+    ],
+)
+def test_equal_rewards_are_no_reason_to_stop_where_there_is_a_gradient(
+    tmp_path: Path, tiny_model_dir: Path, settings: tuple[str, ...]
+) -> None:
+    """The length decides, or the reward itself is the advantage."""
+    rule = "health.reward_flat={tier: stop, limit: 1.0e-9, steps: 2}"
+    always = f"task.verifier.path={tmp_path}/grader.py:always_right"
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", always, rule, "health.selftest_every=100", *settings)
+    rows = [row.metrics for row in read_metrics(run)]
+    assert [row["reward/std"] for row in rows] == [0.0] * 4
+    assert sum(row["advantage/nonzero"] > 0 for row in rows) >= 3
+    assert health_events(run) == []
+
+
+def test_what_the_tokens_were_sampled_with_is_an_entropy_of_all_replies(tmp_path: Path, tiny_model_dir: Path) -> None:
+    always = f"task.verifier.path={tmp_path}/grader.py:always_right"
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=2", always, "health.selftest_every=100")
+    for row in read_metrics(run):
+        sampled = [value for reply in read_rollouts(run, row.step) for value in reply.logprobs]
+        assert row.metrics["entropy/sampled"] == pytest.approx(-sum(sampled) / len(sampled))
+        assert "entropy/mean" not in row.metrics  # no reply has an advantage
+
+
+def test_a_grader_that_leaves_amid_sampling_costs_no_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = (NO_EVAL, "steps=4", "save.every=9", f"task.verifier.path={tmp_path}/grader.py:down")
+    unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken")
+    (tmp_path / "down").write_text(str(tmp_path / "runs" / "run"))
+    with pytest.raises(HealthStop):
+        trained(tmp_path, tiny_model_dir, *settings)
+    path = tmp_path / "runs" / "run"
+    assert [info.step for info in list_checkpoints(path)] == [2]
+    (tmp_path / "down").unlink()
+    run = resume_run(path)
+    assert weights(run, 4) == weights(unbroken, 4)
+
+
+def test_a_best_that_was_never_measured_is_said_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=2", "save.keep_best=answer/steps")
+    assert "save.keep_best: no step of this run has answer/steps, so none was kept as the best" in events(
+        run, "warning"
+    )
 
 
 def test_a_learning_rate_that_ruins_the_policy_stops_the_run_at_its_second_step(

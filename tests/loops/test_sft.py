@@ -349,3 +349,11 @@ def test_only_right_replies_are_learnt_from(tmp_path: Path, tiny_model_dir: Path
 def test_losses_are_finite_numbers(tmp_path: Path, tiny_model_dir: Path):
     run = sft_runs.trained(tmp_path, tiny_model_dir, *NO_EVAL)
     assert all(math.isfinite(row.metrics["sft/loss"]) for row in read_metrics(run) if row.step)
+
+
+def test_a_resume_over_other_rows_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = sft_runs.trained(tmp_path, tiny_model_dir, *NO_EVAL)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(data.read_text().replace("3", "4"))
+    with pytest.raises(DataError, match="its rows are others than when the run began"):
+        resume_run(run.path)

@@ -80,14 +80,13 @@ def test_a_score_that_failed_leaves_no_row_at_work() -> None:
     assert answers(engine, asked("new", 50, 2)) == right
 
 
-def test_a_reservation_that_failed_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_that_failed_takes_its_requests_with_it() -> None:
     engine = paged(twin(plain("llama")))
     failing_once(engine._cache, "allocate")
     with pytest.raises(torch.OutOfMemoryError):
         engine.submit(asked("new", 50))
     engine.load(iter(()), 0)  # nothing is queued
     assert len(answers(engine, asked("new", 50))) == 3
-    del monkeypatch
 
 
 @BOTH
