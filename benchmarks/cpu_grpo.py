@@ -45,11 +45,11 @@ def questions(steps: int) -> list[str]:
 
 # --- our arm --------------------------------------------------------------------------------------------------------
 def ours(steps: int, model: str) -> dict[str, Any]:
+    from lockstep.build.build import build_parts
     from lockstep.config.load import load
-    from lockstep.loops.journal import Clock
-    from lockstep.loops.parts import build_parts
     from lockstep.loops.rl import improve
     from lockstep.loops.rollouts import grade_groups, sample_groups
+    from lockstep.run.logger import Clock
     from lockstep.types import Grade, Prompt
 
     asked = questions(steps)

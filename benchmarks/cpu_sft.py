@@ -73,10 +73,10 @@ def rows_of(work: Work, steps: int) -> list[tuple[list[int], int]]:
 # --- our arm --------------------------------------------------------------------------------------------------------
 def ours(name: str, steps: int, model: str) -> dict[str, Any]:
     from lockstep.algorithms.build import build_objective
+    from lockstep.build.build import build_policy
     from lockstep.config.load import load
     from lockstep.learner.learner import TorchLearner
-    from lockstep.loops.parts import build_policy
-    from lockstep.loops.sft_rows import weighted
+    from lockstep.loops.sft_data import weighted
     from lockstep.types import Batch, TrainSequence
 
     work = WORKS[name]

@@ -23,7 +23,7 @@ def read_lockstep(folder: str, recipe_file: str, count: int) -> dict[str, Any]:
     from lockstep.evaluate.plan import eval_plan
     from lockstep.evaluate.runner import eval_requests, heldout_items
     from lockstep.export.measure import probe_sequences
-    from lockstep.loops.target import build_rig, find_target
+    from lockstep.scoring.targets import build_rig, find_target
 
     recipe = find_target(folder, [recipe_file]).recipe
     rig = build_rig(recipe)

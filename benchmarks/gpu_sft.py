@@ -50,7 +50,7 @@ def texts(count: int, tokens: int) -> list[str]:
 # --- our arm --------------------------------------------------------------------------------------------------------
 def lockstep(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.config.load import load
-    from lockstep.loops.run import start_run
+    from lockstep.loops.start import start_run
     from lockstep.track.writer import read_metrics
 
     wait_turn(args)

@@ -51,7 +51,7 @@ PHASES = ("generate", "old log-probs", "train", "sync")
 def lockstep(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     from lockstep.config.load import load
-    from lockstep.loops.run import start_run
+    from lockstep.loops.start import start_run
     from lockstep.rollout.native import NativeEngine
     from lockstep.rollout.paged.engine import PagedEngine
     from lockstep.track.writer import read_metrics

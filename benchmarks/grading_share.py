@@ -20,7 +20,7 @@ from statistics import median
 from training_runs import ROOT
 
 from lockstep.config.load import load
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.track.writer import StepRecord, read_metrics
 
 OWN = """

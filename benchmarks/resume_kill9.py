@@ -46,7 +46,7 @@ WARM = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
-    "lockstep.loops.run",
+    "lockstep.loops.start",
 ]
 """What a warm process has imported."""
 TIMES = ("time/", "throughput/", "memory/", "sync/seconds")

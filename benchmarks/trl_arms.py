@@ -109,9 +109,9 @@ def step_timer(each: Callable[[float], None]) -> Any:
 
 def save_nothing() -> None:
     """A run of ours always saves its last step: 21 GB with masters and moments, which no figure needs."""
-    from lockstep.loops.keeper import Keeper
+    from lockstep.run.checkpointer import Checkpointer
 
-    Keeper.save = lambda *_: None  # type: ignore[method-assign]
+    Checkpointer.save = lambda *_: None  # type: ignore[method-assign]
 
 
 # --- lengths --------------------------------------------------------------------------------------------------------

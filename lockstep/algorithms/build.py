@@ -19,26 +19,26 @@ from lockstep.algorithms.user_loss import load_loss
 from lockstep.config.algorithm import CispoLoss, ClipLoss, GspoLoss, Parts, PolicyLoss, PythonLoss, ReinforceLoss
 from lockstep.config.schema import Recipe, Sft
 from lockstep.errors import LearnerError
-from lockstep.types import Credit, Episode, Loss, LossInput, LossOutput
+from lockstep.types import Loss, LossInput, LossOutput, TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
     """An algorithm as the loop uses it."""
 
-    credit: Callable[[Sequence[Episode]], list[Credit]]
-    """All graded replies of a step → the credit of each, in their order."""
+    credit: Callable[[Sequence[TrainSequence]], list[TrainSequence]]
+    """All graded replies of a step → the same with advantages (and returns), in their order."""
     weights: Callable[[Sequence[int], Sequence[int]], tuple[float, ...]]
     """Trained tokens and prompt index of each sequence → weight of each in the batch loss."""
     loss: Loss
     needs_reference: bool
     """Log-probabilities of the reference model are read, by the loss or by the reward."""
     reference_before_credit: bool
-    """They are read by the reward: Episode.penalties must hold the KL penalty of each token."""
+    """They are read by the reward: TrainSequence.penalties must hold the KL penalty of each token."""
     recomputes_old: bool
     """The learner must compute log π_old before the first update of a step."""
     needs_values: bool
-    """Episode.values must hold what the critic expects."""
+    """TrainSequence.values must hold what the critic expects."""
     zero_advantage_is_zero_gradient: bool
     """True if a sample with advantage 0 cannot move any weights, so that its forward pass can be left out."""
     formula: str
@@ -73,7 +73,7 @@ def build_objective(recipe: Recipe) -> Objective:
 
 
 def _supervised(settings: Sft) -> Objective:
-    """Of given replies: no credit is assigned, and nothing but the policy's own log-probabilities is read."""
+    """The objective of SFT: no credit is assigned, and nothing but the policy's own log-probabilities is read."""
     by_token = settings.aggregation == "token_mean"
     mode: Mode = "token-mean" if by_token else "seq-mean-token-mean"
     scale = "1 / Σ_i |o_i|" if by_token else "1 / (N |o_i|)"
@@ -94,7 +94,7 @@ def _supervised(settings: Sft) -> Objective:
     )
 
 
-def _no_credit(episodes: Sequence[Episode]) -> list[Credit]:
+def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     raise LearnerError("given replies earn no reward, so there is no credit to assign", where="loop = sft")
 
 

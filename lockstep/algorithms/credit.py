@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, assert_never
 
@@ -22,31 +23,31 @@ from lockstep.config.algorithm import (
     WhitenedAdvantage,
 )
 from lockstep.errors import LearnerError
-from lockstep.types import Credit, Episode
+from lockstep.types import TrainSequence
 
 OfGroup: TypeAlias = Callable[[Sequence[float | None]], tuple[float, ...]]
 
 
-def assign_credit(settings: Advantage, episodes: Sequence[Episode]) -> list[Credit]:
-    """One Credit for each episode of the step, in their order. Episodes of a group need not be neighbours.
+def assign_credit(settings: Advantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """The replies of a step with their advantages, and with a critic their returns. Replies of a group need not be neighbours.
 
-    Raises LearnerError for a number that is not finite, and for episodes without values where a critic's are needed.
+    Raises LearnerError for a number that is not finite, and for replies without values where a critic's are needed.
     """
-    for number, episode in enumerate(episodes):
-        _require_finite(episode, number)
+    for number, reply in enumerate(replies):
+        _require_finite(reply, number)
     match settings:
         case GroupAdvantage():
-            return _by_reply(episodes, _group_relative(settings))
+            return _by_reply(replies, _group_relative(settings))
         case LeaveOneOutAdvantage():
-            return _by_reply(episodes, leave_one_out)
+            return _by_reply(replies, leave_one_out)
         case MaxRlAdvantage():
-            return _by_reply(episodes, partial(max_rl, mean_eps=settings.mean_eps))
+            return _by_reply(replies, partial(max_rl, mean_eps=settings.mean_eps))
         case RewardAdvantage():
-            return _by_reply(episodes, partial(_above, settings.baseline))
+            return _by_reply(replies, partial(_above, settings.baseline))
         case WhitenedAdvantage():
-            return _whitened(settings, episodes)
+            return _whitened(settings, replies)
         case GaeAdvantage():
-            return _estimated(settings, episodes)
+            return _estimated(settings, replies)
         case _:
             assert_never(settings)
 
@@ -64,69 +65,74 @@ def _above(baseline: float, rewards: Sequence[float | None]) -> tuple[float, ...
     return tuple(0.0 if reward is None else reward - baseline for reward in rewards)
 
 
-def _by_reply(episodes: Sequence[Episode], of_group: OfGroup) -> list[Credit]:
+def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[TrainSequence]:
     """The same advantage for every trained token of a reply."""
     return [
-        Credit(tuple(advantage if trained else 0.0 for trained in episode.trained))
-        for episode, advantage in zip(episodes, _per_reply(episodes, of_group), strict=True)
+        replace(reply, advantages=tuple(advantage if trained else 0.0 for trained in reply.trained))
+        for reply, advantage in zip(replies, _per_reply(replies, of_group), strict=True)
     ]
 
 
-def _per_reply(episodes: Sequence[Episode], of_group: OfGroup) -> list[float]:
+def _per_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[float]:
     members: dict[int, list[int]] = {}
-    for number, episode in enumerate(episodes):
-        members.setdefault(episode.group, []).append(number)
-    found = [0.0] * len(episodes)
+    for number, reply in enumerate(replies):
+        members.setdefault(reply.group, []).append(number)
+    found = [0.0] * len(replies)
     for numbers in members.values():
-        for number, advantage in zip(numbers, of_group([episodes[i].reward for i in numbers]), strict=True):
+        for number, advantage in zip(numbers, of_group([replies[i].reward for i in numbers]), strict=True):
             found[number] = advantage
     return found
 
 
-def _whitened(settings: WhitenedAdvantage, episodes: Sequence[Episode]) -> list[Credit]:
+def _whitened(settings: WhitenedAdvantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     """REINFORCE++ and its baseline form (arXiv 2501.03262)."""
     of_group: OfGroup = partial(_above, 0.0)
     if settings.baseline == "group_mean":
         of_group = partial(group_relative, divide_by_std=False, std_eps=1.0, std_ddof=0)
-    masks = [_counted(episode) for episode in episodes]
+    masks = [_counted(reply) for reply in replies]
     returns = [
-        token_returns(_token_rewards(episode, reward, mask), mask, gamma=settings.gamma)
-        for episode, reward, mask in zip(episodes, _per_reply(episodes, of_group), masks, strict=True)
+        token_returns(_token_rewards(reply, reward, mask), mask, gamma=settings.gamma)
+        for reply, reward, mask in zip(replies, _per_reply(replies, of_group), masks, strict=True)
     ]
-    return [Credit(row) for row in whiten(returns, masks, eps=settings.whiten_eps)]
+    rows = whiten(returns, masks, eps=settings.whiten_eps)
+    return [replace(reply, advantages=row) for reply, row in zip(replies, rows, strict=True)]
 
 
-def _estimated(settings: GaeAdvantage, episodes: Sequence[Episode]) -> list[Credit]:
+def _estimated(settings: GaeAdvantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     """PPO (arXiv 1506.02438, 1707.06347). The returns are those before whitening."""
-    masks = [_counted(episode) for episode in episodes]
+    masks = [_counted(reply) for reply in replies]
     pairs = []
-    for episode, mask in zip(episodes, masks, strict=True):
-        if len(episode.values) != len(episode.trained):
+    for reply, mask in zip(replies, masks, strict=True):
+        values_T = reply.values or ()
+        if len(values_T) != len(reply.trained):
             raise LearnerError(
-                f"a reply of {len(episode.trained)} tokens has {len(episode.values)} values of the critic",
+                f"a reply of {len(reply.trained)} tokens has {len(values_T)} values of the critic",
                 where="algorithm.advantage.kind = gae",
                 fix="ask the critic for the values of every reply before credit is assigned",
             )
-        rewards_T = _token_rewards(episode, episode.reward or 0.0, mask)
-        pairs.append(gae(rewards_T, episode.values, mask, gamma=settings.gamma, lam=settings.lam))
+        rewards_T = _token_rewards(reply, reply.reward or 0.0, mask)
+        pairs.append(gae(rewards_T, values_T, mask, gamma=settings.gamma, lam=settings.lam))
     advantages = [row for row, _ in pairs]
     if settings.whiten:
         advantages = whiten(advantages, masks, eps=settings.whiten_eps)
-    return [Credit(row, returns) for row, (_, returns) in zip(advantages, pairs, strict=True)]
+    return [
+        replace(reply, advantages=row, returns=returns)
+        for reply, row, (_, returns) in zip(replies, advantages, pairs, strict=True)
+    ]
 
 
-def _counted(episode: Episode) -> tuple[bool, ...]:
-    return episode.trained if episode.reward is not None else (False,) * len(episode.trained)
+def _counted(reply: TrainSequence) -> tuple[bool, ...]:
+    return reply.trained if reply.reward is not None else (False,) * len(reply.trained)
 
 
-def _token_rewards(episode: Episode, reward: float, trained_T: Sequence[bool]) -> list[float]:
-    """Minus the penalty at each trained token, what its turns earned where each of them ends, and the rest at the last token."""
-    penalties_T = episode.penalties or (0.0,) * len(trained_T)
+def _token_rewards(reply: TrainSequence, reward: float, trained_T: Sequence[bool]) -> list[float]:
+    """Rewards per token: minus the penalty at each trained token, each turn's reward at its end, the rest at the last token."""
+    penalties_T = reply.penalties or (0.0,) * len(trained_T)
     rewards_T = [-penalty if trained else 0.0 for penalty, trained in zip(penalties_T, trained_T, strict=True)]
     last = next((t for t in range(len(rewards_T) - 1, -1, -1) if trained_T[t]), None)
     if last is None:
         return rewards_T
-    for t, earned in episode.turn_rewards:
+    for t, earned in reply.turn_rewards:
         if t != last:
             rewards_T[t] += earned
             reward -= earned
@@ -134,13 +140,13 @@ def _token_rewards(episode: Episode, reward: float, trained_T: Sequence[bool]) -
     return rewards_T
 
 
-def _require_finite(episode: Episode, number: int) -> None:
-    named = {"reward": (episode.reward or 0.0,), "KL penalty": episode.penalties, "value": episode.values}
+def _require_finite(reply: TrainSequence, number: int) -> None:
+    named = {"reward": (reply.reward or 0.0,), "KL penalty": reply.penalties, "value": reply.values or ()}
     for name, values in named.items():
         for value in values:
             if not math.isfinite(value):
                 raise LearnerError(
                     f"a {name} is {value}",
-                    where=f"reply {number} of the step, group {episode.group}",
-                    fix="a verifier pays a finite number or none (unscored); values and penalties come from the models",
+                    where=f"reply {number} of the step, group {reply.group}",
+                    fix="a verifier gives a finite number or none (unscored); values and penalties come from the models",
                 )

@@ -18,8 +18,8 @@ from lockstep.errors import ConfigError, CorruptCheckpointError, EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode, EvalSet, Recipe
-    from lockstep.loops.scoring import How, Outcome
-    from lockstep.loops.target import Target
+    from lockstep.scoring.score import How, Outcome
+    from lockstep.scoring.targets import Target
     from lockstep.types import Score
 
 RANGE = re.compile(r"([0-9.]*):([0-9.]*)")
@@ -89,7 +89,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, store, print. Raises LockstepError: 7 if a score is outside of --expect or weights are not those saved."""
-    from lockstep.loops.scoring import score_targets
+    from lockstep.scoring.score import score_targets
 
     targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 def how_of(args: argparse.Namespace) -> How:
     """What the options of `add_measuring_arguments` ask for."""
-    from lockstep.loops.scoring import How
+    from lockstep.scoring.score import How
 
     return How(
         modes=lambda recipe: choose_modes(recipe, args.mode),
@@ -129,7 +129,7 @@ def how_of(args: argparse.Namespace) -> How:
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
     """Every target that was named; with --all-checkpoints each checkpoint of a run is one."""
-    from lockstep.loops.target import find_target
+    from lockstep.scoring.targets import find_target
 
     words, overrides = split_arguments(args)
     overrides += [f"numerics.eval={args.numerics}"] if args.numerics else []
@@ -157,7 +157,7 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
 
 def refuse_one_file_for_two(targets: Sequence[Target]) -> None:
     """Raise ConfigError if two targets are not the same run and their scores would be called the same: one would be lost."""
-    from lockstep.loops.scoring import file_name
+    from lockstep.scoring.score import file_name
 
     owners: dict[str, tuple[Path | str, str]] = {}
     for target in targets:

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.shard_gb < math.inf:
         raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
     from lockstep.export.export import export, refuse_guess
-    from lockstep.loops.target import find_target
+    from lockstep.scoring.targets import find_target
 
     refuse_guess(args.checkpoint, args.step)
     target = find_target(args.checkpoint, args.recipe, args.set, args.step)

@@ -52,7 +52,7 @@ def _with_steps(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if recipe.sft is None or recipe.sft.epochs is None:
         return recipe, []
     from lockstep.errors import ConfigError, DataError, RunDirectoryError
-    from lockstep.loops.sft_rows import with_steps
+    from lockstep.loops.sft_data import with_steps
 
     try:
         return with_steps(recipe), []

@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode
-    from lockstep.loops.target import Target
+    from lockstep.scoring.targets import Target
     from lockstep.types import Score
 
 FORMAT_ITEMS, HEADROOM_ITEMS, HEADROOM_SAMPLES = 100, 50, 8
@@ -86,7 +86,7 @@ def measure(target: Target, args: argparse.Namespace, mode: EvalMode) -> Score:
     from lockstep.config.schema import EvalSet
     from lockstep.evaluate.records import write_score
     from lockstep.evaluate.table import score_line
-    from lockstep.loops.scoring import measure_once
+    from lockstep.scoring.score import measure_once
 
     chosen = EvalSet(role=args.role, items=args.items)
     for note in target.notes:
@@ -99,7 +99,7 @@ def measure(target: Target, args: argparse.Namespace, mode: EvalMode) -> Score:
         f"{score.conditions.mode}: {score_line(score)}; {score.truncated:.0%} cut off at {score.conditions.max_tokens} tokens"
     )
     if args.out:
-        from lockstep.loops.scoring import file_name
+        from lockstep.scoring.score import file_name
 
         path = args.out / file_name(target, mode.name, target.step)
         write_score(path, score)

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, EvaluationError, TaskError
 from lockstep.track.text import one_line, visible
 
 if TYPE_CHECKING:
-    from lockstep.loops.target import Target
+    from lockstep.scoring.targets import Target
     from lockstep.types import ItemResult, Prompt
 
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Sample and print. Raises LockstepError as `lockstep eval` does."""
-    from lockstep.loops.target import find_target
+    from lockstep.scoring.targets import find_target
 
     names, overrides = split_arguments(args)
     if len(names) > 1:
@@ -60,9 +60,9 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     from lockstep.config.schema import EvalMode
     from lockstep.evaluate.plan import eval_plan
     from lockstep.evaluate.runner import graded_replies, heldout_items, require_numerics
-    from lockstep.loops.evaluation import computing, numerics_of
-    from lockstep.loops.scoring import placed, saved_of
-    from lockstep.loops.target import build_rig
+    from lockstep.run.evaluation import computing, numerics_of
+    from lockstep.scoring.score import placed, saved_of
+    from lockstep.scoring.targets import build_rig
 
     rig = build_rig(target.recipe)
     numerics = numerics_of(target.recipe, rig.policy.numerics)

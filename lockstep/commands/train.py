@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
                 [f"{others[0]}: a resumed run keeps its own recipe; only settings of health may change"],
                 fix="start a new run to change a setting, or leave the argument out",
             )
-        from lockstep.loops.run import resume_run
+        from lockstep.loops.start import resume_run
 
         resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
         return 0
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
     recipe = load(args.recipe)  # before anything heavy: a mistake is refused in milliseconds
-    from lockstep.loops.run import start_run
+    from lockstep.loops.start import start_run
 
     start_run(recipe)
     return 0

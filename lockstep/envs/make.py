@@ -47,7 +47,7 @@ def env_maker(settings: schema.Task) -> Make:
 
             return _seeded(gym_maker(settings))
         case schema.TextArenaTask():
-            from lockstep.envs.arena import arena_maker
+            from lockstep.envs.textarena import arena_maker
 
             return _seeded(arena_maker(settings))
         case schema.OpenSpielTask():

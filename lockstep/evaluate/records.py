@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.codec import CodecError, from_json, to_json
 from lockstep.errors import EvaluationError
 from lockstep.evaluate.brief import Brief, Marks, brief_of, default_estimate, marks_of
-from lockstep.evaluate.codec import CodecError, from_json, to_json
 from lockstep.evaluate.estimates import estimate
 from lockstep.track.files import write_atomic
 from lockstep.types import Conditions, Score

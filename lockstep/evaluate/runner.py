@@ -11,31 +11,29 @@ from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
 from lockstep.config.schema import EvalMode
 from lockstep.data.questions import data_hash
-from lockstep.envs.driver import Ask, Played, PlayedTask, play, plays
 from lockstep.errors import EvaluationError, StaleWeightsError
 from lockstep.evaluate.brief import default_estimate
 from lockstep.evaluate.estimates import estimate
 from lockstep.evaluate.plan import EvalPlan, eval_sampling, mode_label
-from lockstep.seeds import seed_for
+from lockstep.rollout.episodes import make_rollouts
+from lockstep.rollout.grading import AsyncGrader
+from lockstep.tasks.base import BuiltTask
 from lockstep.types import (
-    Completion,
     Conditions,
     FinishReason,
     Grade,
     ItemResult,
     Prompt,
     Proof,
-    Request,
+    Rollout,
     RolloutEngine,
     Score,
-    Task,
 )
-from lockstep.verifiers.beside import Grading
 
 
 def evaluate(
     engine: RolloutEngine,
-    task: Task,
+    task: BuiltTask,
     chat: ChatFormat,
     mode: EvalMode,
     plan: EvalPlan,
@@ -74,7 +72,7 @@ def evaluate(
 
 def graded_replies(
     engine: RolloutEngine,
-    task: Task,
+    task: BuiltTask,
     chat: ChatFormat,
     prompts: Sequence[Prompt],
     mode: EvalMode,
@@ -86,19 +84,15 @@ def graded_replies(
 
     Raises as `evaluate` does, but for replies that cannot be scored.
     """
-    if plays(task):
-        played = play_items(engine, task, chat, prompts, mode, plan, progress)
-        require_proof(engine, proof)
-        return played
-    with Grading(task) as grading:
-        engine.submit(eval_requests(prompts, chat, mode, plan, proof.version))
-        completions = collect(engine, chat, prompts, mode.samples, proof, grading, progress)
-        return [
-            _result_of(chat, prompt, sample, completions[id], grading.grade(id))
-            for prompt in prompts
-            for sample in range(mode.samples)
-            if (id := request_id(prompt, sample))
-        ]
+    if plan.context is not None:
+        for prompt in prompts:
+            check_length(prompt.id, len(chat.render_prompt(prompt)), plan.max_tokens, plan.context)
+    sampling, seed = eval_sampling(mode, plan), ("eval", plan.seed)  # not of the step: each evaluation draws alike
+    groups = make_rollouts(
+        engine, chat, task, prompts, mode.samples, sampling, seed, proof.version, AsyncGrader(task), progress
+    )
+    require_proof(engine, proof)
+    return [(item_result(rollout), rollout.grade) for group in groups for rollout in group.rollouts]
 
 
 def require_proof(engine: RolloutEngine, proof: Proof) -> None:
@@ -136,7 +130,7 @@ def require_numerics(engine: RolloutEngine, label: str) -> None:
         )
 
 
-def heldout_items(task: Task, plan: EvalPlan) -> Sequence[Prompt]:
+def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
     """The items of a plan: held out, or for the role train those of a first step.
 
     Raises EvaluationError if they are fewer or more than planned, or an id comes twice.
@@ -160,7 +154,7 @@ def heldout_items(task: Task, plan: EvalPlan) -> Sequence[Prompt]:
 
 
 def score_conditions(
-    prompts: Sequence[Prompt], task: Task, chat: ChatFormat, mode: EvalMode, plan: EvalPlan, proof: Proof
+    prompts: Sequence[Prompt], task: BuiltTask, chat: ChatFormat, mode: EvalMode, plan: EvalPlan, proof: Proof
 ) -> Conditions:
     """Everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
     return Conditions(
@@ -184,95 +178,6 @@ def reasoning_effort(chat: ChatFormat) -> str:
     """What the template is told about thinking. Examples: "", "reasoning_effort=high", "enable_thinking=False"."""
     settings = chat.chat.template_kwargs
     return ",".join(f"{name}={settings[name]}" for name in sorted(settings) if re.search("reason|think", name))
-
-
-def play_items(
-    engine: RolloutEngine,
-    task: PlayedTask,
-    chat: ChatFormat,
-    prompts: Sequence[Prompt],
-    mode: EvalMode,
-    plan: EvalPlan,
-    progress: Callable[[int, int], None] | None,
-) -> list[tuple[ItemResult, Grade]]:
-    """The items of a task of several turns, played to their ends; the seeds of first replies are those of `eval_requests`."""
-    asks = []
-    for prompt in prompts:
-        if plan.context is not None:
-            check_length(prompt.id, len(chat.render_prompt(prompt)), plan.max_tokens, plan.context)
-        for sample in range(mode.samples):
-            seed = ("eval", plan.seed, prompt.id, sample)
-            asks.append(Ask(request_id(prompt, sample), prompt, seed, eval_sampling(mode, plan), engine.version))
-    found: dict[str, Played] = {}
-    for played in play(engine, chat, task, asks):
-        found[played.ask.key] = played
-        if progress is not None:
-            progress(len(found), len(asks))
-    order = [(prompt, sample) for prompt in prompts for sample in range(mode.samples)]
-    return [_of_episode(chat, prompt, sample, found[request_id(prompt, sample)]) for prompt, sample in order]
-
-
-def eval_requests(
-    prompts: Sequence[Prompt], chat: ChatFormat, mode: EvalMode, plan: EvalPlan, version: int
-) -> list[Request]:
-    """One request a sample. A sample's seed depends on the plan's seed, the item and the sample, not on the step."""
-    sampling = eval_sampling(mode, plan)
-    requests = []
-    for prompt in prompts:
-        ids = chat.render_prompt(prompt)
-        if plan.context is not None:
-            check_length(prompt.id, len(ids), plan.max_tokens, plan.context)
-        for sample in range(mode.samples):
-            seed = seed_for("eval", plan.seed, prompt.id, sample)
-            name, prefix = request_id(prompt, sample), chat.shared_prefix(ids)
-            requests.append(Request(name, ids, prompt.id, seed, sampling, version, prefix))
-    return requests
-
-
-def request_id(prompt: Prompt, sample: int) -> str:
-    """Example: "chain_sum/17#0"."""
-    return f"{prompt.id}#{sample}"
-
-
-def collect(
-    engine: RolloutEngine,
-    chat: ChatFormat,
-    prompts: Sequence[Prompt],
-    samples: int,
-    proof: Proof,
-    grading: Grading,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Completion]:
-    """All completions by request id, each given to `grading` as it comes. Raises if one is missing, unasked for, double, or of
-    other weights."""
-    expected = {request_id(prompt, sample): prompt for prompt in prompts for sample in range(samples)}
-    found: dict[str, Completion] = {}
-    for completion in engine.completed():
-        id = completion.request.id
-        if completion.version != proof.version:
-            raise StaleWeightsError(
-                f"was sampled by version {completion.version}, the proof is of version {proof.version}",
-                where=f"reply {id}",
-                fix="load no weights while an evaluation runs",
-            )
-        if id not in expected or id in found:
-            raise EvaluationError(
-                "the engine returned it twice" if id in found else "the engine returned it unasked",
-                where=f"reply {id}",
-                fix="let the engine finish other work before an evaluation",
-            )
-        found[id] = completion
-        grading.submit(id, expected[id], chat.answer(completion.ids))
-        if progress is not None:
-            progress(len(found), len(expected))
-    if missing := sorted(expected.keys() - found.keys()):
-        raise EvaluationError(
-            f"the engine returned no reply for {len(missing)} of {len(expected)} requests, first {missing[0]}",
-            where="evaluation",
-            fix="report this engine",
-        )
-    require_proof(engine, proof)
-    return found
 
 
 def is_correct(grade: Grade) -> bool | None:
@@ -319,31 +224,21 @@ def score_of(
     )
 
 
-def _of_episode(chat: ChatFormat, prompt: Prompt, sample: int, played: Played) -> tuple[ItemResult, Grade]:
-    grade, tokens = played.grade, sum(played.trained)
-    return _result(prompt, sample, grade, chat.decode(played.ids), played.finish, tokens), grade
-
-
-def _result_of(
-    chat: ChatFormat, prompt: Prompt, sample: int, completion: Completion, grade: Grade
-) -> tuple[ItemResult, Grade]:
-    text = chat.decode(completion.ids)
-    return _result(prompt, sample, grade, text, completion.finish, len(completion.ids)), grade
-
-
-def _result(prompt: Prompt, sample: int, grade: Grade, text: str, finish: FinishReason, tokens: int) -> ItemResult:
+def item_result(rollout: Rollout) -> ItemResult:
+    """A graded rollout as a score records it."""
+    prompt, grade = rollout.prompt, rollout.grade
     correct = is_correct(grade)
     boxed = grade.metrics.get("boxed")
     return ItemResult(
         id=prompt.id,
-        sample=sample,
+        sample=rollout.sample,
         correct=correct,
         reward=None if correct is None or grade.reward is None else float(grade.reward),
         extracted=grade.extracted,
         answer=prompt.answer,
-        text=text,
-        truncated=finish is FinishReason.LENGTH,
-        tokens=tokens,
+        text=rollout.text,
+        truncated=rollout.finish is FinishReason.LENGTH,
+        tokens=sum(rollout.trained),
         method=grade.method,
         boxed=None if boxed is None else boxed >= 1,
         error=grade.error,

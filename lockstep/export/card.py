@@ -12,8 +12,8 @@ from lockstep.errors import RunDirectoryError
 from lockstep.evaluate.records import read_brief
 from lockstep.evaluate.table import estimate_line
 from lockstep.export.verify import Verified
-from lockstep.loops.target import Target
 from lockstep.models.builtin import BUILTINS
+from lockstep.scoring.targets import Target
 from lockstep.track.rundir import RunDirectory
 
 LIBRARIES = {"model": "transformers", "adapter": "peft", "gguf": "gguf"}

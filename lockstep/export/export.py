@@ -12,6 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.build.build import build_policy
+from lockstep.build.parts import Policy
+from lockstep.build.warm_start import base_of, find_parent
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.adapter import Lora
@@ -28,13 +31,11 @@ from lockstep.learner.adapter_start import has_residual_base
 from lockstep.learner.adapters import facts_of
 from lockstep.learner.learner import base_model
 from lockstep.learner.merge import merged_weights
-from lockstep.loops.parts import Policy, build_policy
-from lockstep.loops.target import Target, read_adapter_folder, read_checkpoint
-from lockstep.loops.warm import base_of, find_parent
 from lockstep.models import load_model, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.resolve import Source as From
 from lockstep.models.weights import load_weights, named_weights
+from lockstep.scoring.targets import Target, read_adapter_folder, read_checkpoint
 from lockstep.sync.fingerprint import fingerprint
 
 RECORD = "lockstep_export.json"

@@ -28,7 +28,7 @@ from lockstep.models.weights import clean_name
 
 Method: TypeAlias = Literal["pissa", "olora"]
 START_A, START_B = ".lora_start_A", ".lora_start_B"
-"""How a saved adapter's start is named among the weights of lockstep.loops.state."""
+"""How a saved adapter's start is named among the weights of lockstep.run.state."""
 TOLERANCE = 0.01
 """Largest relative error of a singular value, on the layers that are compared with a full decomposition."""
 SAMPLED = 2

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
-from lockstep.loops.forward import computing
-from lockstep.loops.parts import Parts
 from lockstep.noise.describe import noise_lines
 from lockstep.noise.schedule import Stage, stage_of
 from lockstep.noise.targets import Targets, find_targets
+from lockstep.rollout.precision import computing
 from lockstep.seeds import seed_for
 from lockstep.sync.fingerprint import TensorPrint, fingerprint
 from lockstep.sync.proof import Remote

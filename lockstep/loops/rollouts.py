@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 
+from lockstep.build.parts import Parts
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.schema import Recipe
-from lockstep.errors import EngineError, HealthStop
-from lockstep.loops.grading import Grader
-from lockstep.seeds import seed_for
+from lockstep.errors import HealthStop
+from lockstep.rollout.episodes import make_rollouts
+from lockstep.rollout.grading import AsyncGrader
+from lockstep.run.logger import Clock
 from lockstep.tasks.file import FileRows
 from lockstep.tasks.mixed import Mixed
-from lockstep.types import (
-    Completion,
-    Group,
-    Prompt,
-    Request,
-    RolloutEngine,
-    Sampling,
-    Task,
-)
+from lockstep.types import Group, Metrics, Prompt, Rollout, Sampling, Task
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
@@ -31,36 +26,46 @@ def sampling_of(recipe: Recipe) -> Sampling:
 
 
 def sample_groups(
-    engine: RolloutEngine,
-    chat: ChatFormat,
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    step: int,
-    version: int,
-    take: Callable[[Prompt, Completion], None] | None = None,
-) -> list[list[Completion]]:
-    """One list of completions per prompt, samples in order. A sample is a function of (run, step, prompt, sample).
+    parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock
+) -> tuple[list[Group], Metrics]:
+    """The prompts with their graded samples in order, and metrics of environments if there are any.
 
-    `take` is given each completion as it comes, while the engine samples the others.
+    A sample is a function of (run, step, prompt, sample), and in an episode of the turn and of what was said before it.
     """
-    sampling = sampling_of(recipe)
-    requests, asked = [], {}
-    for prompt in prompts:
-        ids = chat.render_prompt(prompt)
-        for sample in range(recipe.samples_per_prompt):
-            seed = seed_for(recipe.seed, "rollout", step, prompt.id, sample)
-            name = f"{step}/{prompt.id}/{sample}"
-            asked[name] = prompt
-            requests.append(Request(name, ids, prompt.id, seed, sampling, version, chat.shared_prefix(ids)))
-    engine.submit(requests)
-    done = {}
-    for completion in engine.completed():
-        done[completion.request.id] = completion
-        if take is not None:
-            take(asked[completion.request.id], completion)
-    if missing := [request.id for request in requests if request.id not in done]:
-        raise EngineError(f"{len(missing)} requests were never completed", where=missing[0])
-    return [[done[f"{step}/{prompt.id}/{sample}"] for sample in range(recipe.samples_per_prompt)] for prompt in prompts]
+    grader = AsyncGrader(parts.task)
+    seed = (recipe.seed, "rollout", step)
+    with clock("rollout"):
+        groups = make_rollouts(
+            parts.engine,
+            parts.policy.chat,
+            parts.task,
+            prompts,
+            recipe.samples_per_prompt,
+            sampling_of(recipe),
+            seed,
+            parts.learner.version,
+            grader,
+        )
+    clock.move(grader.held, "rollout", "grade")
+    clock.add(grader.metrics)
+    return groups, episode_metrics([rollout for group in groups for rollout in group.rollouts])
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """How the episodes of a step went; nothing if all its prompts were questions with one reply."""
+    episodes = [one for one in rollouts if one.turns]
+    if not episodes:
+        return {}
+    return {
+        "env/episodes": float(len(episodes)),
+        "env/turns": fmean(one.turns for one in episodes),
+        "env/tokens_sampled": float(sum(sum(one.trained) for one in rollouts)),
+        "env/tokens_observed": fmean(len(one.ids) - sum(one.trained) for one in episodes),
+        "env/out_of_turns": fmean(one.cut == "turns" for one in episodes),
+        "env/tool_errors": fmean(one.grade.metrics.get("tool_errors", 0.0) for one in episodes),
+        "env/timeouts": float(sum(one.cut == "timeout" for one in episodes)),
+        "env/failures": float(sum(one.cut == "error" for one in episodes)),
+    }
 
 
 def check_prompts(chat: ChatFormat, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
@@ -90,17 +95,6 @@ def _file_prompts(task: Task) -> Sequence[Prompt]:
     return task.train if isinstance(task, FileRows) else ()
 
 
-def grade_groups(
-    task: Task, chat: ChatFormat, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-) -> list[Group]:
-    """Decode and grade; ids are kept as they were sampled."""
-    with Grader(task, chat) as grader:
-        for prompt, row in zip(prompts, completions, strict=True):
-            for completion in row:
-                grader.take(prompt, completion)
-        return grader.groups(prompts, completions)
-
-
 def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
     """A warning if too many replies could not be scored; raises HealthStop above the limit."""
     failed = [r for group in groups for r in group.rollouts if not r.grade.scored]
@@ -113,5 +107,5 @@ def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
     if len(kinds) > 1:
         text += "; most often: " + "; ".join(f"{count} times {error}" for error, count in kinds.most_common(3))
     if share > recipe.health.max_unscored:
-        raise HealthStop(text, where=f"step {step}", fix="mend the verifier; health.max_unscored sets the limit")
+        raise HealthStop(text, where=f"step {step}", fix="fix the verifier, or raise health.max_unscored")
     return text

@@ -4,16 +4,12 @@ answers (DAPO, arXiv 2503.14476, §3.2), for which further prompts are drawn in 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
-from lockstep.envs.driver import plays
-from lockstep.loops.grading import Grader
-from lockstep.loops.journal import Clock
-from lockstep.loops.parts import Parts
 from lockstep.loops.rollouts import check_scored, sample_groups
-from lockstep.loops.turns import play_groups
+from lockstep.run.logger import Clock, RunLogger
 from lockstep.tasks.mixed import Mixed
 from lockstep.types import Group, Metrics, Prompt, Task
 
@@ -21,70 +17,44 @@ MARGIN = 1.5
 """A further round draws so many times the prompts that the acceptance so far asks for: a short round costs a whole other one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was sampled and graded for a step."""
-
-    groups: tuple[Group, ...]
-    """All of them, in the order in which they were drawn."""
-    kept: tuple[int, ...]
-    """Indices of those that are trained on."""
-    accepted: int
-    """How many could have been; a surplus is cut."""
-    rounds: int
-    warnings: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environments did in the first round, and what a curriculum has made of it."""
-
-    @property
-    def kept_groups(self) -> tuple[Group, ...]:
-        return tuple(self.groups[index] for index in self.kept)
-
-    def spread(self, rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-        """Rows of the kept groups as rows of all groups, with zeros for those that were left out."""
-        of_kept = dict(zip(self.kept, rows, strict=True))
-        return [of_kept.get(index, (0.0,) * len(group.rollouts)) for index, group in enumerate(self.groups)]
-
-
-def draw_groups(parts: Parts, recipe: Recipe, step: int, clock: Clock) -> Drawn:
+def draw_groups(
+    parts: Parts, recipe: Recipe, logger: RunLogger, step: int, clock: Clock
+) -> tuple[list[Group], list[int], Metrics]:
     """Sample and grade the groups of a step, in several rounds if dynamic sampling is on and the first was not enough.
 
-    Raises HealthStop if too many replies could not be scored.
+    Returns all groups in the order in which they were drawn, the indices of those to train on, and metrics of environments,
+    curriculum and dynamic sampling. Raises HealthStop if too many replies could not be scored.
     """
     dynamic = recipe.algorithm.dynamic_sampling
     rounds = dynamic.max_rounds if dynamic.enabled else 1
     groups: list[Group] = []
     kept: list[int] = []
-    unscored, played = "", Metrics()
+    unscored, metrics = "", Metrics()
     for number in range(rounds):
         prompts = step_prompts(parts, recipe, step, number, groups, len(kept))
-        more, found = _answered(parts, recipe, prompts, step, clock)
-        groups, played = groups + more, played or found
+        more, found = sample_groups(parts, recipe, prompts, step, clock)
+        groups, metrics = groups + more, metrics or found
         unscored = check_scored(groups, recipe, step + 1)
         kept = [index for index, group in enumerate(groups) if not dynamic.enabled or mixed(group)]
         if len(kept) >= recipe.prompts_per_step:
             break
-    warnings = tuple(text for text in (unscored, _shortfall(len(kept), len(groups), recipe)) if text)
-    played |= take_in(parts, groups)
-    return Drawn(tuple(groups), tuple(kept[: recipe.prompts_per_step]), len(kept), number + 1, warnings, played)
+    for warning in (unscored, _shortfall(len(kept), len(groups), recipe)):
+        if warning:
+            logger.warn(warning, step=step + 1)
+    metrics |= take_in(parts, groups)
+    if dynamic.enabled:
+        metrics |= {
+            "sampling/acceptance_rate": len(kept) / len(groups),
+            "sampling/rounds": float(number + 1),
+            "sampling/prompts_drawn": float(len(groups)),
+        }
+    return groups, kept[: recipe.prompts_per_step], metrics
 
 
-def _answered(
-    parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock
-) -> tuple[list[Group], Metrics]:
-    """The prompts with their graded samples, and what environments did if there are any."""
-    engine, chat, task, version = parts.engine, parts.policy.chat, parts.task, parts.learner.version
-    if plays(task):
-        with clock("rollout"):
-            return play_groups(engine, chat, task, prompts, recipe, step, version, clock)
-    with Grader(task, chat) as grader:
-        with clock("rollout"):
-            completions = sample_groups(engine, chat, prompts, recipe, step, version, grader.take)
-        clock.move(grader.held, "rollout", "grade")
-        with clock("grade"):
-            groups = grader.groups(prompts, completions)
-        clock.add(grader.metrics)
-    return groups, {}
+def spread(groups: Sequence[Group], kept: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Rows of the kept groups as rows of all groups, with zeros for those that were left out."""
+    row_of = dict(zip(kept, rows, strict=True))
+    return [row_of.get(index, (0.0,) * len(group.rollouts)) for index, group in enumerate(groups)]
 
 
 def step_prompts(
@@ -99,7 +69,7 @@ def step_prompts(
 
 
 def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:
-    """Let the curriculum of a mix learn from a step; the shares that its tasks have from now on."""
+    """Update the curriculum of a mix; return its solve rates and new shares."""
     task, progress = parts.task, parts.carried.progress
     if not isinstance(task, Mixed) or progress is None:
         return {}
@@ -132,19 +102,6 @@ def mixed(group: Group) -> bool:
     if all("correct" in grade.metrics for grade in grades):
         return len({grade.metrics["correct"] >= 1 for grade in grades}) > 1
     return len({grade.reward for grade in grades}) > 1
-
-
-def sampling_metrics(drawn: Drawn, recipe: Recipe, empty_steps: int) -> Metrics:
-    """How environments, curriculum and dynamic sampling went; nothing of those that are off."""
-    if not recipe.algorithm.dynamic_sampling.enabled:
-        return dict(drawn.metrics)
-    return {
-        **drawn.metrics,
-        "sampling/acceptance_rate": drawn.accepted / len(drawn.groups),
-        "sampling/rounds": float(drawn.rounds),
-        "sampling/prompts_drawn": float(len(drawn.groups)),
-        "sampling/empty_steps": float(empty_steps),
-    }
 
 
 def _shortfall(accepted: int, drawn: int, recipe: Recipe) -> str:

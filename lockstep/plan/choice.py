@@ -252,12 +252,12 @@ def memory_metrics(plan: MemoryPlan, peak_bytes: float) -> Metrics:
     return {"memory/predicted_gib": predicted / GIB, "memory/plan_error": peak_bytes / predicted - 1}
 
 
-def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str | None:
-    """What to say of a prediction that was off by more than TOLERATED; None if it was not."""
+def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str:
+    """What to say of a prediction that was off by more than TOLERATED; empty if it was not."""
     predicted = plan.peak.bytes
     error = peak_bytes / predicted - 1
     if abs(error) <= TOLERATED:
-        return None
+        return ""
     return (
         f"memory: the peak is {peak_bytes / GIB:.2f} GiB where {predicted / GIB:.2f} GiB were predicted ({error:+.0%})"
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from lockstep import codec
 from lockstep.errors import SyncError
-from lockstep.evaluate import codec
-from lockstep.types import Proof
+from lockstep.types import Metrics, Proof
 
 VERSION = "version:"
 """How a mismatch of versions begins in Proof.mismatched; the other entries begin with a tensor's name."""
@@ -31,6 +31,18 @@ def proof_line(proof: Proof) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def proof_metrics(proof: Proof, shift: float | None) -> Metrics:
+    """Metrics of a push; `shift` is how far the policy moved by the probe's tokens (Prover.shift)."""
+    metrics = {
+        "sync/seconds": proof.seconds,
+        "sync/tensors": float(proof.tensors),
+        "weights/changed_tensors": float(proof.changed),
+    }
+    if proof.probe is not None:
+        metrics |= {"sync/probe_mean": proof.probe.mean, "sync/probe_max": proof.probe.max}
+    return metrics if shift is None else metrics | {"sync/probe_shift": shift}
 
 
 def to_json(proof: Proof) -> dict[str, object]:

@@ -1,14 +1,18 @@
-"""What the tasks share: the protocol that build_task returns, drawing a batch, and checking the references."""
+"""The base class of tasks, drawing a batch, and checking the references."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NoReturn, Protocol, runtime_checkable
+from pathlib import Path
+from typing import NoReturn
 
+from lockstep.config.schema import Turns
 from lockstep.data.order import batch_indices
+from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
-from lockstep.types import Prompt, Task
-from lockstep.verifiers.base import Verifier, workers_of
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import Verifier, keep_in, workers_of
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.selftest import self_test
@@ -20,20 +24,78 @@ MUTATED, MUTATED_SLOW = 200, 8
 _SHOWN = 5
 
 
-class BuiltTask(Task, Protocol):
-    """A task as build_task returns it."""
+class BuiltTask(ABC):
+    """A task as build_task returns it: a `types.Task`, and what the system asks of it beyond that, with defaults."""
+
+    name: str
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should read before a run: counts of questions drawn, dropped and held out."""
+        """Lines for the user to read before a run: counts of questions drawn, dropped and held out."""
+        return ()
 
+    @property
+    def workers(self) -> int:
+        """Replies that it grades at once, in processes of its own; 0: one by one, in this process."""
+        return 0
 
-@runtime_checkable
-class SelfTested(Protocol):
-    """A task whose grading can be tested while a run goes on."""
+    @property
+    def plays(self) -> bool:
+        """True if any of its prompts may begin an episode of several turns."""
+        return False
+
+    @abstractmethod
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        """The prompts of one step."""
+
+    @abstractmethod
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        """Prompts that `batch` never returns."""
+
+    @abstractmethod
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        """Never raises for a bad answer."""
+
+    def workers_for(self, prompt: Prompt) -> int:
+        """`workers`, for replies to this prompt."""
+        return self.workers
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        """Where the prompt's environment runs; None for a question with one reply."""
+        return None
+
+    def limits(self, prompt: Prompt) -> Turns:
+        """Limits of an episode; they mean nothing for a question with one reply."""
+        return _NO_LIMITS
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """What is wrong with the grading of one of its prompts: of a right reply, nothing, garbage, and wrong answers."""
+        """Faults of the grading of a prompt: of a right reply, of nothing, of garbage, and of wrong answers."""
+        return []
+
+    def keep_in(self, folder: Path) -> None:  # noqa: B027 - most tasks have nothing to keep
+        """Keep in `folder` what must not be asked twice, such as a judge's verdicts."""
+
+
+_NO_LIMITS = Turns()
+
+
+class VerifiedTask(BuiltTask):
+    """A task whose replies are graded by a verifier."""
+
+    verifier: Verifier
+
+    @property
+    def workers(self) -> int:
+        return workers_of(self.verifier)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return self.verifier.grade(prompt, reply)
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        return grading_problems(self.verifier, prompt)
+
+    def keep_in(self, folder: Path) -> None:
+        keep_in(self.verifier, folder)
 
 
 def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import assert_never
 
 from lockstep.config import schema
-from lockstep.envs.spiel.task import build_spiel
-from lockstep.envs.tasks import Guessing, SeededEpisodes, ToolQuestions, build_own
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.file import build_file_task
 from lockstep.tasks.mixed import Mixed
+from lockstep.tasks.multi_turn import Guessing, SeededEpisodes, ToolQuestions, build_own
+from lockstep.tasks.open_spiel import build_spiel
 from lockstep.tasks.python import build_python_task
 from lockstep.tasks.reasoning_gym import ReasoningGym
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.config import schema
 from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import NGRAM, measure
 from lockstep.data.split import refuse_overlap, repeats, split
 from lockstep.errors import DataError, TaskError
-from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
-from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, notes_of, workers_of
+from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
+from lockstep.types import Prompt
+from lockstep.verifiers.base import Verifier, notes_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.selftest import oddities
 
 
-@dataclass(slots=True)
-class FileRows:
+@dataclass
+class FileRows(VerifiedTask):
     """Rows in memory. No held-out question is among the training rows: build_file_task has checked."""
 
     name: str
@@ -28,7 +27,7 @@ class FileRows:
     """By role."""
     verifier: Verifier
     seed: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
         return draw_batch(self.train, step, size, self.seed, f"task {self.name}")
@@ -45,19 +44,6 @@ class FileRows:
                 fix=f"set eval.items={len(rows)} (of `lockstep eval`: --items {len(rows)})",
             )
         return rows[:size]
-
-    def keep_in(self, folder: Path) -> None:
-        keep_in(self.verifier, folder)
-
-    def problems(self, prompt: Prompt) -> list[str]:
-        return grading_problems(self.verifier, prompt)
-
-    @property
-    def workers(self) -> int:
-        return workers_of(self.verifier)
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return self.verifier.grade(prompt, reply)
 
 
 def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:

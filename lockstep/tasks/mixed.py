@@ -8,18 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lockstep.config import schema
-from lockstep.envs.driver import PlayedTask
 from lockstep.envs.runners import Runner
-from lockstep.tasks.base import BuiltTask, SelfTested
+from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Group, Prompt
-from lockstep.verifiers.base import keep_in, workers_of
 
 STEPS = 1000
 """Weights are rounded to this many parts, so that the dealing repeats."""
-NO_LIMITS = schema.Turns()
 
 
 @dataclass(slots=True)
@@ -48,7 +45,7 @@ class Progress:
         return Progress(dict(saved["drawn"]), dict(saved["rates"]), dict(saved["credit"]))
 
 
-class Mixed:
+class Mixed(BuiltTask):
     """Deals the prompts of a step to tasks in proportion to their weights, without chance: every task has its share at any time.
 
     Within a task, prompts come in the order of a permutation that asks each once before any is asked again, whatever the
@@ -84,11 +81,11 @@ class Mixed:
 
     def keep_in(self, folder: Path) -> None:
         for task in self._tasks.values():
-            keep_in(task, folder)
+            task.keep_in(folder)
 
     def problems(self, prompt: Prompt) -> list[str]:
         task, own = self._own(prompt)
-        return task.problems(own) if isinstance(task, SelfTested) else []
+        return task.problems(own)
 
     @property
     def members(self) -> tuple[BuiltTask, ...]:
@@ -96,11 +93,11 @@ class Mixed:
 
     @property
     def workers(self) -> int:
-        return max(workers_of(task) for task in self._tasks.values())
+        return max(task.workers for task in self._tasks.values())
 
     def workers_for(self, prompt: Prompt) -> int:
         """Of the prompt's own task: those that grade in this process are given one reply at a time."""
-        return workers_of(self._own(prompt)[0])
+        return self._own(prompt)[0].workers
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         task, own = self._own(prompt)
@@ -108,16 +105,16 @@ class Mixed:
 
     def runner(self, prompt: Prompt) -> Runner | None:
         task, own = self._own(prompt)
-        return cast(PlayedTask, task).runner(own) if hasattr(task, "runner") else None
+        return task.runner(own)
 
     def limits(self, prompt: Prompt) -> schema.Turns:
         task, own = self._own(prompt)
-        return cast(PlayedTask, task).limits(own) if hasattr(task, "limits") else NO_LIMITS
+        return task.limits(own)
 
     @property
     def plays(self) -> bool:
-        """Whether any of its tasks has episodes."""
-        return any(hasattr(task, "runner") for task in self._tasks.values())
+        """True if any of its tasks has episodes."""
+        return any(task.plays for task in self._tasks.values())
 
     # --- curriculum -----------------------------------------------------------------------------------------------
     def deal(self, progress: Progress, size: int) -> Sequence[Prompt]:

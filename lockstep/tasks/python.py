@@ -10,8 +10,8 @@ from typing import cast
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import LockstepError, TaskError
-from lockstep.tasks.base import grading_problems
-from lockstep.types import Grade, Prompt, Task
+from lockstep.tasks.base import VerifiedTask
+from lockstep.types import Prompt, Task
 from lockstep.user_code import describe
 from lockstep.verifiers.python import UserFunction, check_call, check_sendable, load_class, make_object
 
@@ -19,7 +19,7 @@ METHODS = {"batch": ("step", "size"), "heldout": ("role", "size"), "grade": ("pr
 _EXAMPLE = 'self.name = "my_task"'
 
 
-class UserTask:
+class UserTask(VerifiedTask):
     """Calls the user's task and checks what it returns. Its own mistakes become TaskErrors or unscored replies.
 
     Replies are graded in processes, by other objects of the class made with the same settings: what `batch` keeps in the object
@@ -32,7 +32,7 @@ class UserTask:
         self.name = task.name
         self._task = task
         self._file = file
-        self._grader = grader
+        self.verifier = grader
         self._asked: dict[bytes, str] = {}
         self._held_out: dict[bytes, str] = {}
 
@@ -47,17 +47,6 @@ class UserTask:
         prompts = self._prompts(lambda: self._task.heldout(role, size), f"heldout({role!r}, {size})", size)
         self._refuse_shared(prompts, self._held_out, self._asked, "trained on")
         return prompts
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return self._grader.grade(prompt, reply)
-
-    @property
-    def workers(self) -> int:
-        return self._grader.workers
-
-    def problems(self, prompt: Prompt) -> list[str]:
-        """The self-test: its grader may pay as it likes, but an empty reply, garbage and the boxed answer must be scored."""
-        return grading_problems(self._grader, prompt)
 
     def _prompts(self, call: Callable[[], Sequence[Prompt]], what: str, size: int) -> tuple[Prompt, ...]:
         where = f"{self._file}, {what}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 from lockstep.config import schema
 from lockstep.errors import TaskError
-from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
+from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
 from lockstep.tasks.generator import Drawn, Side, check_source, draw
-from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, workers_of
+from lockstep.types import Prompt
+from lockstep.verifiers.base import Verifier
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.gym_scores import GymScores
 from lockstep.verifiers.selftest import self_test
@@ -21,7 +20,7 @@ _FIRST = 20
 """Questions made when the task is built, to find mistakes in its settings at once."""
 
 
-class ReasoningGym:
+class ReasoningGym(VerifiedTask):
     """Training questions are one half of all questions, held-out questions the other; see generator.py.
 
     The held-out questions are the same for every seed, so scores of all runs with these settings can be compared.
@@ -35,8 +34,8 @@ class ReasoningGym:
         self._where = f"task.dataset = {settings.dataset}"
         self._source = check_source(settings)
         self._first = draw(self._source, "heldout", Side.HELDOUT, _FIRST).prompts
-        self._verifier, self._graded_by = self._grader(self._first)
-        check_references(self._verifier, self._first, self._where)
+        self.verifier, self._graded_by = self._grader(self._first)
+        check_references(self.verifier, self._first, self._where)
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
         return draw_batch(self._drawn.prompts, step, size, self._seed, self._where)
@@ -50,7 +49,7 @@ class ReasoningGym:
         if role != "id_probe":
             no_such_role(role, ["id_probe"], self._where)
         found = draw(self._source, "heldout", Side.HELDOUT, size).prompts
-        check_references(self._verifier, found, self._where)
+        check_references(self.verifier, found, self._where)
         if len(found) < size and not (found and self._settings.repeat_heldout):
             raise TaskError(
                 f"{size} held-out questions were asked for, but these settings give only {len(found)} different ones",
@@ -59,19 +58,6 @@ class ReasoningGym:
                 "task.repeat_heldout=true",
             )
         return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
-
-    def keep_in(self, folder: Path) -> None:
-        keep_in(self._verifier, folder)
-
-    def problems(self, prompt: Prompt) -> list[str]:
-        return grading_problems(self._verifier, prompt)
-
-    @property
-    def workers(self) -> int:
-        return workers_of(self._verifier)
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return self._verifier.grade(prompt, reply)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -98,7 +84,7 @@ class ReasoningGym:
     @cached_property
     def _drawn(self) -> Drawn:
         drawn = draw(self._source, f"train {self._settings.seed}", Side.TRAIN, self._settings.size)
-        check_references(self._verifier, drawn.prompts, self._where)
+        check_references(self.verifier, drawn.prompts, self._where)
         return drawn
 
 

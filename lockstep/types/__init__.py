@@ -13,18 +13,16 @@ from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream
 from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
 from lockstep.types.protocols import Critic, Env, EnvTask, Learner, RolloutEngine, Task, Tracker, WeightSync
 from lockstep.types.rollout import Completion, FinishReason, Grade, Group, Prompt, Request, Rollout, Sampling, Turn
-from lockstep.types.training import Batch, Credit, Episode, Loss, LossInput, LossOutput, TrainSequence
+from lockstep.types.training import Batch, Loss, LossInput, LossOutput, TrainSequence
 from lockstep.types.weights import Forward, ForwardReport, NormNoise, Probe, Proof
 
 __all__ = [
     "Batch",
     "Completion",
     "Conditions",
-    "Credit",
     "Critic",
     "Env",
     "EnvTask",
-    "Episode",
     "Estimate",
     "FinishReason",
     "Forward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from lockstep.types.basic import Message, TokenIds
 
@@ -127,7 +128,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One graded completion. Lists are per response token."""
+    """One graded sample of a prompt: a reply, or a whole episode as one response. Lists are per response token: all tokens after
+    the first prompt."""
 
     prompt: Prompt
     prompt_ids: TokenIds
@@ -136,7 +138,9 @@ class Rollout:
     trained: tuple[bool, ...]
     """False for tokens that the policy did not choose (observations, tool output)."""
     text: str
+    """The decoded response, for people and records."""
     finish: FinishReason
+    """LENGTH if the token budget ran out, in a reply or before the next one."""
     version: int
     grade: Grade
     sample: int = 0
@@ -144,7 +148,11 @@ class Rollout:
     prefix: int = 0
     """Leading prompt tokens that all prompts of the recipe have."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Of rewards credited turn by turn: index of a reply's last token, and what it earned. Empty credits all at the end."""
+    """For rewards credited turn by turn: index of each reply's last token, and its reward. Empty credits all at the end."""
+    turns: int = 0
+    """Replies of an episode with an environment; 0 for a question with one reply."""
+    cut: Literal["", "turns", "timeout", "error"] = ""
+    """What ended an episode early: the limit of its turns, or its environment, which took too long or failed."""
 
 
 @dataclass(frozen=True, slots=True)

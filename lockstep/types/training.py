@@ -1,4 +1,4 @@
-"""From advantages to an update: what credit assignment, losses and the learner pass on."""
+"""Sequences with their advantages, and what losses and the learner pass on."""
 
 from __future__ import annotations
 
@@ -13,34 +13,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
-    """One reply as credit assignment sees it. Lists are per response token."""
-
-    group: int
-    """Index of its prompt in the step."""
-    reward: float | None
-    """What the whole reply earned, overlong penalty included; None is unscored."""
-    trained: tuple[bool, ...]
-    penalties: tuple[float, ...] = ()
-    """Subtracted from each token's reward (KL in the reward); empty is none."""
-    values: tuple[float, ...] = ()
-    """What the critic expected before each token; empty without a critic."""
-    turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Parts of `reward` that an earlier token earned: its index, and the part. The rest is earned at the last trained token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """What credit assignment makes of an episode. Lists are per response token, 0 where not trained."""
-
-    advantages: tuple[float, ...]
-    returns: tuple[float, ...] = ()
-    """What the critic should have expected; empty without a critic."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """One sequence as the learner sees it: a prompt, then a response whose `trained` tokens carry loss."""
+    """One sequence as the learner sees it: a prompt, then a response whose `trained` tokens carry loss. Lists are per response
+    token."""
 
     prompt_ids: TokenIds
     ids: TokenIds
@@ -58,6 +33,12 @@ class TrainSequence:
     """What the critic expected before each token, before any update of the step."""
     returns: tuple[float, ...] | None = None
     """What the critic is trained towards."""
+    reward: float | None = 0.0
+    """Reward of the whole response, overlong penalty included; None is unscored."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Parts of `reward` that an earlier token earned: its index, and the part. The last trained token earned the rest."""
+    penalties: tuple[float, ...] = ()
+    """Subtracted from each token's reward (KL in the reward); empty is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.config.schema import Recipe
-from lockstep.types import Episode, LossInput
+from lockstep.types import LossInput, TrainSequence
 from tests.algorithms.reference import Token
+from tests.algorithms.replies import episode
 
 MAX_TOKENS = 50
 
@@ -91,7 +92,7 @@ def batches(draw: st.DrawFn) -> Ragged:
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, penalties: bool = False, values: bool = False) -> tuple[Episode, ...]:
+def steps(draw: st.DrawFn, *, penalties: bool = False, values: bool = False) -> tuple[TrainSequence, ...]:
     """Graded replies of a step in mixed order: ragged, with observation tokens, some unscored, rewards often equal."""
     groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=10))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -118,7 +119,7 @@ def steps(draw: st.DrawFn, *, penalties: bool = False, values: bool = False) -> 
         length = int(rng.integers(0, 8))
         trained = tuple(bool(x) for x in rng.random(length) < trained_share)
         made.append(
-            Episode(
+            episode(
                 group,
                 reward(),
                 trained,

@@ -12,9 +12,10 @@ from torch import Tensor
 from lockstep.algorithms.build import Objective, build_objective
 from lockstep.config.schema import Recipe
 from lockstep.errors import LockstepError
-from lockstep.types import Episode, LossInput, LossOutput
+from lockstep.types import LossInput, LossOutput
+from tests.algorithms.replies import episode
 
-TWO = (Episode(0, 1.0, (True,), (0.5,), (0.25,)), Episode(0, 0.0, (True, True), (0.0, 0.0), (0.25, 0.5)))
+TWO = (episode(0, 1.0, (True,), (0.5,), (0.25,)), episode(0, 0.0, (True, True), (0.0, 0.0), (0.25, 0.5)))
 SEVERAL = {"update": {"samples_per_update": 16}}
 
 

@@ -16,7 +16,7 @@ from lockstep.algorithms.build import Objective, build_objective
 from lockstep.algorithms.kl import adapted_coef, kl_penalty, reward_penalties
 from lockstep.algorithms.losses import value_loss
 from lockstep.algorithms.overlong import overlong_penalty
-from lockstep.types import Credit, Episode
+from lockstep.types import TrainSequence
 from tests.algorithms import reference as ref
 from tests.algorithms.ragged import batches, recipe, steps
 from tests.algorithms.reference import Row
@@ -29,7 +29,7 @@ def _objective(settings: str) -> Objective:
     return build_objective(recipe(json.loads(settings)))
 
 
-def credit(algorithm: dict[str, Any], step: Sequence[Episode]) -> list[Credit]:
+def credit(algorithm: dict[str, Any], step: Sequence[TrainSequence]) -> list[TrainSequence]:
     return _objective(json.dumps(algorithm)).credit(step)
 
 
@@ -37,11 +37,11 @@ def close(expected: Sequence[float]) -> Any:
     return pytest.approx(list(expected), rel=1e-10, abs=1e-10)
 
 
-def by_group(step: Sequence[Episode], estimator: Callable[[Sequence[float | None]], Row]) -> Row:
+def by_group(step: Sequence[TrainSequence], estimator: Callable[[Sequence[float | None]], Row]) -> Row:
     """An estimator over the rewards of each group, back in the order of the replies."""
     found = [0.0] * len(step)
-    for group in {episode.group for episode in step}:
-        members = [i for i, episode in enumerate(step) if episode.group == group]
+    for group in {one.group for one in step}:
+        members = [i for i, one in enumerate(step) if one.group == group]
         for member, advantage in zip(members, estimator([step[i].reward for i in members]), strict=True):
             found[member] = advantage
     return found
@@ -68,14 +68,14 @@ PER_REPLY: dict[str, tuple[dict[str, Any], Callable[[Sequence[float | None]], Ro
 @pytest.mark.parametrize("name", PER_REPLY)
 @given(step=steps())
 @random_steps
-def test_one_advantage_for_a_reply(name: str, step: tuple[Episode, ...]):
+def test_one_advantage_for_a_reply(name: str, step: tuple[TrainSequence, ...]):
     algorithm, estimator = PER_REPLY[name]
     for episode, advantage, found in zip(step, by_group(step, estimator), credit(algorithm, step), strict=True):
         assert found.advantages == close([advantage if trained else 0.0 for trained in episode.trained])
 
 
 # --- one for each token -----------------------------------------------------------------------------------------------
-def rows_of(step: Sequence[Episode], rewards: Sequence[float]) -> tuple[list[Row], list[tuple[bool, ...]]]:
+def rows_of(step: Sequence[TrainSequence], rewards: Sequence[float]) -> tuple[list[Row], list[tuple[bool, ...]]]:
     """Token rewards and masks; an unscored reply has no trained token."""
     masks = [e.trained if e.reward is not None else (False,) * len(e.trained) for e in step]
     rows = [
@@ -88,7 +88,7 @@ def rows_of(step: Sequence[Episode], rewards: Sequence[float]) -> tuple[list[Row
 @pytest.mark.parametrize("baseline", ["none", "group_mean"])
 @given(step=steps(penalties=True), gamma=st.sampled_from([1.0, 0.9]))
 @random_steps
-def test_whitened_returns(baseline: str, step: tuple[Episode, ...], gamma: float):
+def test_whitened_returns(baseline: str, step: tuple[TrainSequence, ...], gamma: float):
     estimator = partial(constant, 0.0) if baseline == "none" else partial(ref.group, divide=False, eps=0.0, ddof=1)
     rows, masks = rows_of(step, by_group(step, estimator))
     returns = [ref.returns(row, mask, gamma=gamma) for row, mask in zip(rows, masks, strict=True)]
@@ -107,7 +107,7 @@ def test_whitened_returns(baseline: str, step: tuple[Episode, ...], gamma: float
     lam=st.sampled_from([1.0, 0.95, 0.0]),
 )
 @random_steps
-def test_generalised_advantages(whiten: bool, step: tuple[Episode, ...], gamma: float, lam: float):
+def test_generalised_advantages(whiten: bool, step: tuple[TrainSequence, ...], gamma: float, lam: float):
     rows, masks = rows_of(step, [episode.reward or 0.0 for episode in step])
     pairs = [
         ref.gae(row, episode.values, mask, gamma=gamma, lam=lam)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.build import Objective, build_objective
-from lockstep.types import Episode, LossInput
+from lockstep.types import LossInput
 from tests.algorithms.ragged import MAX_TOKENS, recipe
+from tests.algorithms.replies import episode
 
 pytest.importorskip("trl", reason="TRL comes with the extra `dev`")
 
@@ -82,7 +83,7 @@ def same(given: Rows, theirs: Tensor, own: Tensor) -> None:
 
 def advantages(rewards: list[float | None], size: int, **algorithm: Any) -> list[float]:
     """Ours, one token a reply."""
-    episodes = [Episode(i // size, reward, (True,)) for i, reward in enumerate(rewards)]
+    episodes = [episode(i // size, reward, (True,)) for i, reward in enumerate(rewards)]
     return [credit.advantages[0] for credit in objective(**algorithm).credit(episodes)]
 
 

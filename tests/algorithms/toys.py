@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.algorithms.build import Objective
-from lockstep.types import Episode, LossInput
+from lockstep.types import LossInput, TrainSequence
+from tests.algorithms.replies import episode
 
 Vector = NDArray[np.float64]
 
@@ -120,8 +121,8 @@ def updates(
     return found
 
 
-def _episode(path: Path, values: dict[str, float] | None) -> Episode:
-    return Episode(
+def _episode(path: Path, values: dict[str, float] | None) -> TrainSequence:
+    return episode(
         0,
         path.reward,
         (True,) * len(path.logp),

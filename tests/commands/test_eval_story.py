@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from lockstep.build.build import build_weight_sync
 from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.errors import StaleWeightsError, SyncError
 from lockstep.evaluate.records import read_score, score_path, write_score
 from lockstep.evaluate.runner import require_proof
-from lockstep.loops.parts import build_weight_sync
-from lockstep.loops.target import Rig, build_rig, find_target
 from lockstep.rollout.native import NativeEngine
+from lockstep.scoring.targets import Rig, build_rig, find_target
 from lockstep.types import ItemResult, Score, WeightStream
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def an_engine_that_was_not_synced_is_refused(
         rig.sync.verify(rig.holder, rig.engine)
     # The whole command: no score, and the code of a proof that failed.
     before = {path: path.read_bytes() for path in (run / "scores").rglob("*.json")}
-    monkeypatch.setattr("lockstep.loops.target.build_rig", lambda *_, **__: rig)
+    monkeypatch.setattr("lockstep.scoring.targets.build_rig", lambda *_, **__: rig)
     capsys.readouterr()
     assert main(["eval", str(run), "--no-base"]) == 5
     captured = capsys.readouterr()

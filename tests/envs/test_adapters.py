@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.config import schema
 from lockstep.envs.runners import Fault, Runner
-from lockstep.envs.tasks import Guessing, SeededEpisodes
 from lockstep.errors import TaskError
 from lockstep.tasks.build import build_task
+from lockstep.tasks.multi_turn import Guessing, SeededEpisodes
 from lockstep.types import Prompt, Turn
 from tests.envs.played import OWN
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.codec import CodecError, from_json, to_json
 from lockstep.errors import EvaluationError
 from lockstep.evaluate import compare, read_score, score_path, stored_score, write_score
 from lockstep.evaluate.brief import Brief, marks_of
-from lockstep.evaluate.codec import CodecError, from_json, to_json
 from lockstep.evaluate.records import read_brief
 from lockstep.types import Score
 from tests.evaluate.scores import score

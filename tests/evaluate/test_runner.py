@@ -3,14 +3,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from lockstep.chat import ChatFormat
 from lockstep.config.schema import Chat, EvalMode
-from lockstep.errors import ChatError, EvaluationError, StaleWeightsError
+from lockstep.errors import ChatError, EngineError, EvaluationError, StaleWeightsError
 from lockstep.evaluate import EvalPlan, compare, evaluate, read_score, score_path, write_score
 from lockstep.evaluate.intervals import wilson
 from lockstep.evaluate.runner import data_hash, is_correct, reasoning_effort
@@ -174,17 +174,17 @@ def test_nothing_is_sampled_with_noise_on_the_weights() -> None:
 class Swapping(TableEngine):
     """Takes over other weights in the middle of the work."""
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         for i, completion in enumerate(super().completed()):
+            yield completion
             if i == self.swap_at:
                 self.version += 1
-            yield completion
 
-    swap_at = 10
+    swap_at = 9
 
 
 def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
-    with pytest.raises(StaleWeightsError, match="sampled by version 4"):
+    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was asked for"):
         evaluate(Swapping(CHAT, always_right), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
     late = Swapping(CHAT, always_right)
     late.swap_at = 19  # after the last reply was sampled
@@ -194,19 +194,19 @@ def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
 
 # --- engines and tasks that do not keep their word --------------------------------------------------------------------
 class Forgetful(TableEngine):
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         return (c for c in super().completed() if c.request.group != "id_probe/7")
 
 
 class Doubling(TableEngine):
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         for completion in super().completed():
             yield completion
             yield completion
 
 
 class Leftover(TableEngine):
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         stray = dataclasses.replace(self.waiting[0], id="train/1#0")
         self.waiting.append(stray)
         return super().completed()
@@ -215,13 +215,13 @@ class Leftover(TableEngine):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Forgetful, "no reply for 1 of 20 requests, first id_probe/7#0"),
-        (Doubling, "id_probe/19#0: the engine returned it twice"),
-        (Leftover, "train/1#0: the engine returned it unasked"),
+        (Forgetful, "id_probe/7#0: 1 requests were never completed"),
+        (Doubling, "id_probe/19#0: the engine returned a reply that was not asked for"),
+        (Leftover, "train/1#0: the engine returned a reply that was not asked for"),
     ],
 )
 def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: str) -> None:
-    with pytest.raises(EvaluationError, match=says):
+    with pytest.raises(EngineError, match=says):
         evaluate(kind(CHAT, always_right), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
 
 

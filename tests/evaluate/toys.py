@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.chat import ChatFormat
 from lockstep.errors import StaleWeightsError
+from lockstep.tasks.base import BuiltTask
 from lockstep.types import (
     Completion,
     FinishReason,
@@ -20,7 +21,7 @@ from lockstep.types import (
 )
 
 
-class Sums:
+class Sums(BuiltTask):
     """Held-out sums of one-digit numbers; the answer is the whole reply. "?" cannot be scored."""
 
     name = "sums"
@@ -65,7 +66,7 @@ class TableEngine:
         self.waiting += requests
         self.asked += requests
 
-    def completed(self) -> Iterator[Completion]:
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         while self.waiting:
             request = self.waiting.pop()
             ids = self.chat.tokenizer(self.answers(request), add_special_tokens=False)["input_ids"]

@@ -22,7 +22,7 @@ from lockstep.export.export import Exported, export, refuse_guess
 from lockstep.export.measure import spacing
 from lockstep.export.verify import EXACT, in_fresh_process
 from lockstep.learner.merge import merged_weights
-from lockstep.loops.target import find_target
+from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
 from tests.loops import sft_runs
 from tests.loops.runs import LORA, NO_EVAL, trained

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.export import check
 from lockstep.export.export import export
 from lockstep.export.verify import EXACT
-from lockstep.loops.target import find_target
+from lockstep.scoring.targets import find_target
 from tests.learner.models import SMALL
 from tests.loops.runs import LORA, NO_EVAL, trained
 from tests.tiny import VOCABULARY, write_tiny_tokenizer

@@ -20,10 +20,10 @@ from lockstep.errors import ConfigError, ExportError, ModelError
 from lockstep.export import check
 from lockstep.export.export import Exported, export
 from lockstep.export.verify import EXACT, in_fresh_process
-from lockstep.loops.target import find_target
 from lockstep.models.convert import convert_gguf, read_gguf
 from lockstep.models.gguf_facts import SPLITS, find_split
 from lockstep.models.gguf_writer import write_gguf
+from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
 from tests.learner.models import SMALL, logprobs_of, tokens
 from tests.loops.runs import LORA, NO_EVAL, trained

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from lockstep.cli import main
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.export.bring_in import bring_in
-from lockstep.loops.target import build_rig, find_target
 from lockstep.models.foreign import Kind, find_foreign
 from lockstep.models.torch_files import joined, load_torch_file
+from lockstep.scoring.targets import build_rig, find_target
 from tests.learner.models import logprobs_of, tokens
 from tests.loops.runs import words
 from tests.tiny import write_tiny_model

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from lockstep.export import check
 from lockstep.export.export import export
 from lockstep.export.verify import EXACT
-from lockstep.loops.run import resume_run, start_run
-from lockstep.loops.target import build_rig, find_target
+from lockstep.loops.start import resume_run, start_run
+from lockstep.scoring.targets import build_rig, find_target
 from tests.learner.kinds import KINDS
 from tests.learner.models import logprobs_of, tokens
 from tests.loops.runs import NO_EVAL, fingerprints, recipe

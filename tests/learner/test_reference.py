@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.learner.learner import TorchLearner
-from lockstep.loops.parts import Parts, build_parts, build_task_of
 from lockstep.models.weights import named_weights
 from tests.learner.batches import make_batch
 from tests.learner.models import logprobs_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.tasks.build import build_task
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.track.rundir import RunDirectory
 from tests.loops import runs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.loops.target import build_rig, find_target
+from lockstep.scoring.targets import build_rig, find_target
 from tests.loops.runs import NO_EVAL, fingerprints, trained
 
 KINDS = {

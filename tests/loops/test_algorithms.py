@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.checkpoint.store import open_checkpoint
 from lockstep.learner.learner import TorchLearner
-from lockstep.loops.run import resume_run
+from lockstep.loops.start import resume_run
 from lockstep.track.catalogue import find
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.build.parts import Parts
 from lockstep.errors import LearnerError
-from lockstep.loops import run as running
-from lockstep.loops.parts import Parts
+from lockstep.loops import start as running
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
 

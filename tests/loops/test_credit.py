@@ -9,19 +9,18 @@ import pytest
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Recipe
-from lockstep.loops.credit import (
-    Samples,
+from lockstep.loops.advantages import (
     advantage_rows,
-    assign_credit,
     kl_estimates,
+    make_batch,
     mean_kl,
     shaped_reward,
-    train_samples,
+    with_advantages,
 )
-from lockstep.loops.measures import credit_metrics, rollout_metrics
-from lockstep.loops.passes import carries_gradient
-from lockstep.loops.updates import make_batches, merged
-from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
+from lockstep.loops.logprob_passes import carries_gradient
+from lockstep.loops.step_metrics import credit_metrics, rollout_metrics
+from lockstep.loops.update import make_batches, merged
+from lockstep.types import Batch, FinishReason, Grade, Group, Prompt, Rollout, TrainSequence
 
 PROMPT = Prompt("p", (), "")
 
@@ -45,9 +44,9 @@ def recipe(algorithm: dict[str, Any], **settings: Any) -> Recipe:
 DR_GRPO = {"kind": "dr_grpo", "aggregation": "token-mean"}
 
 
-def credited(settings: Recipe, *replies: Rollout) -> Samples:
+def credited(settings: Recipe, *replies: Rollout) -> Batch:
     groups = [Group(PROMPT, replies)]
-    return assign_credit(build_objective(settings), settings, groups, train_samples(groups, settings, 0.0))
+    return with_advantages(build_objective(settings), settings, make_batch(groups, settings, 0.0))
 
 
 def test_a_long_reply_is_penalised_where_credit_sees_it_and_its_grade_stays() -> None:
@@ -91,8 +90,8 @@ def test_whitening_does_not_see_what_is_left_out() -> None:
 
 def test_the_shared_prefix_is_what_all_replies_have() -> None:
     groups = [Group(PROMPT, (reply(1.0, 2, prefix=3), reply(1.0, 2, prefix=2)))]
-    assert train_samples(groups, recipe(DR_GRPO), 0.0).prefix == 2
-    assert train_samples([], recipe(DR_GRPO), 0.0) == Samples((), 0, 0.0)
+    assert make_batch(groups, recipe(DR_GRPO), 0.0).prefix == 2
+    assert make_batch([], recipe(DR_GRPO), 0.0).sequences == ()
 
 
 # --- KL in the reward -------------------------------------------------------------------------------------------------
@@ -111,11 +110,11 @@ def test_the_penalty_in_the_reward_is_by_token_and_by_the_present_coefficient() 
     """Rollout log-probabilities are -0.5, -1, -1.5 …; returns are then whitened, which keeps their differences' ratios."""
     settings = recipe(IN_REWARD)
     groups = [Group(PROMPT, (reply(1.0, 2), reply(0.0, 1), reply(None, 1)))]
-    plain = train_samples(groups, settings, 0.5)  # the controller has moved on from 0.1
+    plain = make_batch(groups, settings, 0.5)  # the controller has moved on from 0.1
     first, second, third = plain.sequences
     # penalties: 0.5 · ((-0.5 + 0.7), (-1 + 1.4)) = 0.1, 0.2 and 0.5 · (-0.5 + 0.1) = -0.2
     samples = replace(plain, sequences=(compared(first, -0.7, -1.4), compared(second, -0.1), third))
-    found = assign_credit(build_objective(settings), settings, groups, samples)
+    found = with_advantages(build_objective(settings), settings, samples)
     returns = (-0.1 - 0.2 + 1, -0.2 + 1, 0.2)
     a, b, c = *found.sequences[0].advantages, *found.sequences[1].advantages
     assert (a - c) / (b - c) == pytest.approx((returns[0] - returns[2]) / (returns[1] - returns[2]))
@@ -130,26 +129,26 @@ def test_the_penalty_in_the_reward_is_by_token_and_by_the_present_coefficient() 
 
 def test_the_learners_own_log_probabilities_go_before_the_engines() -> None:
     settings = recipe(IN_REWARD)
-    (sequence,) = train_samples([Group(PROMPT, (reply(1.0, 2),))], settings, 0.1).sequences
+    (sequence,) = make_batch([Group(PROMPT, (reply(1.0, 2),))], settings, 0.1).sequences
     both = compared(sequence, -1.0, -1.0, old=(-0.25, -0.5))
     assert kl_estimates(both, "k1") == (0.75, 0.5)
     assert kl_estimates(replace(both, old_logprobs=None), "k2", 2.0) == (0.25, 0.0)
     assert kl_estimates(sequence, "k1") == ()
     observed = replace(both, trained=(False, True))
     assert kl_estimates(observed, "k1") == (0.0, 0.5)
-    assert mean_kl(Samples((both, observed, sequence), 0, 0.1)) == pytest.approx((0.75 + 0.5 + 0.5) / 3)
-    assert mean_kl(Samples((sequence,), 0, 0.1)) is None
+    assert mean_kl(Batch((both, observed, sequence))) == pytest.approx((0.75 + 0.5 + 0.5) / 3)
+    assert mean_kl(Batch((sequence,))) is None
 
 
 def test_a_penalty_in_the_loss_travels_with_the_batch() -> None:
     settings = recipe({"kind": "grpo", "kl": {"coef": 0.1}})
     groups = [Group(PROMPT, (reply(1.0, 2), reply(0.0, 1)))]
-    (batch,) = batches(settings, train_samples(groups, settings, 0.25))
+    (batch,) = batches(settings, make_batch(groups, settings, 0.25))
     assert batch.kl_coef == 0.25
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
-def batches(settings: Recipe, samples: Samples, epoch_step: int = 0) -> list[Any]:
+def batches(settings: Recipe, samples: Batch, epoch_step: int = 0) -> list[Any]:
     objective = build_objective(settings)
     return make_batches(objective, settings, samples, carries_gradient(objective, settings, samples), epoch_step)
 
@@ -168,7 +167,7 @@ def test_every_sample_is_dealt_once_a_pass_and_otherwise_in_the_next() -> None:
     settings = recipe(DR_GRPO, prompts_per_step=2, update={"samples_per_update": 2, "epochs": 2})
     replies = [reply(float(number % 2), number + 1) for number in range(8)]
     groups = [Group(PROMPT, tuple(replies[:4])), Group(PROMPT, tuple(replies[4:]))]
-    samples = assign_credit(build_objective(settings), settings, groups, train_samples(groups, settings, 0.0))
+    samples = with_advantages(build_objective(settings), settings, make_batch(groups, settings, 0.0))
     passes = [[[len(s.ids) for s in batch.sequences] for batch in batches(settings, samples, at)] for at in (0, 1)]
     for dealt in passes:
         assert [len(batch) for batch in dealt] == [2, 2, 2, 2]

@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.evaluate.records import read_score, score_path
-from lockstep.loops.evaluation import computing
-from lockstep.loops.run import resume_run
-from lockstep.loops.target import build_rig, find_target
+from lockstep.loops.start import resume_run
+from lockstep.run.evaluation import computing
+from lockstep.scoring.targets import build_rig, find_target
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from lockstep.types import Forward

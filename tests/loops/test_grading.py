@@ -1,20 +1,22 @@
-"""Grading beside generation: the same groups in whatever order replies come, and hardly any time of the step."""
+"""Grading while the engine samples: the same groups with any number of workers, and little of a step's time."""
 
 from __future__ import annotations
 
-import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lockstep.errors import EngineError, HealthStop
-from lockstep.loops.grading import Grader
-from lockstep.loops.journal import Clock
-from lockstep.loops.parts import Parts, build_parts, build_task_of
-from lockstep.loops.rollouts import check_scored, grade_groups, sample_groups
+from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.parts import Parts
+from lockstep.config.schema import Recipe
+from lockstep.errors import HealthStop
+from lockstep.loops.rollouts import check_scored, sample_groups
+from lockstep.run.logger import Clock
+from lockstep.tasks.base import BuiltTask
 from lockstep.track.writer import read_metrics
-from lockstep.types import Completion, Grade, Prompt
+from lockstep.types import Grade, Group, Prompt
 from tests.loops.runs import NO_EVAL, events, recipe, trained
 
 OWN = """
@@ -34,7 +36,7 @@ def sometimes(prompt, reply):
 """
 
 
-def built(folder: Path, model: Path, function: str, *overrides: str) -> tuple[Parts, object]:
+def built(folder: Path, model: Path, function: str, *overrides: str) -> tuple[Parts, Recipe]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "own.py").write_text(OWN)
     made = recipe(
@@ -43,61 +45,50 @@ def built(folder: Path, model: Path, function: str, *overrides: str) -> tuple[Pa
     return build_parts(made, build_task_of(made)), made
 
 
-def sampled(parts: Parts, made) -> tuple[list[Prompt], list[list[Completion]]]:
+def groups_of(parts: Parts, made: Recipe, clock: Clock | None = None) -> list[Group]:
+    """The graded groups of the first step."""
     parts.sync.push(parts.learner, parts.engine)
     prompts = list(parts.task.batch(0, made.prompts_per_step))
-    return prompts, sample_groups(parts.engine, parts.policy.chat, prompts, made, 0, parts.learner.version)
+    return sample_groups(parts, made, prompts, 0, clock or Clock())[0]
 
 
-def test_groups_do_not_depend_on_the_order_of_replies(tmp_path, tiny_model_dir):
-    parts, made = built(tmp_path, tiny_model_dir, "slow")
-    prompts, rows = sampled(parts, made)
-    expected = grade_groups(parts.task, parts.policy.chat, prompts, rows)
-    assert len({rollout.grade.reward for group in expected for rollout in group.rollouts}) > 1
-    replies = [(prompt, completion) for prompt, row in zip(prompts, rows, strict=True) for completion in row]
-    for seed in range(3):
-        random.Random(seed).shuffle(replies)
-        with Grader(parts.task, parts.policy.chat) as grader:
-            for prompt, completion in replies:
-                grader.take(prompt, completion)
-            assert grader.groups(prompts, rows) == expected
-    with Grader(parts.task, parts.policy.chat) as grader:  # a reply that was not taken is graded at the end
-        assert grader.groups(prompts, rows) == expected
+def test_grades_do_not_depend_on_the_workers(tmp_path: Path, tiny_model_dir: Path) -> None:
+    found = []
+    for workers in (1, 4):
+        parts, made = built(tmp_path, tiny_model_dir, "slow", f"task.verifier.workers={workers}", "rollout.slots=2")
+        found.append(groups_of(parts, made))
+    assert found[0] == found[1]
+    assert len({rollout.grade.reward for group in found[0] for rollout in group.rollouts}) > 1
 
 
-def test_slow_graders_do_not_hold_up_sampling(tmp_path, tiny_model_dir):
-    parts, made = built(tmp_path, tiny_model_dir, "slow")
-    prompts, rows = sampled(parts, made)
-    with Grader(parts.task, parts.policy.chat) as grader:
-        for completion in rows[0] + rows[1]:
-            grader.take(prompts[0], completion)
-        beside = grader.held
-        grader.groups([prompts[0]], [rows[0]])
-        assert beside < grader.metrics["time/grade_work"] / 2  # eight replies of 20 ms each
-        assert grader.metrics["time/grade_work"] > 0.16
-        assert grader.metrics["time/grade_slowest"] >= 0.02
+def test_slow_graders_do_not_hold_up_sampling(tmp_path: Path, tiny_model_dir: Path) -> None:
+    parts, made = built(tmp_path, tiny_model_dir, "slow", "task.verifier.workers=4", "samples_per_prompt=8")
+    clock = Clock()
+    groups = groups_of(parts, made, clock)
+    replies = sum(len(group.rollouts) for group in groups)
+    assert clock.seconds["time/grade_work"] > 0.02 * replies  # 20 ms each
+    assert clock.seconds["time/grade"] < clock.seconds["time/grade_work"]
+    assert clock.seconds["time/grade_slowest"] >= 0.02
 
 
-def test_a_reply_is_taken_once(tmp_path, tiny_model_dir):
-    parts, made = built(tmp_path, tiny_model_dir, "slow")
-    prompts, rows = sampled(parts, made)
-    with Grader(parts.task, parts.policy.chat) as grader:
-        grader.take(prompts[0], rows[0][0])
-        with pytest.raises(EngineError, match="returned it twice"):
-            grader.take(prompts[0], rows[0][0])
-
-
-class Raising:
-    name, notes = "raising", ()
+class Raising(BuiltTask):
+    name = "raising"
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         raise ZeroDivisionError(prompt.id)
 
+    def batch(self, step: int, size: int) -> list[Prompt]:
+        return []
 
-def test_a_verifier_that_raises_leaves_the_reply_unscored(tmp_path, tiny_model_dir):
+    def heldout(self, role: str, size: int) -> list[Prompt]:
+        return []
+
+
+def test_a_verifier_that_raises_leaves_the_reply_unscored(tmp_path: Path, tiny_model_dir: Path) -> None:
     parts, made = built(tmp_path, tiny_model_dir, "slow")
-    prompts, rows = sampled(parts, made)
-    groups = grade_groups(Raising(), parts.policy.chat, prompts, rows)
+    prompts = list(parts.task.batch(0, made.prompts_per_step))
+    parts.sync.push(parts.learner, parts.engine)
+    groups, _ = sample_groups(replace(parts, task=Raising()), made, prompts, 0, Clock())
     assert {rollout.grade.error for rollout in groups[0].rollouts} == {
         f"the verifier raised ZeroDivisionError: {prompts[0].id}"
     }
@@ -105,8 +96,7 @@ def test_a_verifier_that_raises_leaves_the_reply_unscored(tmp_path, tiny_model_d
 
 def test_failures_are_counted_by_kind_and_named(tmp_path, tiny_model_dir):
     parts, made = built(tmp_path, tiny_model_dir, "sometimes", "samples_per_prompt=16")
-    prompts, rows = sampled(parts, made)
-    groups = grade_groups(parts.task, parts.policy.chat, prompts, rows)
+    groups = groups_of(parts, made)
     scored = [rollout for group in groups for rollout in group.rollouts if rollout.grade.scored]
     assert scored
     assert all(rollout.grade.reward == 1.0 for rollout in scored)

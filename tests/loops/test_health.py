@@ -10,7 +10,7 @@ from lockstep.checkpoint.store import list_checkpoints
 from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.errors import ConfigError, HealthStop, SyncError
-from lockstep.loops.run import resume_run
+from lockstep.loops.start import resume_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics

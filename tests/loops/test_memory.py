@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lockstep.algorithms.build import build_objective
+from lockstep.build.build import build_engine, build_parts, build_policy, build_task_of
+from lockstep.build.memory import available_bytes, execution, longest_prompt, plan_run, rows_of_engine
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.load import load
 from lockstep.errors import DoesNotFitError
 from lockstep.learner.execution import Execution
-from lockstep.loops.memory import available_bytes, execution, longest_prompt, plan_run, rows_of_engine
-from lockstep.loops.parts import build_engine, build_parts, build_policy, build_task_of
 from lockstep.models import load_tokenizer, resolve
 from lockstep.plan.choice import plan_memory
 from lockstep.plan.shapes import read_shape

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.parts import Parts
 from lockstep.errors import EngineError, SyncError
 from lockstep.loops.noise import noise_targets, noisy_rollouts
-from lockstep.loops.parts import Parts, build_parts, build_task_of
-from lockstep.loops.run import resume_run
+from lockstep.loops.start import resume_run
 from lockstep.noise.apply import is_noisy
 from lockstep.seeds import seed_for
 from lockstep.sync.fingerprint import fingerprint

@@ -10,8 +10,8 @@ import pytest
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
 from lockstep.evaluate.records import read_score, score_path
-from lockstep.loops.run import resume_run
-from lockstep.loops.target import find_target
+from lockstep.loops.start import resume_run
+from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, numbers, recipe, terminate_in, trained, weights, words
@@ -46,7 +46,7 @@ def test_a_run_under_w4a4_says_so_and_labels_its_scores(tmp_path: Path, tiny_mod
 
 def test_resuming_changes_no_bit(tmp_path: Path, tiny_model_dir: Path):
     from lockstep.errors import Interrupted
-    from lockstep.loops.run import start_run
+    from lockstep.loops.start import start_run
 
     whole = trained(tmp_path / "whole", tiny_model_dir, *LORA, W4A4, NO_EVAL)
     other = recipe(tmp_path / "parts", tiny_model_dir, *LORA, W4A4, NO_EVAL)

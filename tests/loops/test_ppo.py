@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.learner.value_head import ValueTraining
-from lockstep.loops.run import resume_run, start_run
+from lockstep.loops.start import resume_run, start_run
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, numbers, recipe, trained, weights

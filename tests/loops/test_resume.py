@@ -23,7 +23,7 @@ from lockstep.errors import (
 )
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.learner.optimizer import MasterOptimizer
-from lockstep.loops.run import resume_run
+from lockstep.loops.start import resume_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics

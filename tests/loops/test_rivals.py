@@ -10,23 +10,23 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from lockstep.build.build import build_task_of
+from lockstep.build.opponents import RivalSampler, load_rival, pinned_rivals
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.config.schema import Lora, Recipe
 from lockstep.envs.spiel.rival import RivalRunner
 from lockstep.envs.spiel.states import state_at
-from lockstep.envs.spiel.task import SpielGames
 from lockstep.envs.spiel.text import question
 from lockstep.errors import EngineError, LockstepError, ModelError, TaskError
 from lockstep.learner.adapter_files import Base, save_adapter
 from lockstep.learner.adapters import attach
-from lockstep.loops.parts import build_task_of
-from lockstep.loops.rivals import RivalSampler, load_rival, pinned_rivals
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.models import load_model, resolve
 from lockstep.models.attention import NAME
 from lockstep.rollout.native import NativeEngine
+from lockstep.tasks.open_spiel import SpielGames
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.writer import read_metrics
 from lockstep.types import Prompt, Request, Sampling, Turn

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lockstep.build import build as parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import ChatError, HealthStop, LearnerError, RunDirectoryError, SyncError
 from lockstep.evaluate.records import read_score, score_path
-from lockstep.loops import parts
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.sync.fingerprint import fingerprint

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.schema import Recipe
 from lockstep.data.order import batch_indices
-from lockstep.loops.sampling import Drawn, mixed, round_prompts, sampling_metrics
+from lockstep.loops.sampling import mixed, round_prompts, spread
 from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout
 
 POOL = 40
@@ -107,15 +107,7 @@ def test_a_further_round_asks_as_many_as_the_acceptance_suggests() -> None:
     assert len(asked(0, 2, settings, before, 0)) == 20, "nothing is known about the rate"
 
 
-def test_what_is_reported() -> None:
-    groups = tuple(group(correct(1), correct(0), name=str(number)) for number in range(4))
-    drawn = Drawn(groups, (0, 2), 3, 2)
-    assert drawn.kept_groups == (groups[0], groups[2])
-    assert drawn.spread([(1.0, -1.0), (0.5, -0.5)]) == [(1.0, -1.0), (0.0, 0.0), (0.5, -0.5), (0.0, 0.0)]
-    assert sampling_metrics(drawn, recipe(), 5) == {
-        "sampling/acceptance_rate": 0.75,
-        "sampling/rounds": 2.0,
-        "sampling/prompts_drawn": 4.0,
-        "sampling/empty_steps": 5.0,
-    }
-    assert sampling_metrics(drawn, recipe(enabled=False), 5) == {}
+def test_groups_that_are_left_out_have_advantages_of_zero() -> None:
+    groups = [group(correct(1), correct(0), name=str(number)) for number in range(4)]
+    rows = [(1.0, -1.0), (0.5, -0.5)]
+    assert spread(groups, [0, 2], rows) == [(1.0, -1.0), (0.0, 0.0), (0.5, -0.5), (0.0, 0.0)]

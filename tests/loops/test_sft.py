@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.parts import Parts
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe, Rollouts
 from lockstep.errors import ConfigError, DataError, Interrupted
-from lockstep.loops.parts import Parts, build_parts, build_task_of
-from lockstep.loops.run import resume_run, start_run
 from lockstep.loops.sft import sft_batch, train, validation_metrics, validation_steps
-from lockstep.loops.sft_rows import SftRows, preview, read_material, read_replies, tokenised
+from lockstep.loops.sft_data import SftRows, preview, read_material, read_replies, tokenised
+from lockstep.loops.start import resume_run, start_run
 from lockstep.track.rollouts import read_rollouts, rollout_steps
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics

@@ -17,7 +17,7 @@ from lockstep.errors import (
     RunDirectoryError,
     SyncError,
 )
-from lockstep.loops.target import build_rig, find_target
+from lockstep.scoring.targets import build_rig, find_target
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Batch
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words

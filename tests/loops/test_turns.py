@@ -12,7 +12,7 @@ from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.errors import HealthStop, Interrupted
 from lockstep.learner.learner import TorchLearner
-from lockstep.loops.run import resume_run, start_run
+from lockstep.loops.start import resume_run, start_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.writer import read_metrics
 from lockstep.types import Batch, Loss, Metrics

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep.build.build import build_policy
+from lockstep.build.warm_start import find_parent, pinned
 from lockstep.checkpoint.manifest import commit
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.loops.parts import build_policy
-from lockstep.loops.run import resume_run, start_run
-from lockstep.loops.target import build_rig, find_target
-from lockstep.loops.warm import find_parent, pinned
+from lockstep.loops.start import resume_run, start_run
 from lockstep.models.weights import named_weights
+from lockstep.scoring.targets import build_rig, find_target
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
@@ -176,4 +176,4 @@ def test_precision_may_change(tmp_path: Path, tiny_model_dir: Path):
     )
     weights = load_file(tmp_path / "runs" / "parent" / "checkpoints" / "step_000004" / "model.safetensors")
     assert all(torch.equal(t, weights[n].bfloat16()) for n, t in named_weights(policy.model))
-    assert start_run.__module__ == "lockstep.loops.run"
+    assert start_run.__module__ == "lockstep.loops.start"

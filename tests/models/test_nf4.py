@@ -15,7 +15,7 @@ from lockstep.errors import Interrupted
 from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.merge import merged_weights
-from lockstep.loops.run import resume_run, start_run
+from lockstep.loops.start import resume_run, start_run
 from lockstep.models.nf4 import BLOCK, BYTES, LEVELS, Nf4Linear, pack, unpack
 from lockstep.models.weights import frozen_names, named_weights
 from lockstep.rollout.paged.engine import PagedEngine

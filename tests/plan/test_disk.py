@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.build.disk import check_first, forecast
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import CheckpointError, DoesNotFitError
-from lockstep.loops.disk import check_first, forecast
 from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, judge_first, require_room
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.load import load
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.plan.fit import misfits
 from tests.loops.runs import words
 

@@ -12,13 +12,12 @@ import yaml
 from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.errors import HealthStop, TaskError
-from lockstep.loops.run import start_run
+from lockstep.loops.start import start_run
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from lockstep.types import Grade
-from lockstep.verifiers.base import workers_of
 from tests.loops.runs import NO_EVAL, events, words
 
 CODE = '''
@@ -135,7 +134,7 @@ def test_what_goes_wrong_is_unscored_and_the_next_reply_is_right(task: BuiltTask
 def test_it_is_graded_by_another_object_of_the_class(task: BuiltTask) -> None:
     (prompt,) = task.batch(5, 1)
     assert task.grade(prompt, "asked").reward == 0.0  # what batch counted is in the run's own object
-    assert workers_of(task) == 1
+    assert task.workers == 1
 
 
 def test_a_class_that_cannot_be_made_where_it_grades_is_refused_at_once(tmp_path: Path) -> None:

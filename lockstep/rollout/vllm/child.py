@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.evaluate import codec
+from lockstep import codec
 from lockstep.rollout.vllm.requests import Decode
 from lockstep.rollout.vllm.serve import serve
 from lockstep.rollout.vllm.settings import VllmSettings

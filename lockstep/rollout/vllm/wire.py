@@ -16,8 +16,8 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
+from lockstep import codec
 from lockstep.errors import EngineError
-from lockstep.evaluate import codec
 from lockstep.types import Forward, ForwardReport, Sampling
 
 HEAD = struct.Struct("<IQ")

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import schema
-from lockstep.envs.driver import plays
 from lockstep.envs.runners import Fault
 from lockstep.envs.spiel.game import SpielGame, spiel_maker
 from lockstep.envs.spiel.states import moves_of, state_at
-from lockstep.envs.spiel.task import SpielGames, SpielStates
 from lockstep.errors import TaskError
 from lockstep.tasks.build import build_task
+from lockstep.tasks.open_spiel import SpielGames, SpielStates
 from lockstep.types import Prompt, Turn
 from tests.envs.played import asks, by_key, chat_of, engine_of
 
@@ -147,7 +146,7 @@ def test_an_opponent_that_moves_wrongly_leaves_the_game_unscored(tmp_path: Path)
     )
     task = build_task(settings, 0)
     assert isinstance(task, SpielGames)
-    assert plays(task)
+    assert task.plays
     (prompt,) = task.batch(0, 1)
     runner = task.runner(prompt)
     assert runner is not None
@@ -179,5 +178,5 @@ def test_games_are_played_through_the_engine(tiny_model_dir: Path) -> None:
         assert one.grade.metrics["tool_errors"] == 1.0
     single = build_task(schema.OpenSpielTask(games=["tic"], num_tasks_per_case=4), 0)
     assert isinstance(single, SpielStates)
-    assert not plays(single)
+    assert not single.plays
     assert not task.grade(prompts[0], "x").scored

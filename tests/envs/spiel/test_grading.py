@@ -14,19 +14,17 @@ import pytest
 
 from lockstep.config import schema
 from lockstep.config.load import load
-from lockstep.envs.driver import plays
 from lockstep.envs.spiel.cases import BOARD
 from lockstep.envs.spiel.outcome import outcome, pool
 from lockstep.envs.spiel.play import mcts_mover
 from lockstep.envs.spiel.states import moves_at, state_at
-from lockstep.envs.spiel.task import SpielStates
 from lockstep.envs.spiel.text import described, read_move, written
 from lockstep.errors import TaskError
-from lockstep.loops.measures import rollout_metrics
+from lockstep.loops.step_metrics import rollout_metrics
 from lockstep.tasks.base import SelfTested
 from lockstep.tasks.build import build_task
+from lockstep.tasks.open_spiel import SpielStates
 from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout
-from lockstep.verifiers.base import workers_of
 
 ROOT = Path(__file__).resolve().parents[3]
 WIN_OR_NOT = (0, 3, 1, 4)
@@ -247,7 +245,7 @@ def test_cases_take_part_in_a_mix() -> None:
     games = schema.OpenSpielTask(games=["tic"], num_tasks_per_case=3, reward_mode="game")
     shares = {"states": schema.Share(task=states), "games": schema.Share(task=games)}
     task = build_task(schema.MixedTask(tasks=shares), 0)
-    assert plays(task)
+    assert task.plays
     for prompt in task.batch(0, 8):
         assert prompt.task in shares
         assert (task.runner(prompt) is None) == (prompt.task == "states")
@@ -272,8 +270,8 @@ def test_the_recipes_examples_are_what_the_task_asks() -> None:
 def test_outcomes_are_played_out_in_processes_of_their_own() -> None:
     settings = {"games": ["tic"], "answer": "reply", "playouts": 2, "playout": "mcts", "simulations": 8, "workers": 3}
     task = task_of(reward_mode="outcome", **settings)
-    assert workers_of(task) == 3
-    assert workers_of(task_of(games=["tic"])) == 0
+    assert task.workers == 3
+    assert task_of(games=["tic"]).workers == 0
     for prompt in task.batch(0, 4):
         history = tuple(prompt.data["history"])
         move, action = next(iter(moves_at("tic_tac_toe", history).items()))

@@ -14,11 +14,11 @@ import pytest
 from lockstep.config import schema
 from lockstep.envs.spiel.cases import BOARD
 from lockstep.envs.spiel.states import draw, identity, state_at
-from lockstep.envs.spiel.task import SpielStates
 from lockstep.envs.spiel.text import MARKS, mover
 from lockstep.errors import TaskError
 from lockstep.tasks.build import build_task
 from lockstep.tasks.generator import Side
+from lockstep.tasks.open_spiel import SpielStates
 from lockstep.types import Prompt
 
 PRINTED = """

@@ -1,0 +1,179 @@
+"""The objects of a run, built from its recipe. Everything that is swapped by a setting is chosen here or in a build_* below."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, assert_never
+
+from torch import Tensor
+
+from lockstep.algorithms.build import build_objective
+from lockstep.build.memory import execution, plan_run, rows_of_engine
+from lockstep.build.opponents import seat_rivals
+from lockstep.build.parts import Parts, Policy
+from lockstep.build.step_state import Carried
+from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
+from lockstep.chat.chat import ChatFormat
+from lockstep.config.schema import Recipe
+from lockstep.errors import ConfigError
+from lockstep.learner.adapter_files import Base
+from lockstep.learner.adapters import adopt_starts, attach
+from lockstep.learner.critic import build_critic
+from lockstep.learner.device import choose_device, prepare_process
+from lockstep.learner.learner import TorchLearner, base_model
+from lockstep.learner.rounding import rounding_gap
+from lockstep.models import load_model, load_tokenizer, resolve, resolve_dtype
+from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.fused_layers import fuse_layers
+from lockstep.models.weights import frozen_names, load_weights, named_weights
+from lockstep.numerics.apply import numerics_of
+from lockstep.plan.choice import MemoryPlan
+from lockstep.rollout.allocator import grow_segments
+from lockstep.rollout.build import native_engine
+from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
+from lockstep.seeds import seed_for
+from lockstep.sync.transports import CopySync, SharedSync, build_sync
+from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.build import build_task
+from lockstep.types import RolloutEngine, TokenIds
+
+if TYPE_CHECKING:
+    pass
+
+
+def build_task_of(recipe: Recipe) -> BuiltTask:
+    """The recipe's task, with what plays against the policy."""
+    task = build_task(recipe.task, recipe.seed)
+    seat_rivals(task, recipe)
+    return task
+
+
+def prepare_for_engine(recipe: Recipe) -> None:
+    """Set up this process for the engine's libraries. Raises EngineError if it is too late for a setting that must go."""
+    match recipe.rollout.engine:
+        case "native":
+            grow_segments(os.environ)
+        case "vllm":
+            prepare_environment()
+        case other:
+            assert_never(other)
+
+
+def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
+    """Load the model with its adapter, and what a warm start begins with. `replaced`: a checkpoint holds every weight anyway."""
+    parent = None if replaced else find_parent(recipe)
+    prepare_for_engine(recipe)
+    device = choose_device(recipe.device)
+    prepare_process(device, recipe.threads)
+    resolved = resolve(recipe.model)
+    dtype = resolve_dtype(recipe.model.dtype, device)
+    base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
+    load_base(base, parent)
+    if device.type == "cuda":
+        fuse_layers(base)  # for whoever computes with it: an evaluation without a learner must round as training does
+    tokenizer = load_tokenizer(resolved)
+    generation: Any = base.generation_config
+    chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
+    origin = Base.of(base, resolved.name) if recipe.adapter.kind != "none" else None
+    model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"), origin)
+    policy = Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32", parent)
+    require_precision(recipe, policy.numerics)
+    numerics_of(model, recipe.numerics.scale, recipe.numerics.exclude)
+    if parent is not None and (weights := adapter_weights(parent, policy.numerics)) is not None:
+        load_weights(model, iter(adopt(policy, weights).items()))
+        require_proven(model, parent)
+    return policy
+
+
+def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's weights, ready to be loaded: an adapter that began as a part of the base's weights (PiSSA, OLoRA) needs the
+    very residual that it was trained on, which the base is given here."""
+
+    def originals() -> Mapping[str, Tensor]:
+        kept = next(policy.model.parameters())
+        base = load_model(policy.resolved, dtype=kept.dtype, device="cpu", attention=ATTENTION)
+        load_base(base, policy.parent)
+        return dict(named_weights(base))
+
+    return adopt_starts(policy.model, weights, originals)
+
+
+def build_engine(
+    policy: Policy, recipe: Recipe, *, own_copy: bool = False, memory: MemoryPlan | None = None
+) -> RolloutEngine:
+    """The recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its weights.
+
+    `memory` decides its rows where the recipe leaves them open.
+    """
+    decode: Any = policy.tokenizer.decode
+    stop_ids = frozenset(policy.chat.stop_ids)
+    match recipe.rollout.engine:
+        case "native":
+            model = copy.deepcopy(policy.model) if own_copy else policy.model
+            slots = rows_of_engine(recipe, next(model.parameters()).device.type, memory)
+            return native_engine(model, slots=slots, stop_ids=stop_ids, decode=decode)
+        case "vllm":
+            return vllm_engine(recipe, policy.model, str(policy.resolved.path), stop_ids, decode)
+        case other:
+            assert_never(other)
+
+
+def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
+    """How the policy's weights reach its engine. vLLM has no adapters: they are merged into what is sent."""
+    merges = recipe.rollout.engine == "vllm" and recipe.adapter.kind != "none"
+
+    def rounding(sequences: Sequence[TokenIds]) -> float:
+        return rounding_gap(policy.model, sequences, sum(map(len, sequences)))
+
+    return build_sync(
+        recipe.sync,
+        vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
+        numerics=policy.numerics,
+        special=policy.tokenizer.all_special_ids,
+        frozen=frozen_names(policy.model),
+        transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",
+        merge=frozenset(name for name, _ in named_weights(policy.model)) if merges else None,
+        rounding=rounding if recipe.rollout.engine == "vllm" else None,
+    )
+
+
+def build_parts(
+    recipe: Recipe,
+    task: BuiltTask,
+    weights: Mapping[str, Tensor] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Parts:
+    """Everything that a training run needs. Raises LockstepError for whatever would fail later.
+
+    `weights`, in the names of lockstep.models.weights, replace those that the run starts from; its reference stays the start.
+    `say` is given the lines of the memory plan before the model is loaded.
+    """
+    objective = build_objective(recipe)
+    prepare_for_engine(recipe)  # before the plan, which asks the GPU for its memory and so starts CUDA
+    memory = plan_run(recipe, task, objective, say)
+    full = recipe.adapter.kind == "none"
+    policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)
+    critic = build_critic(policy.model, recipe, execution(memory)) if objective.needs_values else None
+    reference = None
+    if objective.needs_reference and recipe.adapter.kind == "none":
+        reference = copy.deepcopy(policy.model).requires_grad_(False)
+    if weights is not None:
+        load_weights(policy.model, iter(adopt(policy, weights).items()))
+    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy", memory=memory)
+    learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
+    sync = build_weight_sync(policy, recipe)
+    return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory)
+
+
+def require_precision(recipe: Recipe, weights: str) -> None:
+    """Raise ConfigError if numerics names a precision that the weights, loaded now, are not in."""
+    named = recipe.numerics.plain_named
+    if named is not None and named != weights:
+        raise ConfigError(
+            [
+                f"numerics names {named}, but the weights are in {weights}, and everything plain computes in their precision"
+            ],
+            fix=f"set model.dtype: {named}, or name {weights} in numerics",
+        )

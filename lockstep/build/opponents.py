@@ -1,0 +1,221 @@
+"""Frozen adapters that a policy plays against: each on a base of its own on the CPU, with an engine that runs in a thread.
+
+The run's engine samples from one set of weights, whose proof is part of every step; another adapter there would have to be
+switched on and off between its token steps. A second model keeps the two apart. It costs the memory of the base once more, on the
+host, and the processor time of its replies: a prompt of some hundred tokens and a few tokens for each of its moves.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from lockstep.build.adapter_folder import find_adapter
+from lockstep.build.warm_start import Parent, find_parent, load_base
+from lockstep.chat.chat import ChatFormat
+from lockstep.checkpoint.manifest import COMMIT
+from lockstep.checkpoint.store import FOLDER, CheckpointInfo, open_checkpoint, verify_checkpoint
+from lockstep.config import schema
+from lockstep.config.load import load
+from lockstep.config.schema import Chat, Recipe
+from lockstep.errors import EngineError, TaskError
+from lockstep.learner.adapter_files import Base, read_base
+from lockstep.learner.adapter_set import AdapterSet
+from lockstep.models import load_model, load_tokenizer, resolve, resolve_dtype
+from lockstep.models.attention import NAME as ATTENTION
+from lockstep.rollout.build import native_engine
+from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.mixed import Mixed
+from lockstep.tasks.open_spiel import SpielGames
+from lockstep.track.rundir import RunDirectory
+from lockstep.types import Completion, Message, Request, RolloutEngine, Sampling
+
+WHERE = "task.rival.path"
+DTYPES: Mapping[str, Literal["bf16", "fp32"]] = {"bfloat16": "bf16", "float32": "fp32"}
+"""Of an adapter's base, so that its fingerprint can be compared."""
+
+
+T = TypeVar("T", bound=schema.Task)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An adapter and what it was trained with."""
+
+    folder: Path
+    label: str
+    """Example: "runs/first at step 40"."""
+    recipe: Recipe | None = None
+    """Of the run that trained it; None for a folder on its own."""
+
+
+def seat_rivals(task: BuiltTask, recipe: Recipe) -> None:
+    """Load the adapters that a task's games are played against, before anything else is loaded.
+
+    Raises TaskError for a folder that is not there or holds no adapter, and for one of another model; ModelError or
+    CheckpointError if its files are damaged or it does not fit.
+    """
+    for member in task.members if isinstance(task, Mixed) else (task,):
+        if isinstance(member, SpielGames) and member.rival is not None:
+            member.seat(load_rival(member.rival, recipe))
+
+
+def pinned_rivals(recipe: Recipe) -> Recipe:
+    """The recipe with the very checkpoints that its rivals mean now; a run's newest one may be another when this run is resumed.
+
+    Raises TaskError or CheckpointError as find_rival does.
+    """
+    task = recipe.task
+    if not isinstance(task, schema.MixedTask):
+        return recipe.model_copy(update={"task": _pinned(task)})
+    shares = {name: share.model_copy(update={"task": _pinned(share.task)}) for name, share in task.tasks.items()}
+    return recipe.model_copy(update={"task": task.model_copy(update={"tasks": shares})})
+
+
+def _pinned(task: T) -> T:
+    if not isinstance(task, schema.OpenSpielTask) or task.rival is None:
+        return task
+    rival = task.rival.model_copy(update={"path": str(find_rival(task.rival.path).folder)})
+    return task.model_copy(update={"rival": rival})
+
+
+def load_rival(settings: schema.Rival, recipe: Recipe) -> RivalSampler:
+    """The adapter over the recipe's model, asked in the chat of the run that trained it, if it is of one."""
+    place = find_rival(settings.path)
+    _require_model(place, recipe)
+    made_for, _ = read_base(place.folder)
+    resolved = resolve(recipe.model)
+    asked = DTYPES.get(made_for.dtype, recipe.model.dtype) if made_for is not None else recipe.model.dtype
+    dtype = resolve_dtype(asked, "cpu")
+    base = load_model(resolved, dtype=dtype, device="cpu", attention=ATTENTION)
+    load_base(base, _parent(place))
+    adapters = AdapterSet(base, Base.of(base, resolved.name))
+    warning = adapters.attach("rival", place.folder)
+    adapters.activate("rival")
+    generation: Any = base.generation_config
+    tokenizer = load_tokenizer(resolved)
+    chat = ChatFormat(tokenizer, _chat(place, recipe), getattr(generation, "eos_token_id", None))
+    decode: Any = tokenizer.decode
+    engine = native_engine(adapters.model, slots=settings.slots, stop_ids=frozenset(chat.stop_ids), decode=decode)
+    engine.load(iter(()), 0)
+    bytes_held = sum(p.numel() * p.element_size() for p in adapters.model.parameters())
+    note = (
+        f"the opponent is {place.label}, frozen, over {resolved.name} in {str(dtype).removeprefix('torch.')} on the CPU "
+        f"({bytes_held / 2**30:.2f} GiB)"
+    )
+    return RivalSampler(engine, chat, settings, f"{note}; {warning}" if warning else note)
+
+
+def find_rival(name: str) -> Place:
+    """What a path stands for. Raises TaskError if it is nothing that holds an adapter, CheckpointError if it is damaged."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise TaskError(
+            "there is no such folder", where=f"{WHERE} = {name}", fix="name an adapter, a checkpoint or a run"
+        )
+    info: CheckpointInfo | None = None
+    if (path / "manifest.json").is_file():
+        info = open_checkpoint(path)
+    elif (path / COMMIT).is_file():
+        info = verify_checkpoint(path)
+    found = find_adapter(info.path if info is not None else path)
+    if found is None:
+        what = (
+            "it trained all weights and has no adapter" if info is not None else "it holds no adapter in PEFT's layout"
+        )
+        raise TaskError(what, where=f"{WHERE} = {name}", fix="name a run with an adapter, or an adapter's folder")
+    if info is None:
+        return Place(found.path, str(path))
+    run = info.path.resolve().parent.parent
+    of_run = info.path.resolve().parent.name == FOLDER and (run / "manifest.json").is_file()
+    recipe = load([str(RunDirectory.open(run).recipe_path)]) if of_run else None
+    return Place(found.path, f"{run if of_run else path} at step {info.step}", recipe)
+
+
+def _require_model(place: Place, recipe: Recipe) -> None:
+    """By name, before anything is loaded; that its weights are the same is known when they are there."""
+    if place.recipe is None:
+        return
+    theirs, ours = place.recipe.model, recipe.model
+    if (theirs.path, theirs.revision) != (ours.path, ours.revision):
+        raise TaskError(
+            f"{place.label} was trained on {theirs.path}{f' ({theirs.revision})' if theirs.revision else ''}, this run "
+            f"trains {ours.path}{f' ({ours.revision})' if ours.revision else ''}",
+            where=WHERE,
+            fix="name an adapter of this run's model",
+        )
+
+
+def _parent(place: Place) -> Parent | None:
+    """What the base of the adapter itself started from, if its run began with a warm start."""
+    return find_parent(place.recipe) if place.recipe is not None else None
+
+
+def _chat(place: Place, recipe: Recipe) -> Chat:
+    return place.recipe.chat if place.recipe is not None else recipe.chat
+
+
+class RivalSampler:
+    """Draws the replies in a thread, as long as any are asked for; those that are asked meanwhile join the others."""
+
+    def __init__(self, engine: RolloutEngine, chat: ChatFormat, settings: schema.Rival, note: str) -> None:
+        self.note = note
+        self._engine, self._chat = engine, chat
+        self._sampling = Sampling(settings.max_tokens, settings.temperature)
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._broken: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def ask(self, key: str, question: Sequence[Message], seed: int) -> None:
+        ids = self._chat.render(question)
+        self._inbox.put(
+            Request(key, ids, key, seed, self._sampling, self._engine.version, self._chat.shared_prefix(ids))
+        )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="lockstep-rival")
+            self._thread.start()
+
+    def poll(self, seconds: float) -> list[tuple[str, str]]:
+        found, until = [], time.monotonic() + seconds
+        while True:
+            if self._broken is not None:
+                raise EngineError(f"the opponent's engine failed: {self._broken}", where=WHERE) from self._broken
+            try:
+                found.append(self._outbox.get_nowait())
+            except queue.Empty:
+                if found or (left := until - time.monotonic()) <= 0:
+                    return found
+                try:
+                    found.append(self._outbox.get(timeout=min(left, 0.1)))
+                except queue.Empty:
+                    continue
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                self._engine.submit([self._inbox.get(), *self._waiting()])
+                for completion in self._engine.completed(self._admit):
+                    self._outbox.put((completion.request.id, self._read(completion)))
+        except Exception as error:  # told to whoever waits for its replies
+            self._broken = error
+
+    def _admit(self) -> None:
+        if requests := self._waiting():
+            self._engine.submit(requests)
+
+    def _waiting(self) -> list[Request]:
+        found: list[Request] = []
+        while True:
+            try:
+                found.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return found
+
+    def _read(self, completion: Completion) -> str:
+        return self._chat.answer(completion.ids)

@@ -1,0 +1,215 @@
+"""Warm start: a new run from the trained weights of another, which are proven to be those that were saved.
+
+A resume goes on with the same run: weights, optimizer, step count. A warm start is another run, with its own recipe, optimizer
+and steps; it takes weights alone. Full training begins from full training; adapters begin on top of a fully trained base, or go
+on with adapters of the same shape, over the base that those had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint.manifest import COMMIT
+from lockstep.checkpoint.state import CheckpointState, read_state
+from lockstep.checkpoint.store import FOLDER, CheckpointInfo, open_checkpoint, verify_checkpoint
+from lockstep.config.load import load
+from lockstep.config.schema import Adapter, Recipe
+from lockstep.errors import CheckpointError
+from lockstep.learner.adapter_files import live_tensors, read_base
+from lockstep.models.weights import load_weights, named_weights
+from lockstep.sync.fingerprint import fingerprint
+from lockstep.track.rundir import RunDirectory, is_run
+
+WHERE = "warm_start"
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A checkpoint that a run starts from; every byte of it was verified."""
+
+    info: CheckpointInfo
+    run: Path | None
+    """Its run; None for a checkpoint folder on its own."""
+    recipe: Recipe | None
+    """That run's own."""
+    parent: Parent | None = None
+    """What an adapter's run had started from itself: its base."""
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.info.meta["fingerprint"])
+
+    @property
+    def trained(self) -> str:
+        """Kind of its adapter; none is full training."""
+        return str(self.info.meta["adapter"])
+
+    @property
+    def line(self) -> str:
+        """Example: "runs/sft at step 60, weights 0123456789abcdef"."""
+        return f"{self.run or self.info.path} at step {self.info.step}, weights {self.fingerprint}"
+
+    @property
+    def lineage(self) -> dict[str, object]:
+        """For the manifest: this checkpoint, and what its own run started from, as that run's manifest has it."""
+        before = RunDirectory.open(self.run).manifest().get("parent") if self.run is not None else None
+        facts = {"run": str(self.run or self.info.path), "step": self.info.step, "fingerprint": self.fingerprint}
+        return {**facts, "trained": self.trained, "parent": before}
+
+
+def pinned(recipe: Recipe) -> Recipe:
+    """Resolve `warm_start` to the path of a checkpoint, so that a resume uses the same one.
+
+    Raises CheckpointError or RunDirectoryError if there is none.
+    """
+    if recipe.warm_start is None:
+        return recipe
+    return recipe.model_copy(update={"warm_start": str(find_checkpoint(recipe.warm_start).path)})
+
+
+def find_checkpoint(name: str) -> CheckpointInfo:
+    """The checkpoint that a run directory (its newest) or a checkpoint folder stands for, verified."""
+    path = Path(name)
+    if (path / COMMIT).is_file():
+        return verify_checkpoint(path)
+    if is_run(path):
+        return open_checkpoint(path)
+    gone = path.parent.name == FOLDER
+    raise CheckpointError(
+        "the checkpoint that this run starts from is not there" if gone else "neither a run nor a checkpoint",
+        where=f"{WHERE} = {name}",
+        fix="put it back: a run that was started from it needs it, to resume too" if gone else "name a run's directory",
+    )
+
+
+def find_parent(recipe: Recipe) -> Parent | None:
+    """What a recipe starts from, back to full training. Raises CheckpointError if it does not fit the recipe's adapter."""
+    if recipe.warm_start is None:
+        return None
+    parent = _read(recipe.warm_start)
+    _require_fit(parent, recipe.adapter)
+    return parent
+
+
+def _read(name: str) -> Parent:
+    info = find_checkpoint(name)
+    run = info.path.parent.parent
+    if info.path.parent.name != FOLDER or not is_run(run):
+        return Parent(info, None, None)
+    recipe = load([str(RunDirectory.open(run).recipe_path)])
+    over = info.meta["adapter"] != "none" and recipe.warm_start is not None
+    return Parent(info, run, recipe, _read(str(recipe.warm_start)) if over else None)
+
+
+def _require_fit(parent: Parent, adapter: Adapter) -> None:
+    if parent.trained == "none":
+        return
+    where = f"{WHERE} = {parent.run or parent.info.path}"
+    if adapter.kind == "none":
+        raise CheckpointError(
+            f"it trained adapters ({parent.trained}), and this run trains all weights",
+            where=where,
+            fix="export the merged model with lockstep export --merge and name it in model.path, or set the adapter of that run",
+        )
+    if getattr(adapter, "start", None) is not None:
+        raise CheckpointError(
+            "adapter.start would have no effect: the run goes on with the adapters of its warm start",
+            where=where,
+            fix="leave out warm_start or adapter.start",
+        )
+    before = parent.recipe.adapter if parent.recipe else None
+    ignored = {"start", "init"}  # how it began: it goes on now
+    differ = []
+    if before is not None:
+        old, new = before.model_dump(exclude=ignored), adapter.model_dump(exclude=ignored)
+        differ = [
+            f"adapter.{key} was {old.get(key)}, is {new.get(key)}" for key in old | new if old.get(key) != new.get(key)
+        ]
+    if differ or parent.trained != adapter.kind:
+        raise CheckpointError(
+            f"its adapters are of another shape: {'; '.join(differ) or f'{parent.trained}, not {adapter.kind}'}",
+            where=where,
+            fix="take over its adapter settings to go on with its adapters, or merge them into a model first",
+        )
+
+
+def base_checkpoint(name: str) -> str | None:
+    """The checkpoint of the last full training behind a warm start's setting; None if only adapters were trained before."""
+    base = base_of(_read(name))
+    return None if base is None else str(base.info.path)
+
+
+def base_of(parent: Parent | None) -> Parent | None:
+    """The last full training behind a warm start; None if what its adapters are over is the recipe's own model."""
+    while parent is not None and parent.trained != "none":
+        parent = parent.parent
+    return parent
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+def load_base(model: nn.Module, parent: Parent | None) -> None:
+    """Put the last full training behind `parent` into a model without adapters. Raises CheckpointError if it does not fit."""
+    parent = base_of(parent)
+    if parent is None:
+        return
+    weights = _stored(parent.info)
+    found = fingerprint(iter(weights.items())).combined
+    if found != parent.fingerprint:
+        raise CheckpointError(
+            f"its weights have fingerprint {found}; when they were saved they had {parent.fingerprint}",
+            where=str(parent.info.path),
+            fix="choose another checkpoint",
+        )
+    own = dict(named_weights(model))
+    strange = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+    if strange:
+        raise CheckpointError(
+            f"its model is another than this run's: {len(strange)} tensors differ, such as {strange[0]}",
+            where=f"{WHERE} = {parent.info.path}",
+            fix=f"set model.path to that run's: {parent.info.meta['model']}",
+        )
+    load_weights(model, ((name, tensor.to(own[name].dtype)) for name, tensor in weights.items()))
+
+
+def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor] | None:
+    """The adapters to go on with; None if the run begins new ones or none.
+
+    Raises CheckpointError if they are in another precision than this run's weights.
+    """
+    if parent is None or parent.trained == "none":
+        return None
+    saved = str(parent.info.meta["numerics"])
+    if saved != numerics:
+        raise CheckpointError(
+            f"its adapters and their base are in {saved}, and this run's model is in {numerics}",
+            where=f"{WHERE} = {parent.info.path}",
+            fix=f"set model.dtype={saved}",
+        )
+    return _stored(parent.info)
+
+
+def require_proven(model: nn.Module, parent: Parent) -> None:
+    """Raise CheckpointError unless base and adapters together are the weights that were saved."""
+    found = fingerprint(named_weights(model)).combined
+    if found != parent.fingerprint:
+        numerics: Any = parent.info.meta["numerics"]
+        raise CheckpointError(
+            f"base and adapters together have fingerprint {found}; when they were saved they had {parent.fingerprint}",
+            where=f"{WHERE} = {parent.info.path}",
+            fix=f"use that run's model ({parent.info.meta['model']}, {numerics}) and its adapter settings",
+        )
+
+
+def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], CheckpointState]:
+    """A checkpoint's weights under the names of lockstep.models.weights, and the whole state."""
+    state = read_state(info)
+    return live_tensors(state.weights, residual=bool(read_base(info.path)[1])), state
+
+
+def _stored(info: CheckpointInfo) -> dict[str, Tensor]:
+    return read_weights(info)[0]

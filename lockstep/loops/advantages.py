@@ -1,0 +1,118 @@
+"""From graded groups to a batch with an advantage for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from lockstep.algorithms.build import Objective
+from lockstep.algorithms.kl import Estimator, reward_penalties
+from lockstep.algorithms.overlong import overlong_penalty
+from lockstep.config.schema import Recipe
+from lockstep.types import Batch, FinishReason, Group, Rollout, TrainSequence
+
+
+def make_batch(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Batch:
+    """All samples of a step as one batch, group by group, without advantages yet.
+
+    Sequences without a trained token (unscored, or left out as truncated) carry no loss and count in no denominator. Weights are
+    0 until the batch is split into updates.
+    """
+    sequences = tuple(
+        TrainSequence(
+            rollout.prompt_ids,
+            rollout.ids,
+            rollout.trained if learnable(rollout, recipe) else (False,) * len(rollout.ids),
+            rollout.logprobs,
+            (0.0,) * len(rollout.ids),
+            0.0,
+            group=index,
+            reward=shaped_reward(rollout, recipe),
+            turn_rewards=rollout.turn_rewards,
+        )
+        for index, group in enumerate(groups)
+        for rollout in group.rollouts
+    )
+    return Batch(sequences, recipe.rollout.temperature, common_prefix(groups), kl_coef)
+
+
+def common_prefix(groups: Sequence[Group]) -> int:
+    """How many leading prompt tokens all samples have in common, of those that their own prompts share with others.
+
+    Prompts of several tasks may begin with tools or system texts of their own.
+    """
+    size = min((rollout.prefix for group in groups for rollout in group.rollouts), default=0)
+    heads = {group.rollouts[0].prompt_ids[:size] for group in groups if group.rollouts}
+    return next((i for i, column in enumerate(zip(*heads, strict=True)) if len(set(column)) > 1), size)
+
+
+def learnable(rollout: Rollout, recipe: Recipe) -> bool:
+    """Whether the reply may carry loss: it was scored, and was not cut off in a recipe that leaves such replies out."""
+    return rollout.grade.scored and not (recipe.algorithm.overlong.drop_truncated and truncated(rollout))
+
+
+def truncated(rollout: Rollout) -> bool:
+    return rollout.finish is FinishReason.LENGTH
+
+
+def shaped_reward(rollout: Rollout, recipe: Recipe) -> float | None:
+    """The reward as credit assignment sees it: the grade's, less the penalty for a long reply. None is unscored."""
+    if rollout.grade.reward is None:
+        return None
+    overlong, tokens = recipe.algorithm.overlong, len(rollout.ids)
+    return rollout.grade.reward - overlong_penalty(
+        tokens, recipe.rollout.max_tokens, buffer=overlong.buffer, penalty=overlong.penalty
+    )
+
+
+def with_advantages(objective: Objective, recipe: Recipe, batch: Batch) -> Batch:
+    """Give every trained token its advantage, and its return if there is a critic.
+
+    A truncated reply that is left out of the loss still counts in its group's mean.
+    """
+    kl, sequences = recipe.algorithm.kl, list(batch.sequences)
+    if kl.placement == "reward":
+        sequences = [replace(s, penalties=kl_estimates(s, kl.estimator, batch.kl_coef)) for s in sequences]
+    if objective.needs_values:  # a reply without a trained token was not shown to the critic
+        sequences = [s if s.values else replace(s, values=(0.0,) * len(s.ids)) for s in sequences]
+    return replace(batch, sequences=tuple(objective.credit(sequences)) if sequences else ())
+
+
+def advantage_rows(groups: Sequence[Group], batch: Batch) -> list[tuple[float, ...]]:
+    """One number per reply, group by group: the mean advantage of its trained tokens, 0 if it has none."""
+    means = iter([_mean_advantage(sequence) for sequence in batch.sequences])
+    return [tuple(next(means) for _ in group.rollouts) for group in groups]
+
+
+def mean_kl(batch: Batch) -> float | None:
+    """Mean k1 per trained token of the policy that sampled to the reference; None if no sample was compared with it."""
+    gaps = [
+        old - ref
+        for sequence in batch.sequences
+        if sequence.ref_logprobs is not None
+        for old, ref, trained in zip(_sampled_by(sequence), sequence.ref_logprobs, sequence.trained, strict=True)
+        if trained
+    ]
+    return fmean(gaps) if gaps else None
+
+
+def _sampled_by(sequence: TrainSequence) -> tuple[float, ...]:
+    """Log-probabilities of the policy that sampled: the learner's own if they were computed, else the engine's."""
+    return sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+
+
+def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.0) -> tuple[float, ...]:
+    """Divergence from the reference per response token, times `coef`, 0 where not trained; empty if it was not compared."""
+    if sequence.ref_logprobs is None:  # it carries no loss
+        return ()
+    return reward_penalties(
+        _sampled_by(sequence), sequence.ref_logprobs, sequence.trained, estimator=estimator, coef=coef
+    )
+
+
+def _mean_advantage(sequence: TrainSequence) -> float:
+    values = [value for value, trained in zip(sequence.advantages, sequence.trained, strict=True) if trained]
+    if not values:
+        return 0.0
+    return values[0] if min(values) == max(values) else fmean(values)

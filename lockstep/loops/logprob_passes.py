@@ -1,0 +1,78 @@
+"""Forward passes before the first update of a step, over all samples at once. Each is made only if something needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from lockstep.algorithms.build import Objective
+from lockstep.build.parts import Parts
+from lockstep.config.schema import Recipe
+from lockstep.learner.learner import with_old_logprobs, with_ref_logprobs
+from lockstep.types import Batch, TrainSequence
+
+Pass: TypeAlias = Callable[[list[TrainSequence]], list[TrainSequence]]
+
+
+def add_values_and_reference(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
+    """Attach what credit assignment reads: values of the critic, and for a KL penalty in the reward both its sides."""
+    objective, live = parts.objective, [any(sequence.trained) for sequence in batch.sequences]
+    if objective.reference_before_credit:
+        if objective.recomputes_old:
+            batch = _with(batch, live, _old_pass(parts, recipe, batch.prefix))
+        batch = _with(batch, live, _reference_pass(parts, recipe, batch.prefix))
+    if parts.critic is not None:
+        batch = _with(batch, live, _value_pass(parts, batch.prefix))
+    return batch
+
+
+def add_old_logprobs(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
+    """Attach what the loss reads and credit assignment did not: old log-probabilities and the reference's."""
+    objective, live = parts.objective, carries_gradient(parts.objective, recipe, batch)
+    if objective.reference_before_credit:
+        return batch
+    if objective.recomputes_old:
+        batch = _with(batch, live, _old_pass(parts, recipe, batch.prefix))
+    if objective.needs_reference:
+        batch = _with(batch, live, _reference_pass(parts, recipe, batch.prefix))
+    return batch
+
+
+def carries_gradient(objective: Objective, recipe: Recipe, batch: Batch) -> list[bool]:
+    """True for sequences that must go through the learner: not those without a trained token, nor, if the recipe leaves them
+    out, those whose gradient is known to be zero."""
+    drop = recipe.update.drop_zero_advantage and objective.zero_advantage_is_zero_gradient
+    return [any(s.trained) and not (drop and not any(s.advantages)) for s in batch.sequences]
+
+
+def _with(batch: Batch, live: Sequence[bool], fill: Pass) -> Batch:
+    """The batch, its live sequences as `fill` returns them."""
+    filled = iter(fill([s for s, alive in zip(batch.sequences, live, strict=True) if alive]))
+    sequences = tuple(next(filled) if alive else s for s, alive in zip(batch.sequences, live, strict=True))
+    return replace(batch, sequences=sequences)
+
+
+def _old_pass(parts: Parts, recipe: Recipe, prefix: int) -> Pass:
+    def fill(sequences: list[TrainSequence]) -> list[TrainSequence]:
+        logprobs = parts.learner.response_logprobs(sequences, recipe.rollout.temperature, prefix=prefix)
+        return with_old_logprobs(sequences, logprobs)
+
+    return fill
+
+
+def _reference_pass(parts: Parts, recipe: Recipe, prefix: int) -> Pass:
+    def fill(sequences: list[TrainSequence]) -> list[TrainSequence]:
+        temperature = recipe.rollout.temperature
+        logprobs = parts.learner.response_logprobs(sequences, temperature, reference=True, prefix=prefix)
+        return with_ref_logprobs(sequences, logprobs)
+
+    return fill
+
+
+def _value_pass(parts: Parts, prefix: int) -> Pass:
+    def fill(sequences: list[TrainSequence]) -> list[TrainSequence]:
+        values = parts.critic.values(sequences, prefix) if parts.critic is not None else []
+        return [replace(s, values=row) for s, row in zip(sequences, values, strict=True)]
+
+    return fill

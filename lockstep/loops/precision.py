@@ -1,0 +1,98 @@
+"""The precision of each phase, and how learner and engine agree in it.
+
+Between rollouts and evaluations it computes in the precision of the weights, and so does the learner when a proof of sync asks
+it: the proof compares like with like, and can be sharp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.config.numerics import Phase
+from lockstep.errors import EngineError
+from lockstep.numerics.formats import parse
+from lockstep.rollout.precision import computing
+from lockstep.types import Forward
+
+if TYPE_CHECKING:
+    from lockstep.build.parts import Parts
+    from lockstep.config.schema import Recipe
+
+
+PROBE = 4
+"""Prompts that learner and engine are compared on."""
+
+
+def numerics_lines(parts: Parts, recipe: Recipe) -> list[str]:
+    """Start lines: what each phase computes in and how many layers that quantises. None for a run that quantises nothing.
+
+    Raises EngineError if a phase would quantise no layer.
+    """
+    settings, weights = recipe.numerics, parts.policy.numerics
+    phases: dict[Phase, str] = {"train": "training", "rollout": "rollouts", "eval": "evaluation"}
+    if recipe.loop != "rl":
+        del phases["rollout"]
+    if not any(settings.of(phase) for phase in phases):
+        return []
+    numerics, lines = parts.learner.numerics, []
+    for phase, name in phases.items():
+        if phase == "train":
+            count = numerics.prepare(settings.of(phase))
+        else:
+            with computing(parts.engine, Forward(settings.of(phase))):
+                count = parts.engine.set_forward(parts.engine.forward).quantised_layers
+        lines.append(f"numerics: {name} in {settings.label(phase, weights)}, {count} linear layers quantised")
+    if numerics.excluded:
+        lines.append(f"numerics: {len(numerics.excluded)} linear layers left alone: {_some(numerics.excluded)}")
+    if recipe.adapter.kind != "none":
+        lines.append("numerics: adapters see the input as it is and compute in the precision of the weights")
+    if "rollout" in phases and settings.of("rollout") != settings.of("train"):
+        lines.append("numerics: rollouts are off-policy, as they compute otherwise than training; see mismatch/*")
+    lines.append(f"numerics: proofs of sync compare learner and engine in {weights}")
+    return lines
+
+
+def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
+    """How learner and engine agree in the rollouts' numerics, beside what these make of the model; nothing for plain ones.
+
+    Called after a proof of sync. Raises EngineError if quantisation changes no log-probability of the engine.
+    """
+    numeric = recipe.numerics.of("rollout")
+    if not numeric:
+        return []
+    prompts = parts.task.batch(0, recipe.prompts_per_step)[:PROBE]
+    sequences = [parts.policy.chat.render_prompt(prompt) for prompt in prompts]
+    plain = parts.engine.score(sequences)
+    with computing(parts.engine, Forward(numeric)):
+        quantised = parts.engine.score(sequences)
+    effect = _gap(plain, quantised)
+    if not effect:
+        raise EngineError(
+            f"the engine says that it computes in {numeric}, and gives the very log-probabilities that it gives without",
+            where="numerics.rollout",
+            fix="report this with the model's name: its linear layers are not where they are looked for",
+        )
+    gap = _gap(parts.learner.logprobs(sequences, numeric), quantised)
+    lines = [
+        f"numerics: mean |Δlogp| over {len(sequences)} prompts in {numeric}: learner and engine {gap:.3g}; "
+        f"from the model in {parts.policy.numerics} {effect:.3g}"
+    ]
+    if parse(numeric).activations:
+        lines.append("numerics: rounding to four bits makes steps of differences in the last bit; see docs/numerics.md")
+    if gap > effect / 2:
+        lines.append(
+            "numerics: warning: learner and engine are as far apart as from the unquantised model; watch mismatch/*"
+        )
+    return lines
+
+
+def _gap(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Mean |Δ log-probability|, nats."""
+    gaps = [abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return math.fsum(gaps) / len(gaps)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,102 @@
+"""Checks of a task before a run and while it goes on: the same prompts when asked again, right scores, unchanged data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.config.schema import Recipe
+from lockstep.data.questions import data_hash, question_digest
+from lockstep.errors import DataError, HealthStop, TaskError
+from lockstep.loops.sampling import round_prompts
+from lockstep.tasks.base import BuiltTask
+from lockstep.types import Prompt
+
+STEPS = 8
+"""Steps whose prompts are asked for twice before a run, in another order the second time."""
+TESTED, TESTED_SLOW = 32, 4
+"""Prompts of a step on which grading is tested, for graders in this process and for those that work in others."""
+
+
+def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
+    """Ask for the prompts of the first steps twice. Returns what a reader should know; counts questions that repeat.
+
+    Raises TaskError, naming the prompt, if a step's prompts depend on what was asked before, or if one id stands for two
+    questions.
+    """
+    steps, size = range(min(STEPS, recipe.steps)), recipe.prompts_per_step
+    first = {step: tuple(task.batch(step, size)) for step in steps}
+    for step in reversed(steps):
+        _refuse_change(task, step, first[step], tuple(task.batch(step, size)))
+    asked: dict[str, bytes] = {}
+    for prompt in (prompt for prompts in first.values() for prompt in prompts):
+        digest = question_digest(prompt.messages) + prompt.answer.encode("utf-8", "replace")
+        if asked.setdefault(prompt.id, digest) != digest:
+            raise TaskError(
+                f"the id {prompt.id} stands for two questions or answers",
+                where=f"task {task.name}",
+                fix="give each question an id of its own",
+            )
+    questions = {question_digest(prompt.messages) for prompts in first.values() for prompt in prompts}
+    total = sum(map(len, first.values()))
+    return [
+        f"task {task.name} asked twice for the prompts of {len(steps)} steps: the same both times; {len(questions)} different "
+        f"questions, {len(asked) - len(questions)} of them under more than one id, {total - len(asked)} asked again"
+    ]
+
+
+def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:
+    """Grade right, empty and wrong replies to some of a step's prompts; how many prompts were tried.
+
+    Raises HealthStop, naming the prompt and the reply, if one does not get the score that it must get.
+    """
+    tried = prompts[: TESTED_SLOW if task.workers else TESTED]
+    for prompt in tried:
+        if found := task.problems(prompt):
+            raise HealthStop(
+                f"the self-test of the grader failed: {found[0]}"
+                + (f" (and {len(found) - 1} more)" if found[1:] else ""),
+                where=f"step {step}",
+                fix="fix the verifier, or the reference answer; no score since the last test can be trusted",
+            )
+    return len(tried)
+
+
+def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after: tuple[Prompt, ...]) -> None:
+    if before == after:
+        return
+    changed = next((b for b, a in zip(before, after, strict=False) if a != b), None)
+    raise TaskError(
+        f"step {step} asks other prompts when it is asked again"
+        + (f"; the first that differs is {changed.id}" if changed else ""),
+        where=f"task {task.name}",
+        fix="let batch(step, size) depend on its arguments alone: no random state, no position, no clock",
+    )
+
+
+def questions_hash(task: BuiltTask, recipe: Recipe) -> str:
+    """Hash of the prompts of steps 0, 1, the middle and the last; empty for SFT. Batches are functions of the step alone."""
+    if recipe.loop != "rl":
+        return ""
+    steps = sorted({0, 1, recipe.steps // 2, recipe.steps - 1})
+    return data_hash([prompt for step in steps for prompt in round_prompts(task, recipe, step, 0, (), 0)])
+
+
+def require_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise DataError if the manifest of the earlier attempts names other data. `now`: what is about to be written into it."""
+    names = {
+        "questions_hash": "the training prompts changed",
+        "heldout_hash": "the held-out items changed",
+        "sft": "the training rows changed",
+    }
+    for name, what in names.items():
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            old, new = old.get("content_hash"), new.get("content_hash")
+        if old and new and old != new:
+            raise DataError(
+                f"{what} since the run started ({old} then, {new} now)",
+                where=str(name),
+                fix="put data, task code and their packages back as they were and resume, or begin another run from this one's "
+                "weights (warm_start)",
+            )

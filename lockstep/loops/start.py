@@ -1,0 +1,244 @@
+"""Starting and resuming a run: everything around the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lockstep.build.base import frozen_print, require_unchanged
+from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.disk import check_disk
+from lockstep.build.opponents import pinned_rivals
+from lockstep.build.parts import Parts
+from lockstep.build.warm_start import Parent, pinned, read_weights
+from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
+from lockstep.config.load import dump, load
+from lockstep.config.numerics import PHASES
+from lockstep.config.schema import Recipe, Sft
+from lockstep.data.questions import data_hash
+from lockstep.doctor.check import Check
+from lockstep.doctor.run import require_machine
+from lockstep.errors import CheckpointError, HealthStop, LockstepError
+from lockstep.evaluate.plan import eval_plan, plan_lines
+from lockstep.evaluate.runner import heldout_items
+from lockstep.health.rules import health_lines
+from lockstep.learner.adapters import describe
+from lockstep.loops import sft
+from lockstep.loops.noise import describe_noise
+from lockstep.loops.precision import numerics_lines
+from lockstep.loops.preflight import check_purity, questions_hash, require_same_data
+from lockstep.loops.rl import train
+from lockstep.loops.rollouts import check_pool, check_prompts
+from lockstep.loops.sampling import round_prompts
+from lockstep.loops.sft_data import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
+from lockstep.loops.step_metrics import grading_line
+from lockstep.plan.batch import batch_lines
+from lockstep.plan.fit import require_fit
+from lockstep.plan.schedule import rate_lines
+from lockstep.report.html import write_report
+from lockstep.run.evaluation import final_table
+from lockstep.run.logger import RunLogger
+from lockstep.run.monitor import last_evaluated
+from lockstep.run.state import restore
+from lockstep.track.rundir import RunDirectory, manifest_facts
+from lockstep.track.sinks import check_installed
+from lockstep.track.writer import read_events, read_metrics
+from lockstep.types import Prompt
+
+
+def start_run(recipe: Recipe) -> RunDirectory:
+    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
+    check_installed(recipe.track)
+    warned = require_machine(recipe)
+    require_fit(recipe)
+    recipe = with_steps(pinned_rivals(pinned(recipe)))
+    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
+    with run:
+        _run(run, recipe, None, warned)
+    return run
+
+
+def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool = False) -> RunDirectory:
+    """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
+
+    `health`: overrides of settings of health, which change no number of the run; they stay with it.
+    """
+    if health:  # a mistake in them must not cost an attempt
+        load([str(RunDirectory.open(path).recipe_path), *health])
+    run = RunDirectory.resume(path, manifest_facts())
+    with run:
+        recipe = load([str(run.recipe_path), *health])
+        if health:
+            run.replace_recipe(dump(recipe))
+        _run(run, recipe, _newest(run, allow_fallback), require_machine(recipe))
+    return run
+
+
+def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
+    """The checkpoint to go on from; None to begin. Raises CheckpointError for one that is damaged, or that somebody removed."""
+    # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
+    there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
+    info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
+    saved = [event.step for event in read_events(run) if event.kind == "checkpoint" and event.step is not None]
+    if saved and saved[-1] > (info.step if info else 0) and not allow_fallback:
+        begin = f"from step {info.step}" if info else "from the beginning"
+        raise CheckpointError(
+            f"the checkpoint of step {saved[-1]}, the last that was saved, is not there",
+            where=str(run.checkpoints_path),
+            fix=f"put it back, or go on {begin} with --allow-fallback",
+        )
+    return info
+
+
+def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check]) -> None:
+    logger = RunLogger(run, recipe)
+    try:
+        for check in machine:
+            logger.say(f"machine: {check.name}: {check.found}; {check.fix}")
+        start = info.step if info else 0
+        with_health = {"health": recipe.health.model_dump(mode="json")}
+        logger.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start, **with_health)
+        began = run.manifest().get("cwd", "")
+        if run.attempt > 1 and began != str(Path.cwd()):
+            logger.say(
+                f"the run began in {began} and goes on in {Path.cwd()}: relative paths of its recipe are of the latter"
+            )
+        for note in info.notes if info else ():
+            logger.warn(note)
+        for name in set_aside(run.path, start) if info else ():
+            logger.warn(
+                f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are made again"
+            )
+        material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
+        parts = _build(recipe, logger, info)
+        base = frozen_print(parts.policy.model)
+        if material is None or recipe.sft is None:
+            train(parts, recipe, logger, start)
+        else:
+            sft.train(parts, recipe, _sft_rows(parts, recipe, recipe.sft, material, logger), logger, start)
+        if base is not None:
+            line = require_unchanged(parts.policy.model, base)
+            logger.event("base", line, fingerprint=base.combined)
+            logger.say(line)
+        _finish(run, parts, recipe, logger)
+    except LockstepError as error:
+        logger.event("stopped", str(error), error=type(error).__name__)
+        logger.say(f"stopped: {error}")
+        if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
+            logger.say(f"report: {write_report(run.path)}")
+        raise
+    finally:
+        logger.close()
+
+
+def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None) -> Parts:
+    for line in plan_lines(recipe):
+        logger.say(line)
+    task = build_task_of(recipe)
+    task.keep_in(logger.run.path)
+    if recipe.loop == "rl":
+        for line in check_purity(task, recipe):
+            logger.say(line)
+    check_disk(recipe, logger.run.path, logger.say)
+    weights, state = read_weights(info) if info else (None, None)
+    parts = build_parts(recipe, task, weights, logger.say)
+    if state is not None:
+        restore(parts, state, recipe)
+        logger.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
+    elif parts.policy.parent is not None:
+        _say_parent(parts, parts.policy.parent, logger)
+    prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
+    check_prompts(parts.policy.chat, prompts, recipe.rollout.max_tokens, parts.policy.context)
+    if recipe.loop == "rl" and info is None:
+        check_pool(parts.policy.chat, task, recipe.rollout.max_tokens, parts.policy.context)
+    reply = recipe.eval.max_tokens or recipe.rollout.max_tokens
+    check_prompts(parts.policy.chat, _heldout(parts, recipe), reply, parts.policy.context)
+    _describe(parts, recipe, logger, prompts)
+    return parts
+
+
+def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
+    if not recipe.eval.enabled:
+        return []
+    plans = [eval_plan(recipe, parts.policy.numerics, chosen=chosen) for chosen in recipe.eval.sets]
+    return [prompt for plan in plans for prompt in heldout_items(parts.task, plan)]
+
+
+def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
+    """What a reader must know to judge the run, on the console and in the manifest."""
+    policy = parts.policy
+    batch = batch_lines(recipe)
+    lines = [
+        *parts.task.notes,
+        *policy.chat.notes,
+        *(policy.chat.continuation().notes if parts.task.plays else ()),
+        *parts.learner.notes,
+        f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
+        *describe(recipe.adapter, policy.model).splitlines(),
+        *batch,
+        *rate_lines(recipe),
+        *health_lines(recipe),
+        *numerics_lines(parts, recipe),
+        *describe_noise(parts, recipe),
+        *parts.objective.formula.splitlines(),
+        *(
+            f"first prompt, as the model sees it:\n{policy.chat.preview(one.messages, one.tools)}"
+            for one in prompts[:1]
+        ),
+    ]
+    for line in lines:
+        logger.say(line)
+    facts = {
+        "threads": torch.get_num_threads(),
+        "formula": parts.objective.formula,
+        "batch": "\n".join(batch),
+        "template_hash": policy.chat.template_hash,
+        "questions_hash": questions_hash(parts.task, recipe),
+        "heldout_hash": data_hash(_heldout(parts, recipe)),
+        "numerics": policy.numerics,
+        "computes": {phase: recipe.numerics.label(phase, policy.numerics) for phase in PHASES},
+        "task_notes": list(parts.task.notes),
+    }
+    require_same_data(logger.run.manifest(), facts)
+    logger.run.add_to_manifest(facts)
+
+
+def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
+    """Where the weights are from, on the console and in the manifest."""
+    logger.say(
+        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule begin anew "
+        f"(to go on with that run itself: lockstep train --resume {parent.run or 'RUN'})"
+    )
+    if parts.objective.needs_reference and parent.trained != "none":
+        logger.warn("the reference policy is the base without adapters, not the weights of the warm start")
+    logger.event("warm_start", parent.line, step=0, fingerprint=parent.fingerprint)
+    logger.run.add_to_manifest({"parent": parent.lineage})
+
+
+def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, logger: RunLogger) -> SftRows:
+    """The rows as tokens, and what a reader must know of them, on the console and in the manifest."""
+    refuse_asked(material, _heldout(parts, recipe))
+    rows = tokenised(material, parts.policy.chat, settings, parts.policy.context)
+    lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]
+    for line in lines:
+        logger.say(line)
+    facts = {"origin": material.origin, "content_hash": material.content_hash, "train": len(rows.train)}
+    facts |= {"validation": len(rows.validation), "dropped": rows.dropped, "truncated": rows.truncated}
+    require_same_data(logger.run.manifest(), {"sft": facts})
+    logger.run.add_to_manifest({"sft": {**facts, "notes": [*material.notes, *rows.notes]}})
+    return rows
+
+
+def _finish(run: RunDirectory, parts: Parts, recipe: Recipe, logger: RunLogger) -> None:
+    proof = parts.sync.verify(parts.learner, parts.engine)
+    last = last_evaluated(recipe, logger) if recipe.eval.enabled else recipe.steps
+    logger.event("verified", "all tensors and the probe, at the end", step=last, fingerprint=proof.fingerprint)
+    for line in final_table(recipe, logger):
+        logger.say(line)
+    if line := grading_line(read_metrics(run)):
+        logger.say(line)
+    path = write_report(run.path)
+    logger.event("finished", str(path.name), step=last)
+    logger.say(f"report: {path}")

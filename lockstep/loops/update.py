@@ -1,0 +1,130 @@
+"""From graded groups to new weights: advantages, then the optimizer updates of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.algorithms.build import Objective
+from lockstep.build.parts import Parts
+from lockstep.config.schema import Recipe
+from lockstep.loops.advantages import advantage_rows, make_batch, mean_kl, with_advantages
+from lockstep.loops.logprob_passes import add_old_logprobs, add_values_and_reference, carries_gradient
+from lockstep.loops.step_metrics import credit_metrics
+from lockstep.seeds import seed_for
+from lockstep.types import Batch, Group, Metrics
+
+AT_FIRST = ("mismatch/", "critic/explained_variance")
+"""Facts about the policies before the first update of a step; those of later updates are about something else."""
+SUMMED = ("batch/", "critic/oom_splits")
+WORST = ("ratio/", "correction/weight_max", "grad/norm", "grad/clipped", "critic/grad_norm")
+
+
+def improve(
+    parts: Parts, recipe: Recipe, groups: Sequence[Group], step: int
+) -> tuple[list[tuple[float, ...]], Metrics]:
+    """From graded groups to new weights. Returns an advantage per reply, group by group, and what happened.
+
+    Without a group the weights stay as they are, and the step is counted as empty.
+    """
+    batch = make_batch(groups, recipe, parts.carried.kl_coef)
+    batch = add_values_and_reference(parts, recipe, batch)
+    batch = with_advantages(parts.objective, recipe, batch)
+    if not warms_up(recipe, step):
+        batch = add_old_logprobs(parts, recipe, batch)
+    rows = advantage_rows(groups, batch)
+    metrics = credit_metrics(groups, rows, batch, recipe)
+    metrics |= run_updates(parts, recipe, batch, step)
+    return rows, metrics | carry_on(parts, recipe, batch)
+
+
+def carry_on(parts: Parts, recipe: Recipe, batch: Batch) -> Metrics:
+    """Set what the next step inherits besides weights; return the metrics that decide it."""
+    metrics: Metrics = {}
+    if not batch.sequences:
+        parts.carried.empty_steps += 1
+    if recipe.algorithm.dynamic_sampling.enabled:
+        metrics["sampling/empty_steps"] = float(parts.carried.empty_steps)
+    kl = mean_kl(batch)
+    if kl is not None:
+        parts.carried.adapt_kl(recipe, kl, len(batch.sequences))
+        metrics["kl/k1"] = kl
+    return metrics
+
+
+def run_updates(parts: Parts, recipe: Recipe, whole: Batch, step: int) -> Metrics:
+    """All optimizer updates of a step, of the policy and of the critic. Without samples there is none."""
+    epochs, skipped = recipe.update.epochs, parts.learner.skipped
+    live = carries_gradient(parts.objective, recipe, whole)
+    batches = [
+        batch
+        for epoch in range(epochs)
+        for batch in make_batches(parts.objective, recipe, whole, live, step * epochs + epoch)
+    ]
+    trains_policy = not warms_up(recipe, step)
+    metrics: Metrics = {}
+    for batch in batches:
+        metrics = merged(metrics, _update(parts, batch, policy=trains_policy))
+    updates = len(batches) if trains_policy else 0
+    return metrics | {
+        "batch/samples_trained": float(sum(live)),
+        "batch/optimizer_steps": float(updates - (parts.learner.skipped - skipped)),
+    }
+
+
+def warms_up(recipe: Recipe, step: int) -> bool:
+    """Whether only the critic is trained in this step."""
+    critic = recipe.algorithm.critic
+    return critic is not None and step < critic.warmup_steps
+
+
+def _update(parts: Parts, batch: Batch, *, policy: bool) -> Metrics:
+    critic, metrics = parts.critic, parts.learner.update(batch, parts.objective.loss) if policy else {}
+    if critic is not None and not (policy and critic.joint):  # a shared one was trained by the learner's update
+        metrics |= critic.update(batch)
+    return metrics
+
+
+def make_batches(
+    objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], epoch_step: int
+) -> list[Batch]:
+    """The updates of one pass over the samples; those that are not `live` count in denominators alone.
+
+    With several updates, samples are dealt by a permutation that is a function of (run, step and epoch).
+    """
+    count, size = len(whole.sequences), recipe.samples_per_update
+    order = list(range(count))
+    if size < count:
+        order = sorted(order, key=lambda index: seed_for(recipe.seed, "update", epoch_step, index))
+    return [_batch(objective, recipe, whole, live, order[start : start + size]) for start in range(0, count, size)]
+
+
+def _batch(objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], chosen: Sequence[int]) -> Batch:
+    sequences = [whole.sequences[index] for index in chosen]
+    weights_N = objective.weights([sum(s.trained) for s in sequences], [s.group for s in sequences])
+    in_loss = recipe.algorithm.kl.placement == "loss"  # in the reward, the penalty is in the advantages already
+    return Batch(
+        tuple(
+            replace(sequence, weight=weight)
+            for index, sequence, weight in zip(chosen, sequences, weights_N, strict=True)
+            if live[index]
+        ),
+        whole.temperature,
+        whole.prefix,
+        whole.kl_coef if in_loss else 0.0,
+    )
+
+
+def merged(before: Metrics, after: Metrics) -> Metrics:
+    """The metrics of a step's updates so far: sums of counts, maxima of tails, what held at first; of the rest the last."""
+    result = dict(before)
+    for name, value in after.items():
+        if name not in before:
+            result[name] = value
+        elif name.startswith(SUMMED):
+            result[name] += value
+        elif name.startswith(WORST):
+            result[name] = max(result[name], value)
+        elif not name.startswith(AT_FIRST):
+            result[name] = value
+    return result

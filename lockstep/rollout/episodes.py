@@ -1,0 +1,423 @@
+"""Samples and grades: the one way from prompts to rollouts, for training and evaluation, questions and episodes of several turns.
+
+A question has one reply, which the task grades. An episode has an environment, which answers each reply until it ends. Replies
+are graded and environments step while the engine samples, and a slow one holds nobody up. Ids are only ever appended: the prompt
+of each turn begins with exactly the ids that were sampled and observed so far, which is checked for every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lockstep.chat.chat import ChatFormat
+from lockstep.chat.continuation import Continuation
+from lockstep.config.schema import Turns
+from lockstep.envs.runners import Answer, Fault, Runner, poll_all
+from lockstep.errors import ChatError, EngineError, StaleWeightsError
+from lockstep.rollout.grading import AsyncGrader
+from lockstep.seeds import seed_for
+from lockstep.tasks.base import BuiltTask
+from lockstep.types import (
+    Completion,
+    FinishReason,
+    Grade,
+    Group,
+    Message,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutEngine,
+    Sampling,
+    TokenIds,
+    Turn,
+)
+
+WAIT_SECONDS = 1.0
+"""Longest wait for an environment or a grade, while the engine has nothing to do."""
+SHORT_SECONDS = 0.005
+"""The same where both are waited for."""
+
+
+def make_rollouts(
+    engine: RolloutEngine,
+    chat: ChatFormat,
+    task: BuiltTask,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: Sampling,
+    seed: tuple[int | str, ...],
+    version: int,
+    grader: AsyncGrader,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Group]:
+    """A group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
+
+    `sampling.max_tokens` is the budget of a whole rollout: everything after the first prompt. A rollout's seed is
+    seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it. So a rollout does not depend on
+    what is sampled beside it. `progress` is called with the rollouts done and asked for. An environment or a grader that fails
+    leaves its rollout unscored, with the reason.
+
+    Raises EngineError if the engine fails or does not answer every request exactly once; StaleWeightsError if it has another
+    version of the weights; ChatError for a prompt that cannot be rendered.
+    """
+    table = _Table(engine, chat, task, sampling, seed, version, grader)
+    asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+    done: dict[str, Rollout] = {}
+    try:
+        with grader:
+            for key, rollout in table.play(asked):
+                done[key] = rollout
+                if progress is not None:
+                    progress(len(done), len(asked))
+    finally:
+        table.close()
+    return [Group(prompt, tuple(done[_key(prompt, sample)] for sample in range(samples))) for prompt in prompts]
+
+
+def _key(prompt: Prompt, sample: int) -> str:
+    """Example: "chain_sum/17#0"."""
+    return f"{prompt.id}#{sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply of an episode: where it starts among the tokens after the first prompt, and its reward."""
+
+    start: int
+    completion: Completion
+    reward: float = 0.0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.completion.ids)
+
+
+@dataclass(slots=True)
+class Episode:
+    """A rollout under way; a question is an episode of one reply. Lists are per token after the first prompt."""
+
+    key: str
+    prompt: Prompt
+    sample: int
+    """Index within the prompt's group."""
+    version: int
+    """The weight version that must sample it."""
+    budget: int
+    """Tokens that it may have after the first prompt."""
+    prompt_ids: TokenIds
+    prefix: int
+    limits: Turns
+    runner: Runner | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """0 for tokens that were observed."""
+    trained: list[bool] = field(default_factory=list)
+    """True for tokens that were sampled."""
+    replies: list[Reply] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    text: str = ""
+    """The decoded reply to a question; an episode is decoded when it ends."""
+    started: bool = False
+    """Its environment has said its opening."""
+    unread: str | None = None
+    """A reply that the environment has not been given yet."""
+    final: Turn | None = None
+    """What the environment said of a final answer, which is being graded."""
+    fault: Fault | None = None
+    """Why it cannot be scored, known while its reply is still being sampled."""
+    cut: Literal["", "turns", "timeout", "error"] = ""
+
+
+class _Table:
+    """The episodes of one call of `make_rollouts`."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        chat: ChatFormat,
+        task: BuiltTask,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        version: int,
+        grader: AsyncGrader,
+    ) -> None:
+        self._engine, self._chat, self._task, self._grader = engine, chat, task, grader
+        self._sampling, self._seed, self._version = sampling, seed, version
+        self._continuation: Continuation | None = None
+        self._rendered: dict[str, TokenIds] = {}
+        """Token ids by prompt id: the samples of a group share them."""
+        self._open: dict[str, Episode] = {}
+        self._thinking: set[str] = set()
+        """Keys of episodes whose environment has been asked something."""
+        self._requested: dict[str, str] = {}
+        """Keys of episodes by the id of the request that is sampled for them."""
+        self._ended: list[tuple[str, Rollout]] = []
+
+    def play(self, asked: Sequence[tuple[Prompt, int]]) -> Iterator[tuple[str, Rollout]]:
+        """Each rollout once, by its key, as they end."""
+        requests = [self._begin(prompt, sample) for prompt, sample in asked]
+        self._engine.submit(requests)
+        while self._open:
+            for completion in self._engine.completed(self._listen):
+                self._replied(completion)
+                self._listen()
+                yield from self._take_ended()
+            if self._requested:
+                raise EngineError(
+                    f"{len(self._requested)} requests were never completed", where=next(iter(self._requested))
+                )
+            self._listen(WAIT_SECONDS)
+            yield from self._take_ended()
+
+    def close(self) -> None:
+        """End what environments still work on."""
+        for episode in self._open.values():
+            if episode.runner is not None:
+                episode.runner.end(episode.key)
+        self._open.clear()
+
+    def _take_ended(self) -> list[tuple[str, Rollout]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+    def _begin(self, prompt: Prompt, sample: int) -> Request:
+        key = _key(prompt, sample)
+        if key in self._open:
+            raise EngineError("two rollouts have this key", where=key)
+        ids = self._rendered.get(prompt.id)
+        if ids is None:
+            ids = self._rendered[prompt.id] = self._chat.render_prompt(prompt)
+        episode = Episode(
+            key,
+            prompt,
+            sample,
+            self._version,
+            self._sampling.max_tokens,
+            ids,
+            self._chat.shared_prefix(ids),
+            self._task.limits(prompt),
+            self._task.runner(prompt),
+        )
+        self._open[key] = episode
+        if episode.runner is not None:
+            self._thinking.add(key)
+            episode.runner.begin(key, prompt, seed_for(*self._seed, prompt.id, sample, "environment"))
+        return self._request(episode)
+
+    def _request(self, episode: Episode) -> Request:
+        """The next reply. The first one's prompt is shared by the samples of a group, later ones are an episode's own."""
+        turn, room, key = len(episode.replies), episode.budget - len(episode.ids), episode.key
+        tokens = room
+        if episode.runner is not None and episode.limits.reply_tokens is not None:
+            tokens = min(room, episode.limits.reply_tokens)
+        name, seed = (f"{key}/{turn}", (turn,)) if turn else (key, ())
+        self._requested[name] = key
+        return Request(
+            name,
+            (*episode.prompt_ids, *episode.ids),
+            name if turn else episode.prompt.id,
+            seed_for(*self._seed, episode.prompt.id, episode.sample, *seed),
+            replace(self._sampling, max_tokens=tokens),
+            episode.version,
+            episode.prefix,
+            len(episode.prompt_ids) + episode.budget if episode.runner is not None else 0,
+        )
+
+    def _replied(self, completion: Completion) -> None:
+        key = self._requested.pop(completion.request.id, None)
+        if key is None:
+            raise EngineError("the engine returned a reply that was not asked for", where=completion.request.id)
+        episode = self._open[key]
+        _check_reply(completion, episode)
+        episode.replies.append(Reply(len(episode.ids), completion))
+        episode.ids += completion.ids
+        episode.logprobs += completion.logprobs
+        episode.trained += [True] * len(completion.ids)
+        episode.text, answer = self._chat.read(completion.ids)
+        if episode.runner is None:
+            self._grader.submit(key, episode.prompt, answer)
+            return
+        if episode.fault is not None:
+            self._fail(episode, episode.fault)
+            return
+        episode.unread = answer
+        if episode.started:
+            self._step(episode)
+
+    # --- environments ---------------------------------------------------------------------------------------------
+    def _listen(self, seconds: float = 0.0) -> None:
+        """Take grades and what environments have said, and ask the engine for the replies to it."""
+        for key in self._grader.done(0.0 if self._thinking else seconds):
+            self._graded(self._open[key], self._grader.grade(key))
+        if not self._thinking:
+            return
+        busy = {id(runner): runner for key in self._thinking if (runner := self._open[key].runner) is not None}
+        answers = poll_all(list(busy.values()), min(seconds, SHORT_SECONDS) if self._grader.open else seconds)
+        requests = [request for answer in answers if (request := self._answered(answer)) is not None]
+        if requests:
+            self._engine.submit(requests)
+
+    def _step(self, episode: Episode) -> None:
+        assert episode.runner is not None
+        assert episode.unread is not None
+        reply, episode.unread = episode.unread, None
+        self._thinking.add(episode.key)
+        episode.runner.step(episode.key, reply)
+
+    def _answered(self, answer: Answer) -> Request | None:
+        key, said = answer
+        episode = self._open.get(key)
+        if episode is None:
+            return None
+        self._thinking.discard(key)
+        if not episode.started:
+            self._opened(episode, said)
+            return None
+        if isinstance(said, Fault):
+            self._fail(episode, said)
+            return None
+        return self._turn(episode, said)
+
+    def _opened(self, episode: Episode, said: Turn | Fault) -> None:
+        """The environment stands ready; its reply may be there already."""
+        if isinstance(said, Turn) and said.observation not in ((), episode.prompt.messages):
+            said = Fault("error", "its opening is not that of the prompt: start depends on more than the prompt")
+        episode.started = True
+        if isinstance(said, Fault):
+            self._fail(episode, said)
+        elif episode.unread is not None:
+            self._step(episode)
+
+    def _turn(self, episode: Episode, said: Turn) -> Request | None:
+        """Take what followed a reply; the request for the next one, if there is to be one."""
+        if said.answer:
+            episode.final = replace(said, answer=False)
+            text = self._chat.answer(episode.replies[-1].completion.ids)
+            self._grader.submit(episode.key, episode.prompt, text)
+            return None
+        for name, value in said.metrics.items():
+            episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+        episode.extracted = said.extracted if said.extracted is not None else episode.extracted
+        last = episode.replies[-1]
+        if said.reward is None:
+            self._end(episode, last.completion.finish, Grade(None, error=said.error))
+            return None
+        episode.replies[-1] = replace(last, reward=float(said.reward))
+        out = last.completion.finish is FinishReason.LENGTH
+        if said.done:
+            cut = out and len(episode.ids) >= episode.budget
+            self._score(episode, FinishReason.LENGTH if cut else FinishReason.STOP)
+        elif len(episode.replies) >= episode.limits.limit:
+            episode.cut = "turns"
+            self._score(episode, FinishReason.STOP)
+        elif not self._observe(episode, said.observation):
+            self._score(episode, FinishReason.LENGTH)
+        else:
+            return self._request(episode)
+        return None
+
+    def _observe(self, episode: Episode, observation: Sequence[Message]) -> bool:
+        """Append an observation, if that leaves room for a reply."""
+        if self._continuation is None:
+            self._continuation = self._chat.continuation()
+        try:
+            ids = self._continuation.after(episode.ids[-1], observation)
+        except ChatError as error:
+            raise ChatError(error.what, where=f"prompt {episode.prompt.id}, {error.where}", fix=error.fix) from error
+        if len(episode.ids) + len(ids) >= episode.budget:
+            return False
+        episode.ids += ids
+        episode.logprobs += [0.0] * len(ids)
+        episode.trained += [False] * len(ids)
+        return True
+
+    def _graded(self, episode: Episode, grade: Grade) -> None:
+        """Take the task's grade of an only reply or a final answer, which ends the episode."""
+        final = episode.final
+        if final is None:
+            self._end(episode, episode.replies[-1].completion.finish, grade)
+        elif grade.reward is None or final.reward is None:
+            self._turn(episode, replace(final, reward=None, error=grade.error or final.error))
+        else:
+            metrics, reward = {**final.metrics, **grade.metrics}, final.reward + grade.reward
+            self._turn(episode, replace(final, reward=reward, done=True, metrics=metrics, extracted=grade.extracted))
+
+    # --- endings --------------------------------------------------------------------------------------------------
+    def _fail(self, episode: Episode, fault: Fault) -> None:
+        """Leave the episode unscored; if its reply is still being sampled, it ends when that arrives."""
+        episode.fault, episode.cut = fault, fault.kind
+        if episode.key not in self._requested.values():
+            self._end(episode, episode.replies[-1].completion.finish, Grade(None, error=f"environment: {fault.why}"))
+
+    def _score(self, episode: Episode, finish: FinishReason) -> None:
+        total = sum(reply.reward for reply in episode.replies)
+        metrics = {"correct": float(total >= 1), **episode.metrics}
+        self._end(episode, finish, Grade(total, metrics, episode.extracted, "environment"))
+
+    def _end(self, episode: Episode, finish: FinishReason, grade: Grade) -> None:
+        turns = 0
+        if episode.runner is not None:
+            episode.runner.end(episode.key)
+            turns = len(episode.replies)
+            episode.text = self._chat.decode(episode.ids)
+        del self._open[episode.key]
+        by_turn = turns and episode.limits.credit == "turn" and grade.scored
+        check_tokens(episode)
+        rollout = Rollout(
+            prompt=episode.prompt,
+            prompt_ids=episode.prompt_ids,
+            ids=tuple(episode.ids),
+            logprobs=tuple(episode.logprobs),
+            trained=tuple(episode.trained),
+            text=episode.text,
+            finish=finish,
+            version=episode.version,
+            grade=grade,
+            sample=episode.sample,
+            prefix=episode.prefix,
+            turn_rewards=tuple((reply.end - 1, reply.reward) for reply in episode.replies) if by_turn else (),
+            turns=turns,
+            cut=episode.cut,
+        )
+        self._ended.append((episode.key, rollout))
+
+
+def _check_reply(completion: Completion, episode: Episode) -> None:
+    """Raise unless a reply was sampled by the right weights, behind exactly the ids that are there."""
+    if completion.version != episode.version:
+        raise StaleWeightsError(
+            f"it was sampled by version {completion.version} of the weights, and version {episode.version} was asked for",
+            where=f"reply {completion.request.id}",
+            fix="load no weights while replies are being sampled",
+        )
+    if completion.request.prompt_ids != (*episode.prompt_ids, *episode.ids) or not completion.ids:
+        raise EngineError(
+            "a reply was sampled after other ids than those of its episode, or has none",
+            where=completion.request.id,
+            fix="report this engine",
+        )
+
+
+def check_tokens(episode: Episode) -> None:
+    """Raise EngineError unless the tokens marked as trained are exactly those that were sampled, with their log-probabilities."""
+    sampled = 0
+    for reply in episode.replies:
+        span, done = slice(reply.start, reply.end), reply.completion
+        same = (
+            tuple(episode.ids[span]) == done.ids
+            and tuple(episode.logprobs[span]) == done.logprobs
+            and all(episode.trained[span])
+        )
+        if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
+            raise EngineError("its ids are not those that were sampled", where=done.request.id, fix="report this")
+        sampled += len(done.ids)
+    if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
+        raise EngineError(
+            f"{sum(episode.trained)} of its tokens are trained, {sampled} were sampled",
+            where=episode.key,
+            fix="report this",
+        )

@@ -1,0 +1,31 @@
+"""The precision and noise that an engine computes with, for the length of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.errors import LockstepError
+from lockstep.types import Forward, ForwardReport, RolloutEngine
+
+
+@contextmanager
+def computing(engine: RolloutEngine, forward: Forward) -> Iterator[ForwardReport]:
+    """Run the engine in this precision inside the block; restore the previous one on exit, unless it died amid requests.
+
+    Raises EngineError if the engine cannot, or if no layer would be touched.
+    """
+    before = engine.forward
+    if before == forward:
+        yield ForwardReport()
+        return
+    report = engine.set_forward(forward)
+    try:
+        yield report
+    except BaseException as error:
+        try:
+            engine.set_forward(before)
+        except LockstepError as second:  # the first error is the one to tell
+            error.add_note(f"the engine could not go back to its former numerics: {second}")
+        raise
+    engine.set_forward(before)

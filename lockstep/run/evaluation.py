@@ -1,0 +1,144 @@
+"""Evaluations inside a run: all sets and modes at one step, their alarms, and the final comparison with the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.build.parts import Parts
+from lockstep.config.numerics import numeric_in
+from lockstep.config.schema import EvalMode, EvalSet, Recipe
+from lockstep.errors import EvaluationError, Interrupted
+from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluate.brief import brief_of
+from lockstep.evaluate.plan import eval_plan
+from lockstep.evaluate.records import read_brief, read_score, score_path, stored_score, write_score
+from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
+from lockstep.evaluate.table import comparison_table, score_line, table_lines
+from lockstep.rollout import precision
+from lockstep.run.logger import RunLogger
+from lockstep.run.monitor import last_evaluated
+from lockstep.run.signals import StopRequest
+from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
+
+
+def evaluate_modes(
+    parts: Parts, recipe: Recipe, logger: RunLogger, step: int, proof: Proof, stop: StopRequest
+) -> Metrics:
+    """Score the present weights on every set in every mode; a score under identical conditions is not measured again.
+
+    Raises Interrupted when a signal comes: the scores that are done are kept, the one under way is left to a resume.
+    """
+    metrics: Metrics = {}
+    numerics = numerics_of(recipe, parts.policy.numerics)
+    with computing(parts.engine, numerics, parts.policy.numerics):
+        scores = [
+            (chosen, mode, _measure(parts, recipe, logger, step, proof, stop, numerics, chosen, mode))
+            for chosen in recipe.eval.sets
+            for mode in recipe.eval.modes
+        ]
+    for chosen, mode, score in scores:
+        name = recipe.eval.score_name(chosen.role, mode.name)
+        logger.say(
+            f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
+            f"{score.conditions.numerics}, {score.seconds:.1f} s"
+        )
+        for alarm in reply_alarms(score):  # their shares are metrics with healthy ranges, which the report lists
+            logger.say(f"alarm: eval at step {step}, {name}: {alarm}")
+        for alarm in _since_the_base(logger, name, score):
+            logger.warn(f"eval at step {step}, {name}: {alarm}", step=step)
+        metrics |= score_metrics(name, score)
+    return metrics
+
+
+def numerics_of(recipe: Recipe, weights: str) -> str:
+    """The label of what an evaluation computes in: numerics.eval, else as in training, else the precision of the weights."""
+    return recipe.numerics.label("eval", weights)
+
+
+@contextmanager
+def computing(engine: RolloutEngine, numerics: str, weights: str) -> Iterator[ForwardReport]:
+    """Within it the engine computes in `numerics`, without noise, and afterwards as before. `weights` is their own precision.
+
+    Raises EngineError if the engine cannot, or if no layer would be touched.
+    """
+    with precision.computing(engine, Forward(numeric_in(numerics))) as report:
+        yield report
+
+
+def _measure(
+    parts: Parts,
+    recipe: Recipe,
+    logger: RunLogger,
+    step: int,
+    proof: Proof,
+    stop: StopRequest,
+    numerics: str,
+    chosen: EvalSet,
+    mode: EvalMode,
+) -> Score:
+    plan = eval_plan(recipe, numerics, parts.policy.context, chosen)
+    path = score_path(logger.run.path, step, recipe.eval.score_name(chosen.role, mode.name))
+    items = heldout_items(parts.task, plan)
+    conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
+    score = stored_score(path, conditions)
+    if score is None:
+        source = f"{logger.run.name} at step {step}"
+        try:
+            score = evaluate(
+                parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source,
+                progress=lambda done, of: stop.require_none(logger.run.path),
+            )  # fmt: skip
+        except Interrupted:
+            parts.engine.close()  # the rest of its replies is not wanted
+            raise
+        write_score(path, score)
+    return score
+
+
+def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
+    """What is too much like the base's own score, if the run has one."""
+    path = score_path(logger.run.path, 0, name)
+    if score.step == 0 or not path.is_file():
+        return []
+    base = read_brief(path)
+    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))])
+    untrained = untrained_alarm(base.score, score)
+    return [*same, *([untrained] if untrained else [])]
+
+
+def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
+    """Base against the weights that were evaluated last, for every set and mode that has both scores."""
+    base, trained, last = [], [], last_evaluated(recipe, logger)
+    names = [recipe.eval.score_name(one.role, mode.name) for one in recipe.eval.sets for mode in recipe.eval.modes]
+    for name in names:
+        first, end = (score_path(logger.run.path, step, name) for step in (0, last))
+        if first.is_file() and end.is_file():
+            base.append(read_score(first))
+            trained.append(read_score(end))
+    try:
+        return table_lines(comparison_table(base, trained)) if base else []
+    except EvaluationError as error:  # a score of an earlier attempt under other conditions: the run itself is sound
+        return [f"base and trained are not compared: {error}"]
+
+
+def score_metrics(name: str, score: Score) -> Metrics:
+    """A score's numbers as metrics eval/<name>/…"""
+    r = reading(score.results)
+    numbers: Metrics = {
+        "accuracy": score.accuracy,
+        "low": score.low,
+        "high": score.high,
+        "truncated": score.truncated,
+        "unscored": score.unscored / (score.items * score.samples),
+        "mean_tokens": score.mean_tokens,
+    }
+    if score.se is not None:
+        numbers["se"] = score.se
+    if r.boxed_rate is not None:
+        numbers["boxed"] = r.boxed_rate
+    if r.unparsed_rate is not None:
+        numbers["unparsed"] = r.unparsed_rate
+    if score.samples > 1:
+        numbers |= {one.name: one.value for one in score.estimates}
+    return {f"eval/{name}/{key}": value for key, value in numbers.items()}

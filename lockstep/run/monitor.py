@@ -1,0 +1,108 @@
+"""What a run concludes from its own numbers: whether to warn or stop, and whether training and evaluation have parted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.build.disk import checkpoint_gib
+from lockstep.config.evaluate import DECIDING, NONDET
+from lockstep.config.schema import Drops, NoStop, Plateau, Recipe
+from lockstep.errors import HealthStop
+from lockstep.evaluate.stopping import Point, diverges, should_stop
+from lockstep.health.judge import Alarm, HealthJudge
+from lockstep.run.logger import RunLogger
+from lockstep.track.writer import read_metrics
+from lockstep.types import Metrics
+
+REWARD = "reward/mean"
+
+
+class Monitor:
+    """Remembers the run's numbers, those of earlier attempts included. `model`: the folder that it started from."""
+
+    def __init__(self, recipe: Recipe, logger: RunLogger, start: int, model: Path) -> None:
+        self._recipe, self._journal = recipe, logger
+        self._judge = HealthJudge(recipe, checkpoint_gib(recipe, model))
+        self._broken: list[Alarm] = []
+        self._step = start
+        self._values: dict[str, dict[int, float]] = {}
+        self.over = ""
+        """Why the run is to stop; "" while it goes on."""
+        for row in read_metrics(logger.run):
+            if row.step <= start:  # later rows are of an attempt that this one does not continue
+                self._remember(row.step, row.metrics)
+                self._judge.step(row.step, row.metrics)  # what it said then, it has said
+
+    def note(self, step: int, metrics: Metrics) -> str:
+        """Take in what was measured after `step`; warns of broken rules of health, and of a probe that parts from the reward.
+
+        Returns why the run is to stop, "" if it goes on.
+        """
+        self._remember(step, metrics)
+        self._step = step
+        for alarm in sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop"):
+            self._report(alarm)
+        if any(name.startswith("eval/") for name in metrics):
+            self._note_scores(step, metrics)
+        return self.over
+
+    def _note_scores(self, step: int, metrics: Metrics) -> None:
+        for name in self._probes():
+            if name in metrics and (why := diverges(self._points(REWARD), self._points(name))):
+                self._journal.warn(f"{name}: {why}", step=step)
+        match self._recipe.eval.stop:
+            case Drops() | Plateau() as rule if rule.metric in metrics and step < self._recipe.steps:
+                if why := should_stop(rule, self._points(rule.metric)):
+                    self.over = why
+                    self._journal.event("early_stop", why, step=step)
+                    self._journal.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
+            case Drops() | Plateau() | NoStop():
+                pass
+
+    def require_healthy(self) -> None:
+        """Raise HealthStop if a rule ended the run: which, by which numbers, what to do, and how to go on without it."""
+        if not self._broken:
+            return
+        off = " ".join(f"health.{alarm.rule.name}=off" for alarm in self._broken)
+        advice = "; ".join(alarm.rule.advice for alarm in self._broken)
+        raise HealthStop(
+            "; and ".join(alarm.what for alarm in self._broken),
+            where=f"step {self._step}",
+            fix=f"{advice}. A checkpoint was saved; to go on without the rule: "
+            f"lockstep train --resume {self._journal.run.path} {off}",
+        )
+
+    def _report(self, alarm: Alarm) -> None:
+        """Say it; after the last step there is nothing left to stop."""
+        stops = alarm.setting.tier == "stop" and self._step < self._recipe.steps
+        facts = {"rule": alarm.rule.name, "tier": alarm.setting.tier, "limit": alarm.limit.value}
+        values = {str(one.step): one.value for one in alarm.seen}
+        self._journal.event("health", alarm.what, step=self._step, values=values, **facts)
+        if stops:
+            self._broken.append(alarm)
+            self.over = alarm.what
+            self._journal.say(
+                f"stopping after step {self._step} of {self._recipe.steps}, by the rule health.{alarm.rule.name}"
+            )
+        else:
+            self._journal.say(f"warning: {alarm.what}\n  to do: {alarm.rule.advice}")
+
+    def _probes(self) -> list[str]:
+        settings = self._recipe.eval
+        roles = [one.role for one in settings.sets if one.role in DECIDING]
+        modes = [mode.name for mode in settings.modes if not mode.name.startswith(NONDET)]
+        return [f"eval/{settings.score_name(role, mode)}/accuracy" for role in roles for mode in modes]
+
+    def _remember(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if name == REWARD or name.startswith("eval/"):
+                self._values.setdefault(name, {})[step] = value
+
+    def _points(self, name: str) -> list[Point]:
+        return [Point(step, value) for step, value in sorted(self._values.get(name, {}).items())]
+
+
+def last_evaluated(recipe: Recipe, logger: RunLogger) -> int:
+    """The newest step whose evaluation is recorded: the run's last one, unless a rule of eval.stop ended it before."""
+    rows = [row.step for row in read_metrics(logger.run) if any(name.startswith("eval/") for name in row.metrics)]
+    return max(rows, default=recipe.steps)

@@ -1,0 +1,167 @@
+"""Keeps a run while a loop trains it: proves, measures, records and saves after every step, and says when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from lockstep.build.base import base_print
+from lockstep.build.disk import disk_metrics
+from lockstep.build.memory import check_memory
+from lockstep.build.parts import Parts
+from lockstep.checkpoint.store import list_checkpoints
+from lockstep.config.schema import Recipe
+from lockstep.errors import EvaluationError, HealthStop, Interrupted, LockstepError
+from lockstep.evaluate.plan import evaluation_steps
+from lockstep.run.checkpointer import Checkpointer
+from lockstep.run.evaluation import evaluate_modes
+from lockstep.run.logger import Clock, RunLogger
+from lockstep.run.monitor import Monitor
+from lockstep.run.signals import StopRequest
+from lockstep.sync.record import proof_line, proof_metrics
+from lockstep.types import Metrics, Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Metrics that are measured after some steps, beside the evaluation."""
+
+    phase: str
+    """Name of its time: time/<phase>."""
+    steps: frozenset[int]
+    """Trained steps after which it is due; 0 is the base."""
+    run: Callable[[], Metrics]
+
+
+class Session:
+    """One attempt of a run, from `start` trained steps on. A context, within which the first SIGTERM or SIGINT only asks to stop.
+
+    Entering proves that the engine has the learner's weights. Step k of the records is the state after k trained steps.
+    """
+
+    def __init__(
+        self, parts: Parts, recipe: Recipe, logger: RunLogger, start: int, measures: Sequence[Measure] = ()
+    ) -> None:
+        self._parts, self._recipe, self._logger, self._start = parts, recipe, logger, start
+        self._monitor = Monitor(recipe, logger, start, parts.policy.resolved.path)
+        self._checkpointer = Checkpointer(parts, recipe, logger)
+        self._measures = [
+            *measures,
+            Measure("evaluate", frozenset(evaluation_steps(recipe)), self._evaluate),
+        ]
+        self._stop = StopRequest()
+        self._done = start
+        self.clock = Clock()
+        """Times of the step under way."""
+
+    def __enter__(self) -> Session:
+        self._proof = self._prove()
+        self._stop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.__exit__(kind, error, trace)
+
+    def measure_start(self) -> None:
+        """Measure the weights that the attempt begins with, where that is due."""
+        metrics: Metrics = {}
+        for measure in self._due(self._start):
+            metrics |= measure.run()
+        if metrics:
+            self._logger.at_start(self._start, metrics, self._proof)
+            self._monitor.note(self._start, metrics)
+            if self._start:  # the base has no checkpoint that could be kept
+                self._checkpointer.note(self._start, metrics)
+
+    def steps(self) -> Iterator[int]:
+        """The steps to train, until the recipe's number is reached, or eval.stop or a rule of health ends the run.
+
+        The body ends with `finish`. Raises HealthStop at the end if a rule stopped the run.
+        """
+        self._logger.console.start(self._recipe.steps, self._start)
+        for step in range(self._start, self._recipe.steps):
+            if self._monitor.over:  # the checkpoint of that step is saved
+                break
+            self.clock = Clock()
+            yield step
+        self._monitor.require_healthy()
+
+    @contextmanager
+    def before_update(self, step: int) -> Iterator[None]:
+        """A block in which no weight changes: if the run must stop there, the weights of `step` trained steps are saved first."""
+        try:
+            yield
+        except HealthStop:
+            if step and all(info.step != step for info in list_checkpoints(self._logger.run.path)):
+                self._checkpointer.save(step, self._proof, self.clock)
+            raise
+
+    def sync(self) -> Metrics:
+        """Bring the learner's weights to the engine and prove it; metrics of the proof. Raises SyncError."""
+        with self.clock("sync"):
+            self._proof = self._parts.sync.push(self._parts.learner, self._parts.engine)
+        return proof_metrics(self._proof, self._parts.sync.shift)
+
+    def finish(self, step: int, metrics: Metrics) -> None:
+        """Measure what is due after a step was trained, record it, and save if the recipe or a stop asks for it.
+
+        Raises Interrupted, after saving, on SIGTERM or SIGINT; EvaluationError, after saving, if an evaluation failed.
+        """
+        self._done = done = step + 1
+        due, failure = ([] if self._stop else self._due(done)), None
+        save = done % self._recipe.save.every == 0 or done == self._recipe.steps or bool(self._stop)
+        if (due or save) and not self._in_sync:
+            metrics |= self.sync()
+        for measure in due:
+            failure = failure or self._measure(measure, metrics)
+        metrics |= self.clock.metrics(metrics) | self._resources(done)
+        self._logger.step(done, metrics, self._proof if self._in_sync else None)
+        over = self._monitor.note(done, metrics)
+        best = self._checkpointer.note(done, metrics)
+        if best or save or over or failure or self._stop:
+            if not self._in_sync:  # a checkpoint is of proven weights
+                self._logger.add(done, self.sync(), self._proof)
+            self._checkpointer.save(done, self._proof, self.clock)
+        if self._stop:  # after the last step too: its evaluation and the report are still to come
+            raise self._stop.after(done, self._recipe.steps, self._logger.run.path)
+        if failure:
+            raise failure
+
+    @property
+    def _in_sync(self) -> bool:
+        return self._proof.version == self._parts.learner.version
+
+    def _due(self, done: int) -> list[Measure]:
+        return [measure for measure in self._measures if done in measure.steps]
+
+    def _measure(self, measure: Measure, metrics: Metrics) -> LockstepError | None:
+        """Add what it measures; returns the error that ends the run, once its step is saved."""
+        try:
+            with self.clock(measure.phase):
+                metrics |= measure.run()
+        except (EvaluationError, Interrupted) as error:
+            return error
+        return None
+
+    def _evaluate(self) -> Metrics:
+        return evaluate_modes(self._parts, self._recipe, self._logger, self._done, self._proof, self._stop)
+
+    def _resources(self, done: int) -> Metrics:
+        memory, warning = check_memory(self._parts.memory, done - self._start)
+        if warning:
+            self._logger.warn(warning, step=done)
+        return memory | disk_metrics(self._logger.run.path)
+
+    def _prove(self) -> Proof:
+        """Give the engine the learner's weights, prove it, and show that the proof would notice a false tensor."""
+        parts, start = self._parts, self._start
+        proof = parts.sync.push(parts.learner, parts.engine)
+        falsified = parts.sync.negative_control(parts.learner, parts.engine)
+        self._logger.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
+        began = {"base": base_print(parts.policy.model, proof)} if start == 0 else {}
+        self._logger.event("sync", proof_line(proof), step=start, negative_control=falsified, **began)
+        return proof

@@ -1,0 +1,31 @@
+"""Proof that the base which an evaluation measures is what the run began from."""
+
+from __future__ import annotations
+
+from lockstep.build.base import base_print
+from lockstep.errors import EvaluationError
+from lockstep.scoring.targets import Rig, Target
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import read_events
+from lockstep.types import Proof
+
+
+def require_own_base(target: Target, rig: Rig, proof: Proof) -> None:
+    """Raise EvaluationError if a run's base, which `proof` is of, is not what the run began from.
+
+    A checkpoint of full training fits any model of its shape, and step 0 has no checkpoint: only the run's record tells.
+    """
+    if target.run is None or target.trained is None:
+        return
+    run = RunDirectory.open(target.run)
+    starts = [event.facts for event in read_events(run) if event.kind == "sync" and event.step == 0]
+    began = starts[-1].get("base") if starts else None  # of the last attempt that began anew
+    if began is None or run.manifest().get("numerics") != rig.policy.numerics:
+        return  # of an older version; or in a precision in which the weights are others
+    if (found := base_print(rig.policy.model, proof)) != began:
+        without = ", or evaluate it without its base (--no-base)" if target.checkpoint is not None else ""
+        raise EvaluationError(
+            f"{target.recipe.model.path} has weights {found}; the run began from {began}",
+            where=str(target.run),
+            fix=f"give the model that it was trained from as model.path{without}",
+        )

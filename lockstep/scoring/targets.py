@@ -1,0 +1,376 @@
+"""What `lockstep eval` and `lockstep sample` are pointed at, and how its weights get into an engine with proof.
+
+    find_target(NAME)    a run, one of its checkpoints, or a model  →  Target: recipe, step, verified checkpoint. Loads no torch
+    build_rig(recipe)    Target's recipe  →  Rig: model with the base's weights, task, engine
+    rig.prove()          the base's weights in the engine  →  Proof
+    rig.read(checkpoint), rig.prove_saved(…)    a checkpoint's weights, checked against what was saved  →  Proof
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
+from lockstep.checkpoint.manifest import COMMIT
+from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
+from lockstep.config.load import load
+from lockstep.config.numerics import Numerics
+from lockstep.config.schema import Model, NoAdapter, Recipe
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    EvaluationError,
+    LearnerError,
+)
+from lockstep.track.rundir import RunDirectory, is_run
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.build.parts import Policy
+    from lockstep.sync.transports import CopySync, SharedSync
+    from lockstep.tasks.base import BuiltTask
+    from lockstep.types import Batch, Loss, Metrics, Proof, RolloutEngine, TokenIds, WeightStream
+
+STEP_NAME = re.compile(r"step_(\d{6,})")
+TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
+"""Folders that trainers name after the steps done."""
+
+
+OWN = ("model", "adapter", "warm_start")
+"""Settings that belong to a run's weights: its own whatever recipe it is asked under, but for overrides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Weights to be evaluated or sampled, and the recipe that says how."""
+
+    label: str
+    """Example: "runs/mine at step 40"."""
+    recipe: Recipe
+    """Its model and adapter are those of the weights."""
+    step: int
+    """Trained steps behind the weights; 0 is a model that the recipe did not train."""
+    checkpoint: CheckpointInfo | None = None
+    """Every byte verified; None for the model's own weights."""
+    run: Path | None = None
+    trained: Recipe | None = None
+    """The run's own recipe, without overrides."""
+    rival: Recipe | None = None
+    """The recipe of the model that a recipe names, when the target is another model."""
+    adapter: AdapterTarget | None = None
+    """An adapter's folder that is no checkpoint of ours."""
+    name: str = ""
+    """What the user called it (name=path)."""
+    notes: tuple[str, ...] = ()
+    """What a user should read: damaged checkpoints that were passed over."""
+
+    @property
+    def whole(self) -> bool:
+        """Its checkpoint holds every weight: what it began from is not needed to put it in place."""
+        return self.checkpoint is not None and self.recipe.adapter.kind == "none"
+
+
+def find_target(
+    name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), step: int | None = None
+) -> Target:
+    """Say what `name` means: a run directory, a checkpoint or adapter folder, or a model (built-in name, hub id, folder).
+
+    A run's recipe is its own, with `overrides`; with `recipes` the task and all else come from there, but model and adapter
+    stay the run's. Adapters and models need `recipes`. Without `step` a run stands for its newest intact checkpoint; step 0
+    is its base. Raises RunDirectoryError, ConfigError, ModelError, or CheckpointError, for a sharded training folder too.
+    """
+    path = Path(name)
+    place = STEP_NAME.fullmatch(path.resolve().name)
+    run = path.resolve().parent.parent
+    if place and path.resolve().parent.name == FOLDER and is_run(run):
+        _refuse_step(name, step)
+        return _of_run(path.parent.parent if path.parent.name == FOLDER else run, recipes, overrides, int(place[1]))
+    if is_run(path):
+        return _of_run(path, recipes, overrides, step)
+    if (path / COMMIT).is_file():
+        _refuse_step(name, step)
+        return _of_lone_checkpoint(path, recipes, overrides)
+    if path.is_dir():
+        if found := find_adapter(path):
+            return _of_adapter(name, found, recipes, overrides, step)
+        refuse_sharded(path)
+    return _of_model(name, recipes, overrides, step)
+
+
+def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
+    run = RunDirectory.open(path)
+    trained = load([str(run.recipe_path)])
+    if recipes:
+        mine = [word for word in overrides if word.split("=")[0].split(".")[0] in OWN]
+        asked = load([*recipes, *(word for word in overrides if word not in mine)])
+        kept = load([str(run.recipe_path), *mine])
+        own = {name: getattr(kept, name) for name in OWN}
+        recipe = _in_numerics(asked.model_copy(update=own), trained.numerics)
+    else:
+        recipe = load([str(run.recipe_path), *overrides])
+    if step == 0:
+        return Target(f"{path} at step 0, its base", recipe, 0, run=path, trained=trained)
+    info = _checkpoint(path, step, trained)
+    label = f"{path} at step {info.step}"
+    return Target(label, _in_saved_precision(recipe, info), info.step, info, path, trained, notes=info.notes)
+
+
+def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
+    if not list_checkpoints(run):
+        raise CheckpointError(
+            "the run has no checkpoint yet",
+            where=str(run),
+            fix=f"wait for the first (save.every = {trained.save.every}), or take its base with --step 0",
+        )
+    try:
+        return open_checkpoint(run, step, allow_fallback=step is None)
+    except CorruptCheckpointError as error:
+        others = ", ".join(str(info.step) for info in list_checkpoints(run) if info.complete and info.step != step)
+        fix = f"choose another with --step: {others}" if others else "there is no other: train the run again"
+        raise CorruptCheckpointError(error.what, where=error.where, fix=fix) from error
+
+
+def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Target:
+    if not recipes:
+        raise ConfigError([f"{path}: a checkpoint outside of its run needs --recipe RECIPE"], fix=_NEEDS)
+    info = verify_checkpoint(path)
+    recipe = load([*recipes, *overrides])
+    recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))
+    return Target(f"{path}, step {info.step}", _in_saved_precision(recipe, info), info.step, info)
+
+
+def _of_adapter(
+    name: str, found: AdapterTarget, recipes: Sequence[str], overrides: Sequence[str], step: int | None
+) -> Target:
+    if not recipes:
+        raise ConfigError([f"{name}: an adapter needs --recipe RECIPE, to say which task"], fix=_NEEDS)
+    _refuse_step(name, step)
+    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    model, notes = asked.model, []
+    if (
+        found.base and found.base != model.path and asked.model.path == named.path
+    ):  # an override of model.path has the last word
+        notes.append(f"{name} was made for {found.base}; the recipe's model, {model.path}, is not used")
+        model = Model(path=found.base, dtype=model.dtype)
+    if found.path != Path(name):
+        notes.append(f"the adapter is in {found.path}")
+    began = asked.warm_start  # a base that was trained before; only our own adapters say whether it is theirs
+    if began and not (found.path / "adapter_base.json").is_file():
+        notes.append(f"warm_start = {began} is not used: {name} does not say that it was made for those weights")
+        began = None
+    if began:  # its adapters are in the folder; what they are over may have been trained before them
+        from lockstep.build.warm_start import base_checkpoint
+
+        began = base_checkpoint(began)
+    settings = adapter_settings(found, asked.adapter)
+    recipe = asked.model_copy(update={"model": model, "adapter": settings, "warm_start": began})
+    steps = [int(match[1]) for part in found.path.resolve().parts if (match := TRAINED.fullmatch(part))]
+    return Target(name, recipe, steps[-1] if steps else 0, adapter=found, notes=tuple(notes))
+
+
+def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
+    path = Path(name)
+    if not recipes:
+        if not path.exists() and any(path.parent.glob("*/manifest.json")):
+            RunDirectory.open(path)  # raises, naming the runs that are there
+        what = f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task"
+        raise ConfigError([what], fix=_NEEDS)
+    if step:
+        raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
+    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    if asked.model.path not in (named.path, name):
+        what = f"model.path = {asked.model.path}, but the target is the model {name}"
+        raise ConfigError([what], fix="leave model.path out, or make it the target")
+    began = asked.warm_start  # trained weights, which would take the place of the model's own
+    notes = (f"warm_start = {began} is not used: these are the weights of {name} itself",) if began else ()
+    asked = asked.model_copy(update={"adapter": NoAdapter(), "warm_start": None})
+    if named.path == name:
+        return Target(name, asked, 0, notes=notes)
+    # The recipe's adapter, revision and trust were meant for the recipe's own model; those of overrides are for this one.
+    model = Model(
+        path=name,
+        dtype=asked.model.dtype,
+        revision=None if asked.model.revision == named.revision else asked.model.revision,
+        trust_remote_code=asked.model.trust_remote_code and not named.trust_remote_code,
+    )
+    recipe = asked.model_copy(update={"model": model})
+    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}), notes=notes)
+
+
+_NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
+
+
+def _refuse_step(name: str, step: int | None) -> None:
+    if step is not None:
+        raise ConfigError([f"--step {step}: {name} is one checkpoint already"], fix="give the run, or leave --step out")
+
+
+def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
+    """`dtype: auto` may mean something else on this machine than where the checkpoint was made."""
+    if recipe.model.dtype != "auto":
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": info.meta["numerics"]})})
+
+
+def _in_numerics(recipe: Recipe, trained: Numerics) -> Recipe:
+    """Evaluated as it was trained to be, unless the recipe that is asked for says something of numerics itself."""
+    return recipe if recipe.numerics != Numerics() else recipe.model_copy(update={"numerics": trained})
+
+
+class Holder:
+    """Weights that are read and never trained: the side of types.Learner that a proof of sync needs."""
+
+    def __init__(self, model: nn.Module, tokens_per_microbatch: int) -> None:
+        self.model = model
+        self.version = 0
+        self._tokens_per_microbatch = tokens_per_microbatch
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
+        from lockstep.learner.learner import plain_logprobs
+
+        return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics:
+        raise LearnerError("an evaluation never trains")
+
+    def weights(self) -> WeightStream:
+        from lockstep.models.weights import named_weights
+        from lockstep.noise.apply import require_clean
+
+        require_clean(self.model, "the weights of an evaluation")
+        return named_weights(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint's weights in memory, found to be those that were saved."""
+
+    weights: Mapping[str, Tensor]
+    version: int
+    fingerprint: str
+    """Of the whole model with these weights in place."""
+    note: str = ""
+    """What a user should read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A model in memory with an engine on it and a task to ask. It begins with the base's weights."""
+
+    policy: Policy
+    task: BuiltTask
+    engine: RolloutEngine
+    sync: SharedSync | CopySync
+    holder: Holder
+
+    def prove(self) -> Proof:
+        """Give the engine the weights that are in place (at first the base's) and prove it. Raises SyncError."""
+        proof = self.sync.push(self.holder, self.engine)
+        if proof.changed < 0:  # the first proof of this rig: show that it would notice a false tensor
+            self.sync.negative_control(self.holder, self.engine)
+        return proof
+
+    def read(self, info: CheckpointInfo) -> Saved:
+        """See read_checkpoint."""
+        return read_checkpoint(self.policy, info)
+
+    def read_adapter(self, found: AdapterTarget) -> Saved:
+        """See read_adapter_folder."""
+        return read_adapter_folder(self.policy, found)
+
+    def prove_saved(self, saved: Saved) -> Proof:
+        """Put a checkpoint's weights in place and prove that the engine has them. Raises SyncError, EvaluationError."""
+        from lockstep.models.weights import load_weights
+
+        load_weights(self.policy.model, iter(saved.weights.items()))
+        self.holder.version = saved.version
+        proof = self.prove()
+        if proof.fingerprint != saved.fingerprint:
+            raise EvaluationError(
+                f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
+                where=f"version {saved.version}",
+                fix="report this: the weights in memory are not those that were read",
+            )
+        return proof
+
+
+def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
+    """The weights of a checkpoint, not yet in place. Raises EvaluationError if they and this model are not what was saved."""
+    from lockstep.build.build import adopt
+    from lockstep.build.warm_start import read_weights
+    from lockstep.models.weights import named_weights
+    from lockstep.sync.fingerprint import fingerprint
+
+    weights, state = read_weights(info)
+    meta: Any = state.meta
+    if meta["numerics"] != policy.numerics:
+        _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {policy.numerics}")
+    weights = adopt(policy, weights)
+    own = dict(named_weights(policy.model))
+    if strange := sorted(weights.keys() - own.keys()):
+        _misfit(info, f"has {len(strange)} tensors that the model lacks, such as {strange[0]}")
+    found = fingerprint(iter((own | weights).items())).combined
+    if found != meta["fingerprint"]:
+        _misfit(info, f"had weights {meta['fingerprint']} when it was saved; with this model they are {found}")
+    return Saved(weights, meta["counters"]["version"], found)
+
+
+def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
+    """The weights of an adapter's folder, not yet in place.
+
+    Raises ModelError if it was made for another base, EvaluationError unless its tensors are just those of this adapter.
+    """
+    from safetensors.torch import load_file
+
+    from lockstep.learner.adapter_files import TENSORS, check_base, live_tensors, read_adapter
+    from lockstep.learner.adapters import facts_of
+    from lockstep.models.weights import named_weights
+    from lockstep.sync.fingerprint import fingerprint
+
+    facts = facts_of(policy.model)
+    note = check_base(read_adapter(found.path), facts.base) if facts is not None else ""
+    weights = live_tensors(load_file(found.path / TENSORS), residual=False)
+    own = dict(named_weights(policy.model))
+    wanted = {n for n, _ in named_weights(policy.model, trainable_only=True) if not n.endswith(".lora_scaling")}
+    if odd := sorted(weights.keys() ^ wanted) or sorted(n for n in wanted if weights[n].shape != own[n].shape):
+        side = "has" if odd[0] in weights else "lacks"
+        raise EvaluationError(
+            f"the adapter does not fit the model: it {side} {odd[0]}"
+            + (f" and {len(odd) - 1} more" if odd[1:] else ""),
+            where=str(found.path),
+            fix="give the base that it was made for as model.path; nothing was evaluated",
+        )
+    placed = {name: tensor.to(own[name].dtype) for name, tensor in weights.items()}
+    return Saved(placed, 1, fingerprint(iter((own | placed).items())).combined, note)
+
+
+def build_rig(recipe: Recipe, *, replaced: bool = False) -> Rig:
+    """Load model and task of a recipe. Raises LockstepError for whatever would fail later. `replaced` as in build_policy."""
+    from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync
+    from lockstep.learner.execution import execution_of
+
+    task = build_task_of(recipe)
+    policy = build_policy(recipe, replaced=replaced)
+    sync = build_weight_sync(
+        policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
+    )
+    execution = execution_of(recipe.update, next(policy.model.parameters()).device)
+    holder = Holder(policy.model, execution.tokens_per_microbatch)
+    return Rig(policy, task, build_engine(policy, recipe), sync, holder)
+
+
+def _misfit(info: CheckpointInfo, what: str) -> NoReturn:
+    raise EvaluationError(
+        f"the checkpoint {what}",
+        where=str(info.path),
+        fix="use the model, revision, precision and adapter that it was trained with; nothing was evaluated",
+    )

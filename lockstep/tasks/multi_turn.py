@@ -1,0 +1,282 @@
+"""Tasks of several turns: what they ask, and where their environments run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from lockstep.config import schema
+from lockstep.data.questions import question_digest
+from lockstep.envs.make import SEED, env_maker, is_env_task, made_with, own_class
+from lockstep.envs.runners import Fault, InlineRunner, ProcessRunner, Runner
+from lockstep.envs.tool_env import explained, schemas
+from lockstep.envs.tools import BUILT_IN, build_tools
+from lockstep.errors import TaskError
+from lockstep.seeds import seed_for
+from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.tasks.generator import Side, side_of
+from lockstep.tasks.python import UserTask
+from lockstep.types import EnvTask, Grade, Message, Prompt
+from lockstep.verifiers.python import UserFunction
+
+OPENINGS = 32
+"""Openings that are asked for at a time."""
+HELDOUT = ("id_probe",)
+
+
+class LazyRunner:
+    """A runner that is started when the first episode needs it."""
+
+    def __init__(self, start: Callable[[], Runner]) -> None:
+        self._start = start
+
+    @cached_property
+    def runner(self) -> Runner:
+        return self._start()
+
+
+class ToolQuestions(BuiltTask):
+    """Questions of another task, which replies may answer with the help of tools."""
+
+    plays = True
+
+    def __init__(self, settings: schema.ToolTask, questions: BuiltTask) -> None:
+        """Raises TaskError for a tool that is not there."""
+        self._settings, self._questions = settings, questions
+        self._tools = build_tools(settings.tools)
+        own = any(tool.path not in BUILT_IN for tool in settings.tools)
+        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=own))
+        self.name = questions.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self._questions.notes, f"{self.name}: replies may call {', '.join(self._tools)}")
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return [self._with_tools(prompt) for prompt in self._questions.batch(step, size)]
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        return [self._with_tools(prompt) for prompt in self._questions.heldout(role, size)]
+
+    def keep_in(self, folder: Path) -> None:
+        self._questions.keep_in(folder)
+
+    @property
+    def workers(self) -> int:
+        return self._questions.workers
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """Of the final answer's grading, which sees the same question as without tools."""
+        return self._questions.problems(prompt)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return self._questions.grade(prompt, reply)
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        return self._lazy.runner
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._settings.turns
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        if self._settings.format == "hermes":
+            return replace(prompt, tools=schemas(self._tools))
+        if not self._settings.explain:
+            return prompt
+        last = prompt.messages[-1]
+        text = Message(role=last["role"], content=f"{explained(self._tools)}\n\n{last['content']}")
+        return replace(prompt, messages=(*prompt.messages[:-1], text))
+
+
+class Guessing(BuiltTask):
+    """Every number is asked in training or held out, never both: half of the numbers by hash."""
+
+    name = "guess_number"
+    notes: tuple[str, ...] = ()
+    plays = True
+
+    def __init__(self, settings: schema.GuessNumberTask, seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        sides: dict[Side, list[int]] = {Side.TRAIN: [], Side.HELDOUT: []}
+        for number in sorted(range(settings.low, settings.high + 1), key=lambda n: seed_for("guess_number", n)):
+            sides[min(sides, key=lambda side: len(sides[side]))].append(number)
+        self._train, self._heldout = (
+            tuple(self._prompt(number) for number in sides[side]) for side in (Side.TRAIN, Side.HELDOUT)
+        )
+        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=False))
+        self.notes = (f"{self.name}: {len(self._train)} numbers to train on, {len(self._heldout)} others held out",)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return draw_batch(self._train, step, size, self._seed, f"task {self.name}")
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        if role not in HELDOUT:
+            no_such_role(role, HELDOUT, f"task {self.name}")
+        return _first(self._heldout, size, self.name)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return _played_only(self.name)
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        return self._lazy.runner
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._settings.turns
+
+    def _prompt(self, number: int) -> Prompt:
+        from lockstep.envs.guess import opening
+
+        s = self._settings
+        return Prompt(f"guess_number/{s.low}-{s.high}/{number}", opening(s.low, s.high), str(number), self.name)
+
+
+class SeededEpisodes(BuiltTask):
+    """Episodes of one environment, told apart by their seeds.
+
+    Where openings differ from seed to seed, the halves of training and held-out episodes share no opening: its hash decides.
+    Where they are alike (a game that begins with an empty board), the two have different seeds.
+    """
+
+    plays = True
+
+    def __init__(
+        self, settings: schema.EnvTask | schema.GymnasiumTask | schema.TextArenaTask, name: str, seed: int
+    ) -> None:
+        """Raises TaskError if the environment cannot be made or does not start."""
+        self.name, self._settings, self._seed = name, settings, seed
+        self._where = f"task {name}"
+        self._runner = ProcessRunner(settings, settings.turns.step_seconds)
+        first = self._openings([self._seed_of("heldout", index) for index in range(OPENINGS)])
+        self._by_opening = len({question_digest(prompt.messages) for prompt in first}) > 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        how = "no opening is in both" if self._by_opening else "all openings are alike, their seeds differ"
+        return (f"{self.name}: {len(self._train)} episodes to train on, others held out; {how}",)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return draw_batch(self._train, step, size, self._seed, self._where)
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        if role not in HELDOUT:
+            no_such_role(role, HELDOUT, self._where)
+        return _first(self._drawn("heldout", size, Side.HELDOUT), size, self.name)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return _played_only(self.name)
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        return self._runner
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._settings.turns
+
+    @cached_property
+    def _train(self) -> tuple[Prompt, ...]:
+        return self._drawn("train", self._settings.seeds, Side.TRAIN)
+
+    def _drawn(self, stream: str, want: int, side: Side) -> tuple[Prompt, ...]:
+        """The first `want` episodes of a stream of seeds, on one side, each opening once if openings differ."""
+        found: dict[bytes, Prompt] = {}
+        index, idle = 0, 0
+        while len(found) < want and idle < 20 + 2 * len(found):
+            seeds = [self._seed_of(stream, index + i) for i in range(OPENINGS)]
+            before, index = len(found), index + OPENINGS
+            for prompt in self._openings(seeds):
+                digest = question_digest(prompt.messages)
+                if not self._by_opening:
+                    found.setdefault(prompt.id.encode(), prompt)
+                elif side_of(digest) is side:
+                    found.setdefault(digest, prompt)
+            idle = 0 if len(found) > before else idle + OPENINGS
+        return tuple(found.values())[:want]
+
+    def _seed_of(self, stream: str, index: int) -> int:
+        return seed_for("episode", self.name, stream, index) % 2**31
+
+    def _openings(self, seeds: Sequence[int]) -> list[Prompt]:
+        """The prompts of these seeds, from the environments themselves. Raises TaskError if one does not start."""
+        blank = {seed: Prompt(f"{self.name}/{seed}", (), "", self.name, {SEED: seed}) for seed in seeds}
+        by_key = {f"opening/{seed}": prompt for seed, prompt in blank.items()}
+        for key, prompt in by_key.items():
+            self._runner.begin(key, prompt, 0)
+        found: dict[str, Prompt] = {}
+        while len(found) < len(by_key):
+            for key, said in self._runner.poll(1.0):
+                self._runner.end(key)
+                prompt = by_key[key]
+                if isinstance(said, Fault) or said.done or not said.observation:
+                    why = said.why if isinstance(said, Fault) else "it says nothing to begin with, or is over at once"
+                    raise TaskError(
+                        why, where=f"{self._where}, seed {prompt.data[SEED]}", fix="correct the environment"
+                    )
+                found[key] = replace(prompt, messages=said.observation)
+        return [found[key] for key in by_key]
+
+
+class OwnEpisodes(UserTask):
+    """A class of the user's with batch, heldout and env; its prompts are checked like those of any task of one's own."""
+
+    plays = True
+
+    def __init__(self, task: EnvTask, settings: schema.EnvTask) -> None:
+        grader = UserFunction(settings.path, settings.grading, settings.settings)
+        grader.pool.close()  # that it can be loaded is known; many an environment never asks for a grade
+        super().__init__(task, Path(settings.path.rpartition(":")[0]).expanduser(), grader)
+        self._settings = settings
+        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=True))
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        return self._lazy.runner
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._settings.turns
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """Nothing that one reply could show: `grade` may never be asked."""
+        return []
+
+    def _digest(self, prompt: Prompt) -> bytes:
+        """Episodes may begin alike: answer and data tell them apart too."""
+        rest = json.dumps([prompt.answer, dict(prompt.data)], sort_keys=True, default=repr)
+        return question_digest((*prompt.messages, Message(role="data", content=rest)))
+
+
+def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisodes:
+    """The user's class as a task. Raises TaskError if it is missing, cannot be made, or lacks a method."""
+    made = own_class(settings.path)
+    if not is_env_task(made):
+        return SeededEpisodes(settings, made.__name__, seed)
+    task = made_with(made, settings)
+    for method in ("batch", "heldout", "grade"):
+        if not callable(getattr(task, method, None)):
+            raise TaskError(f"it has no method {method}", where=settings.path, fix="see lockstep.types.EnvTask")
+    if not isinstance(getattr(task, "name", None), str) or not cast(Any, task).name:
+        raise TaskError("it has no name", where=settings.path, fix='give it one: self.name = "my_task"')
+    return OwnEpisodes(cast(EnvTask, task), settings)
+
+
+def _runner(settings: BaseModel, limits: schema.Turns, *, apart: bool) -> Runner:
+    if apart:
+        return ProcessRunner(settings, limits.step_seconds)
+    return InlineRunner(env_maker(cast(schema.Task, settings)))
+
+
+def _first(pool: Sequence[Prompt], size: int, name: str) -> Sequence[Prompt]:
+    if size > len(pool):
+        raise TaskError(
+            f"{size} held-out episodes were asked for, there are {len(pool)}",
+            where=f"task {name}",
+            fix=f"set eval.items={len(pool)} (of `lockstep eval`: --items {len(pool)})",
+        )
+    return pool[:size]
+
+
+def _played_only(name: str) -> Grade:
+    return Grade(None, error=f"{name} is played, not graded by one reply")

@@ -1,0 +1,236 @@
+"""Cases of OpenSpiel as a task: different states of each, on two sides that share none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, cast
+
+from lockstep.config import schema
+from lockstep.envs.runners import InlineRunner, ProcessRunner, Runner
+from lockstep.envs.spiel.cases import Case, load, pyspiel, select
+from lockstep.envs.spiel.game import CASE, GAME, HISTORY, spiel_maker
+from lockstep.envs.spiel.outcome import pool
+from lockstep.envs.spiel.play import paid
+from lockstep.envs.spiel.rival import RivalRunner, Sampler
+from lockstep.envs.spiel.states import Drawn, draw, moves_at, state_at
+from lockstep.envs.spiel.text import question, read_move, written
+from lockstep.errors import TaskError
+from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.tasks.generator import Side
+from lockstep.types import Grade, Prompt
+from lockstep.verifiers.base import shown, unscored
+from lockstep.verifiers.pool import Answered, Outcome
+
+ROLE = "id_probe"
+GARBAGE = "lorem ipsum dolor sit amet"
+_WHERE = "task.kind = open_spiel"
+
+
+class SpielStates(BuiltTask):
+    """States to move in. A grade depends on the prompt and the reply alone: the state is made again from its moves."""
+
+    name = "open_spiel"
+
+    def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
+        """Raises TaskError for a game that is not there or cannot be played so."""
+        self._settings, self._seed = settings, seed
+        self.cases = select(settings)
+        searches = "mcts" in (settings.playout, settings.opponent)
+        for case in self.cases if searches else ():
+            _refuse_hidden(case)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        drawn, s = self._drawn, self._settings
+        names = ", ".join(case.name for case in self.cases)
+        enumerated = [case.name for case, found in zip(self.cases, drawn, strict=True) if found.enumerated]
+        lines = [
+            f"{self.name}: {len(self.cases)} case{'s' if self.cases[1:] else ''}: {names}",
+            f"{self.name}: {sum(len(found.histories) for found in drawn)} different states to train on, "
+            f"{s.num_tasks_per_case} of each case, from {sum(found.draws for found in drawn)} draws of 0 to "
+            f"{s.max_random_steps} random moves; half of all states are held out, and none of those is among them",
+        ]
+        if enumerated:
+            lines.append(f"{self.name}: draws did not find enough of {', '.join(enumerated)}: the rest was enumerated")
+        return tuple(lines)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return draw_batch(self._train, step, size, self._seed, _WHERE)
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        """`size` held-out states, as many of each case as of any other. Raises TaskError if there are fewer."""
+        if role != ROLE:
+            no_such_role(role, [ROLE], _WHERE)
+        each = -(-size // len(self.cases))
+        rows = [self._prompts(case, self._draw(case, Side.HELDOUT, each), "heldout") for case in self.cases]
+        return [row[index] for index in range(each) for row in rows][:size]
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        s, game, history = self._settings, *_place(prompt)
+        read, moves = read_move(reply, s.answer), moves_at(game, history)
+        action = None if read.text is None else moves.get(read.text)
+        metrics = {"has_answer": float(read.text is not None), "legal": float(action is not None)}
+        extracted = None if read.text is None else shown(read.text)
+        if action is None:
+            return Grade(paid(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
+        if s.reward_mode == "legal":
+            return Grade(paid(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
+        played = self._played(game, history, action)
+        if not isinstance(played, Answered):
+            return unscored(f"its playouts did not end: {played.error}")
+        share = float(played.value)
+        metrics |= {"correct": float(share > 0.5), "value": share}
+        return Grade(paid(share, s.reward_range), metrics, extracted, s.answer)
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """The self-test: a legal move pays, nothing, garbage, a move of nobody, two moves, and more than a move do not."""
+        moves, answer, found = tuple(moves_at(*_place(prompt))), self._settings.answer, []
+        low = paid(0.0, self._settings.reward_range)
+        ends = {moves[0], moves[-1]} if self._settings.reward_mode == "legal" else {moves[0]}  # playouts take time
+        for move in ends:
+            reply = written(move, answer)
+            grade, again = self.grade(prompt, reply), self.grade(prompt, reply)
+            if grade != again or grade.metrics["legal"] != 1.0 or grade.reward is None or grade.reward < low:
+                found.append(f"{prompt.id}: the legal move {move!r} is graded {grade} and {again}")
+        pair = written(f"{moves[0]} {moves[-1]} {moves[0]}", answer)
+        twice = f"{written(moves[0], answer)} {written(moves[0], answer)}"
+        for reply in (
+            "",
+            " ",
+            GARBAGE,
+            written(f"{moves[0]}?", answer),
+            pair,
+            twice,
+            f"{written(moves[0], answer)} is it",
+        ):
+            if (grade := self.grade(prompt, reply)).reward != low:
+                found.append(f"{prompt.id}: {reply!r} is paid {grade.reward}, not {low}")
+        return found
+
+    # --- states ---------------------------------------------------------------------------------------------------
+    @cached_property
+    def _drawn(self) -> tuple[Drawn, ...]:
+        return tuple(self._draw(case, Side.TRAIN, self._settings.num_tasks_per_case) for case in self.cases)
+
+    @cached_property
+    def _train(self) -> tuple[Prompt, ...]:
+        pairs = zip(self.cases, self._drawn, strict=True)
+        return tuple(prompt for case, drawn in pairs for prompt in self._prompts(case, drawn, "train"))
+
+    def _draw(self, case: Case, side: Side, want: int) -> Drawn:
+        """Raises TaskError if the case has fewer different states on this side."""
+        s = self._settings
+        stream = f"train {s.seed}" if side is Side.TRAIN else "heldout"
+        drawn = draw(case.game, stream, side, want, s.max_random_steps)
+        if len(drawn.histories) == want:
+            return drawn
+        number = f"{len(drawn.histories)} different ones" + ("" if drawn.complete else " that could be found")
+        setting = "task.num_tasks_per_case" if side is Side.TRAIN else "eval.items"
+        most = len(drawn.histories) * (1 if side is Side.TRAIN else len(self.cases))
+        raised = "" if drawn.complete and s.max_random_steps >= _longest(case) else ", or raise task.max_random_steps"
+        raise TaskError(
+            f"{want} states of it are asked for {'to train on' if side is Side.TRAIN else 'held out'}, but on this side "
+            f"there are {number} within {s.max_random_steps} random moves",
+            where=f"{_WHERE}, case {case.name}",
+            fix=f"set {setting}={most} or lower{raised}"
+            if most
+            else f"raise task.max_random_steps, or leave {case.name} out",
+        )
+
+    def _prompts(self, case: Case, drawn: Drawn, stream: str) -> tuple[Prompt, ...]:
+        return tuple(self._prompt(case, history, f"{stream}/{i}") for i, history in enumerate(drawn.histories))
+
+    def _prompt(self, case: Case, history: tuple[int, ...], number: str) -> Prompt:
+        s, state = self._settings, state_at(case.game, history)
+        seed = f"{s.seed}/" if number.startswith("train") else ""
+        return Prompt(
+            f"{case.name}/{s.max_random_steps}/{seed}{number}",
+            question(state, case.name, s.answer, show_moves=s.show_moves),
+            next(iter(moves_at(case.game, history))) if s.reward_mode == "legal" else "",
+            case.name,
+            {GAME: case.game, CASE: case.name, HISTORY: list(history)},
+        )
+
+    # --- outcomes -------------------------------------------------------------------------------------------------
+    @property
+    def workers(self) -> int:
+        """Of outcomes: whether a move is legal is known in microseconds."""
+        return self._settings.workers if self._settings.reward_mode == "outcome" else 0
+
+    def _played(self, game: str, history: tuple[int, ...], action: int) -> Outcome:
+        s = self._settings
+        how = {"playout": s.playout, "simulations": s.simulations, "playouts": s.playouts, "seed": s.seed}
+        return pool(s.workers).call({"game": game, "history": list(history), "action": action, **how})
+
+
+class SpielGames(SpielStates):
+    """The same states as openings of whole games."""
+
+    plays = True
+
+    def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
+        super().__init__(settings, seed)
+        self.rival = settings.rival
+        """The adapter that must be seated before the first game."""
+        self._sampler: Sampler | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *((f"{self.name}: {self._sampler.note}",) if self._sampler is not None else ()))
+
+    def seat(self, sampler: Sampler) -> None:
+        """Have the opponent's moves drawn by this one."""
+        self._sampler = sampler
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return unscored(f"{self.name} with reward_mode game is played, not graded by one reply")
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        """Nothing that one reply could show."""
+        return []
+
+    def runner(self, prompt: Prompt) -> Runner | None:
+        return self._runner
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._settings.turns
+
+    @cached_property
+    def _runner(self) -> Runner:
+        """In this process for an opponent that moves in microseconds, apart for one that searches or is the user's."""
+        if self.rival is not None:
+            if self._sampler is None:
+                raise TaskError("nobody has loaded its opponent", where=_WHERE, fix="report this: seat() comes first")
+            return RivalRunner(self._settings, self._sampler)
+        if self._settings.opponent == "random":
+            return InlineRunner(spiel_maker(self._settings))
+        return ProcessRunner(self._settings, self._settings.turns.step_seconds)
+
+
+def build_spiel(settings: schema.OpenSpielTask, seed: int) -> SpielStates:
+    """Raises TaskError if OpenSpiel is not installed, or a game cannot be had."""
+    if settings.reward_mode == "game":
+        if settings.rival is None:
+            spiel_maker(settings)  # an opponent that is not there shows now
+        return SpielGames(settings, seed)
+    return SpielStates(settings, seed)
+
+
+def _place(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+    """The state of a prompt: its game, and the moves that lead to it."""
+    return str(prompt.data[GAME]), tuple(int(action) for action in cast(Sequence[int], prompt.data[HISTORY]))
+
+
+def _longest(case: Case) -> int:
+    return int(load(case.game).max_game_length())
+
+
+def _refuse_hidden(case: Case) -> None:
+    game: Any = load(case.game)
+    if game.get_type().information != pyspiel().GameType.Information.PERFECT_INFORMATION:
+        raise TaskError(
+            "mcts would see what its player does not: the game has hidden information",
+            where=f"{_WHERE}, case {case.name}",
+            fix="let random or a function of your own move",
+        )
