@@ -103,7 +103,7 @@ class ChatFormat:
 
     def continuation(self) -> Continuation:
         """How observations follow a reply."""
-        return Continuation(self)
+        return Continuation(self.tokenizer, self.template, self.chat.template_kwargs, self.stop_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a whole reply for people and records, without its end token and other special tokens but those that mark

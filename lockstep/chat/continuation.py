@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.chat.template import as_text, check_messages, control_pattern, encode, where
@@ -11,7 +11,7 @@ from lockstep.errors import ChatError
 from lockstep.types import Message, TokenIds
 
 if TYPE_CHECKING:
-    from lockstep.chat.chat import ChatFormat
+    from transformers import PreTrainedTokenizerBase
 
 _REPLY = "lockstepprobereply"
 _TOOL = re.compile(r"""['"]tool['"]|tool_response""")
@@ -30,10 +30,16 @@ class Continuation:
     notes: tuple[str, ...]
     """What a reader of the log should know about this template in chats of several turns."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-        self._control = control_pattern(chat.tokenizer)
-        self.role = "tool" if _TOOL.search(chat.template) and self._shows_tool_results() else "user"
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        template_kwargs: Mapping[str, object],
+        stop_ids: TokenIds,
+    ) -> None:
+        self._tokenizer, self._template, self._kwargs, self._stop_ids = tokenizer, template, template_kwargs, stop_ids
+        self._control = control_pattern(tokenizer)
+        self.role = "tool" if _TOOL.search(template) and self._shows_tool_results() else "user"
         self._closing = self._closing_ids()
         self.notes = self._notes()
 
@@ -44,8 +50,8 @@ class Continuation:
         Text that spells a control token is broken up by a space. Raises ChatError for turns that make no chat.
         """
         check_messages(observation)
-        ids = encode(self._chat.tokenizer, self._tail([self._said(message) for message in observation]))
-        return ids[len(self._closing) :] if last in self._chat.stop_ids else ids
+        ids = encode(self._tokenizer, self._tail([self._said(message) for message in observation]))
+        return ids[len(self._closing) :] if last in self._stop_ids else ids
 
     def _said(self, message: Message) -> Message:
         role = self.role if message["role"] == "tool" else message["role"]
@@ -57,8 +63,8 @@ class Continuation:
     def _tail(self, observation: Sequence[Message]) -> str:
         """What the template writes after a reply when these turns follow it."""
         probe = [Message(role="user", content="a"), Message(role="assistant", content=_REPLY), *observation]
-        tokenizer, kwargs = self._chat.tokenizer, self._chat.chat.template_kwargs
-        _, found, tail = as_text(tokenizer, self._chat.template, probe, kwargs, generate=True).partition(_REPLY)
+        tokenizer, kwargs = self._tokenizer, self._kwargs
+        _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
         if not found:
             raise ChatError("the chat template leaves out what the assistant said before", where=where(tokenizer))
         return tail
@@ -66,10 +72,10 @@ class Continuation:
     def _closing_ids(self) -> TokenIds:
         """What stands between a reply and what follows, up to the token that ends the reply; empty if nothing ends it."""
         one, other = (
-            encode(self._chat.tokenizer, self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
+            encode(self._tokenizer, self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
         )
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        ends = [i for i in range(same) if one[i] in self._chat.stop_ids]
+        ends = [i for i in range(same) if one[i] in self._stop_ids]
         return one[: ends[0] + 1] if ends else ()
 
     def _shows_tool_results(self) -> bool:
@@ -80,10 +86,10 @@ class Continuation:
 
     def _notes(self) -> tuple[str, ...]:
         chat = [Message(role="user", content="a"), Message(role="assistant", content=f"<think>x</think>{_REPLY}")]
-        tokenizer, kwargs = self._chat.tokenizer, self._chat.chat.template_kwargs
+        tokenizer, kwargs = self._tokenizer, self._kwargs
         then = [*chat, Message(role="user", content="b")]
         alone, inside = (
-            as_text(tokenizer, self._chat.template, turns, kwargs, generate=False).partition(_REPLY)[0]
+            as_text(tokenizer, self._template, turns, kwargs, generate=False).partition(_REPLY)[0]
             for turns in (chat, then)
         )
         if alone == inside and "<think>" in inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -42,6 +42,8 @@ EXAMPLES = 5
 _SHOWN = 120
 
 Keep: TypeAlias = Callable[[Row], bool]
+ReadPrompts: TypeAlias = Callable[[Data, str], Iterable[Prompt]]
+"""Prompts of a Data; the second argument says where it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +150,19 @@ def _cut(text: str) -> str:
     return line if len(line) <= _SHOWN else line[:_SHOWN] + "…"
 
 
-def stages_of(data: Data, columns: Columns, where: str) -> tuple[Ready, ...]:
-    """The preset's filters, then the settings'. Raises DataError or TaskError if one cannot be made."""
+def stages_of(data: Data, columns: Columns, where: str, read_prompts: ReadPrompts) -> tuple[Ready, ...]:
+    """The preset's filters, then the settings'. `read_prompts` opens other data for the filter `not_in`.
+
+    Raises DataError or TaskError if one cannot be made.
+    """
     preset = preset_of(data)
     found = [*(preset.filters if preset else ()), *data.filters]
-    return tuple(_ready(settings, columns, f"{where}.filters, {stage_name(settings)}") for settings in found)
+    return tuple(
+        _ready(settings, columns, f"{where}.filters, {stage_name(settings)}", read_prompts) for settings in found
+    )
 
 
-def _ready(settings: Filter, columns: Columns, where: str) -> Ready:
+def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPrompts) -> Ready:
     make: Callable[[], Keep]
 
     def look(paths: Sequence[str]) -> Callable[[Row], str]:
@@ -179,7 +186,7 @@ def _ready(settings: Filter, columns: Columns, where: str) -> Ready:
         case Distinct():
             make = _distinct(settings, columns)
         case NotIn():
-            make = _constant(_not_in(settings, columns, where))
+            make = _constant(_not_in(settings, columns, where, read_prompts))
         case PythonFilter():
             make, show = _constant(_own(settings)), lambda row: repr(dict(row.values or {}))
         case _:
@@ -329,12 +336,10 @@ def _distinct(settings: Distinct, columns: Columns) -> Callable[[], Keep]:
     return make
 
 
-def _not_in(settings: NotIn, columns: Columns, where: str) -> Keep:
-    from lockstep.data.load import open_rows  # rows have filters, and this filter has rows
-
+def _not_in(settings: NotIn, columns: Columns, where: str, read_prompts: ReadPrompts) -> Keep:
     index = Index()
     for source in settings.sources:
-        for prompt in open_rows(Data(source=source, preset=settings.preset), where=where).prompts():
+        for prompt in read_prompts(Data(source=source, preset=settings.preset), where):
             add_question(index, prompt.id, prompt.messages)
     return lambda row: not finds(index, question_of(row.values or {}, columns), settings.match)
 

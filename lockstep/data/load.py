@@ -80,7 +80,7 @@ class Rows:
     def __init__(self, data: Data, located: Located, where: str) -> None:
         self.data, self.located, self.where = data, located, where
         self.columns: Columns = columns_of(data)
-        self._stages = stages_of(data, self.columns, where)
+        self._stages = stages_of(data, self.columns, where, _prompts_of)
         self._reading: Reading | None = None
         self._hash: str | None = None
 
@@ -241,6 +241,10 @@ def open_rows(data: Data, *, where: str) -> Rows:
     """
     located = locate(data, where)
     return Rows(located.data or data, located, where)
+
+
+def _prompts_of(data: Data, where: str) -> Iterator[Prompt]:
+    yield from open_rows(data, where=where).prompts()
 
 
 def _canonical(row: Row) -> bytes:

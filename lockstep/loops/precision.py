@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.numerics import Phase
 from lockstep.errors import EngineError
-from lockstep.numerics.formats import parse
+from lockstep.numerics.spec import parse
 from lockstep.rollout.precision import computing
 from lockstep.types import Forward
 

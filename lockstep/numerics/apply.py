@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lockstep.config.numerics import Numerics, Phase
 from lockstep.errors import EngineError, LearnerError, ModelError
-from lockstep.numerics.formats import Scale
 from lockstep.numerics.linear import Quantiser, quantised_linear
+from lockstep.numerics.spec import Scale
 
 _ATTRIBUTE = "lockstep_numerics"
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})

@@ -13,55 +13,29 @@ Legend: K numbers of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Literal, TypeAlias, assert_never, cast
+from typing import assert_never, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.config.numerics import Numeric
+from lockstep.numerics.spec import (
+    BLOCK,
+    E2M1_MAX,
+    E4M3_MAX,
+    E8M0_HIGH,
+    E8M0_LOW,
+    Format,
+    Scale,
+    divided,
+    parse,
+    top_exponent,
+)
 
-Format: TypeAlias = Literal["mxfp4", "nvfp4"]
-Scale: TypeAlias = Literal["floor", "rceil", "ceil"]
-"""floor: X = 2^(floor(log2 amax) - 2), whose largest values saturate at 6X; rceil: the least X with 6X >= amax; ceil: with
-4X >= amax."""
-
-BLOCK: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-E8M0_LOW, E8M0_HIGH = -127, 127
 CHUNK = 2**15
 """Numbers that a CPU quantises at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a numeric does to the two operands of a linear layer; None leaves one as it is."""
-
-    weights: Format | None
-    activations: Format | None
-
-    @property
-    def plain(self) -> bool:
-        return self.weights is None
-
-
-def parse(numeric: Numeric | str) -> Spec:
-    """The formats of a numeric; bf16, fp32 and the empty name of the weights' own precision quantise nothing.
-
-    Raises ValueError for another name.
-    """
-    match numeric:
-        case "" | "bf16" | "fp32":
-            return Spec(None, None)
-        case "mxfp4-w4a16" | "nvfp4-w4a16":
-            return Spec(cast(Format, numeric[:5]), None)
-        case "mxfp4-w4a4" | "nvfp4-w4a4":
-            return Spec(cast(Format, numeric[:5]), cast(Format, numeric[:5]))
-        case _:
-            raise ValueError(f"{numeric!r} is no numeric")
 
 
 def quantise_weight(
@@ -194,11 +168,6 @@ def _blockwise_mx(rows_RX: Tensor, scale: Scale) -> Tensor:
     return _rows(codes_K.mul_(block_scale), rows_RX)
 
 
-def top_exponent(dtype: torch.dtype) -> int:
-    """Blocks of at least this exponent cannot hold 4X in `dtype`."""
-    return 14 if dtype == torch.float16 else 126 if dtype in (torch.float32, torch.bfloat16) else E8M0_HIGH + 1
-
-
 def _blockwise_nv(rows_RX: Tensor, top: Tensor | None) -> Tensor:
     """`top` is the largest magnitude of the tensor; None takes each row's own."""
     blocks_K = _blocks(rows_RX, BLOCK["nvfp4"])
@@ -211,11 +180,6 @@ def _blockwise_nv(rows_RX: Tensor, top: Tensor | None) -> Tensor:
     codes_K = round_e2m1(blocks_K / torch.where(live, block_scale, 1.0).to(block_scale.dtype))
     # A block too small for E4M3 has the scale 0, which makes it zeros; a NaN or an infinity has made block_scale NaN.
     return _rows(codes_K.mul_(block_scale.masked_fill(~top.isfinite(), torch.nan)), rows_RX)
-
-
-def divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once on every device: by a plain number, torch's CUDA kernels multiply by its inverse."""
-    return x / x.new_full((), number)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.numerics.formats import BLOCK, E2M1_MAX, E4M3_MAX, Format, Scale, divided, top_exponent
+from lockstep.numerics.spec import BLOCK, E2M1_MAX, E4M3_MAX, Format, Scale, divided, top_exponent
 
 NUMBERS = 2048
 """That a program takes at once."""

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lockstep.numerics.formats import Scale, Spec, parse, quantise_activation, quantise_weight
+from lockstep.numerics.formats import quantise_activation, quantise_weight
+from lockstep.numerics.spec import Scale, Spec, parse
 
 
 @dataclass(frozen=True, slots=True)

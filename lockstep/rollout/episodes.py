@@ -55,7 +55,7 @@ def make_rollouts(
     """A group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
 
     `sampling.max_tokens` is the budget of a whole rollout: everything after the first prompt. A rollout's seed is
-    seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it. So a rollout does not depend on
+    seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it: a rollout does not depend on
     what is sampled beside it. `progress` is called with the rollouts done and asked for. An environment or a grader that fails
     leaves its rollout unscored, with the reason.
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from lockstep.errors import EngineError, LockstepError
-from lockstep.numerics.formats import Scale
+from lockstep.numerics.spec import Scale
 from lockstep.rollout.requests import check_clean, check_groups, check_idle
 from lockstep.rollout.vllm.environment import prepare
 from lockstep.rollout.vllm.layout import FIX, share

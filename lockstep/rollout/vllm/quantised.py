@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import EngineError
 from lockstep.numerics.apply import ROUTERS
-from lockstep.numerics.formats import Scale, parse
 from lockstep.numerics.linear import Quantiser
+from lockstep.numerics.spec import Scale, parse
 from lockstep.rollout.vllm.layout import USUAL
 
 WEIGHT = "lockstep_weight"
