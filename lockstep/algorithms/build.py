@@ -165,6 +165,6 @@ def _reference(inputs: LossInput) -> Tensor:
         raise LearnerError(
             "the batch has no log-probabilities of the reference model",
             where="algorithm.kl",
-            fix="attach them with learner.with_ref_logprobs",
+            fix="give each TrainSequence its ref_logprobs",
         )
     return inputs.ref_logprobs_T

@@ -28,6 +28,7 @@ from lockstep.models import load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import frozen_names, load_weights, named_weights
+from lockstep.noise.targets import find_targets
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
 from lockstep.rollout.allocator import grow_segments
@@ -164,7 +165,8 @@ def build_parts(
     engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy", memory=memory)
     learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
     sync = build_weight_sync(policy, recipe)
-    return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory)
+    noise = None if recipe.noise is None else find_targets(policy.model, recipe.noise)
+    return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory, noise)
 
 
 def require_precision(recipe: Recipe, weights: str) -> None:

@@ -14,6 +14,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.learner.critic import TorchCritic
 from lockstep.learner.learner import TorchLearner, base_model
 from lockstep.models import ResolvedModel
+from lockstep.noise.targets import Targets
 from lockstep.plan.choice import MemoryPlan
 from lockstep.sync.transports import CopySync, SharedSync
 from lockstep.tasks.base import BuiltTask
@@ -56,3 +57,5 @@ class Parts:
     carried: Carried
     memory: MemoryPlan | None
     """None for a model whose sizes cannot be told."""
+    noise: Targets | None = None
+    """The norms that the recipe's noise is put on; None without noise."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
-from lockstep.learner.adapters import as_reference
+from lockstep.learner.adapter_files import saved_tensors, saved_texts
+from lockstep.learner.adapters import as_reference, describe, facts_of
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.oom import memory_for_step, run_or_halve, score_or_halve
 from lockstep.learner.optimizer import MasterOptimizer
@@ -28,16 +29,30 @@ from lockstep.models.attention import require_attention_only
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.host import on_device
-from lockstep.models.weights import clean_name, named_weights
+from lockstep.models.weights import clean_name, frozen_names, named_weights
 from lockstep.noise.apply import require_clean
 from lockstep.numerics.apply import settle
-from lockstep.types import Batch, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
+from lockstep.sync.fingerprint import Fingerprints, fingerprint
+from lockstep.types import Batch, LearnerFacts, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
 
 if TYPE_CHECKING:
     from lockstep.learner.value_head import ValueTraining
 
 STREAM_MULTIPLE = 16
 """Streams are padded to a multiple of this many tokens, which matrix kernels prefer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """A learner's part of a checkpoint."""
+
+    file: Literal["model.safetensors", "adapter_model.safetensors"]
+    weights: Mapping[str, Tensor]
+    """In the layout of the file: Hugging Face's, or PEFT's for an adapter."""
+    texts: Mapping[str, str]
+    """Files beside the weights: name → content."""
+    optimizer: Mapping[str, Tensor]
+    counters: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class TorchLearner:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._settings, self._plan, self._reference = recipe.optimizer, Plan.of(recipe), reference
+        self._adapter = recipe.adapter
         self._value = value
         base = base_model(model)
         require_attention_only(base)
@@ -172,13 +188,32 @@ class TorchLearner:
         return named_weights(self.model)
 
     # --- state ----------------------------------------------------------------------------------------------------
-    def counters(self) -> dict[str, int]:
-        return {
+    def describe(self) -> LearnerFacts:
+        """Plain facts for the log and the manifest."""
+        facts = facts_of(self.model)
+        lines = (*describe(self._adapter, self.model).splitlines(), *self.notes)
+        return LearnerFacts(str(self._device), lines, facts.base.fingerprint if facts else "")
+
+    def fingerprint(self, *, frozen: bool = False) -> Fingerprints:
+        """Fingerprints of all weights, or of those that training must not change."""
+        names = frozen_names(self.model) if frozen else None
+        return fingerprint((n, w) for n, w in self.weights() if names is None or n in names)
+
+    def save(self) -> LearnerState:
+        """What a checkpoint holds, as live tensors: read them before the next update."""
+        facts = facts_of(self.model)
+        counters = {
             "version": self.version,
             "optimizer_step": self.optimizer_step,
             "skipped": self.skipped,
             "skipped_in_a_row": self._skipped_in_a_row,
         }
+        optimizer = self.optimizer.tensors()
+        if facts is None:
+            weights = {n: t for n, t in self.weights() if not n.endswith(".lora_scaling")}
+            return LearnerState("model.safetensors", weights, {}, optimizer, counters)
+        texts = saved_texts(self.model, self._adapter, facts.base)
+        return LearnerState("adapter_model.safetensors", saved_tensors(self.model), texts, optimizer, counters)
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
         """Continue where `counters` and the optimizer's tensors were saved. The weights are loaded beforehand."""
@@ -321,13 +356,3 @@ def _loss_input(
         ref_R,
         batch.kl_coef,
     )
-
-
-def with_old_logprobs(sequences: Sequence[TrainSequence], logprobs: Sequence[tuple[float, ...]]) -> list[TrainSequence]:
-    """Fix the denominator of the ratio before the first of several updates."""
-    return [replace(s, old_logprobs=values) for s, values in zip(sequences, logprobs, strict=True)]
-
-
-def with_ref_logprobs(sequences: Sequence[TrainSequence], logprobs: Sequence[tuple[float, ...]]) -> list[TrainSequence]:
-    """Attach the reference model's log-probabilities."""
-    return [replace(s, ref_logprobs=values) for s, values in zip(sequences, logprobs, strict=True)]

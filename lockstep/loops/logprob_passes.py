@@ -9,7 +9,6 @@ from typing import TypeAlias
 from lockstep.algorithms.build import Objective
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
-from lockstep.learner.learner import with_old_logprobs, with_ref_logprobs
 from lockstep.types import Batch, TrainSequence
 
 Pass: TypeAlias = Callable[[list[TrainSequence]], list[TrainSequence]]
@@ -56,7 +55,7 @@ def _with(batch: Batch, live: Sequence[bool], fill: Pass) -> Batch:
 def _old_pass(parts: Parts, recipe: Recipe, prefix: int) -> Pass:
     def fill(sequences: list[TrainSequence]) -> list[TrainSequence]:
         logprobs = parts.learner.response_logprobs(sequences, recipe.rollout.temperature, prefix=prefix)
-        return with_old_logprobs(sequences, logprobs)
+        return [replace(s, old_logprobs=row) for s, row in zip(sequences, logprobs, strict=True)]
 
     return fill
 
@@ -65,7 +64,7 @@ def _reference_pass(parts: Parts, recipe: Recipe, prefix: int) -> Pass:
     def fill(sequences: list[TrainSequence]) -> list[TrainSequence]:
         temperature = recipe.rollout.temperature
         logprobs = parts.learner.response_logprobs(sequences, temperature, reference=True, prefix=prefix)
-        return with_ref_logprobs(sequences, logprobs)
+        return [replace(s, ref_logprobs=row) for s, row in zip(sequences, logprobs, strict=True)]
 
     return fill
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
-from lockstep.noise.describe import noise_lines
 from lockstep.noise.schedule import Stage, stage_of
-from lockstep.noise.targets import Targets, find_targets
+from lockstep.noise.targets import Targets
 from lockstep.rollout.precision import computing
 from lockstep.seeds import seed_for
 from lockstep.sync.fingerprint import TensorPrint, fingerprint
@@ -19,25 +18,15 @@ from lockstep.sync.proof import Remote
 from lockstep.types import ForwardReport, Metrics, NormNoise, RolloutEngine, WeightStream
 
 
-def noise_targets(parts: Parts, recipe: Recipe) -> Targets | None:
-    """The norms that the recipe's noise is put on; None without noise. Raises as find_targets does."""
-    return None if recipe.noise is None else find_targets(parts.policy.model, recipe.noise)
-
-
-def describe_noise(parts: Parts, recipe: Recipe) -> list[str]:
-    """Start lines; none without noise."""
-    targets = noise_targets(parts, recipe)
-    return [] if targets is None else noise_lines(recipe, targets)
-
-
 @contextmanager
-def noisy_rollouts(parts: Parts, recipe: Recipe, targets: Targets | None, step: int) -> Iterator[Metrics]:
-    """Within it the engine samples with the noise of `step`; yields the metrics of the noise.
+def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]:
+    """Sample with the noise of `step` inside the block; yields the metrics of the noise.
 
     Afterwards the engine computes as before, and the fingerprints of its norms are those that the learner's had. Raises SyncError
     if they are not. If the body raises, noise is taken off as far as the engine still can.
     """
-    if recipe.noise is None or targets is None:
+    targets = parts.noise
+    if targets is None:
         yield {}
         return
     stage, engine = stage_of(recipe, step), parts.engine

@@ -1,4 +1,4 @@
-"""Checks of a task before a run and while it goes on: the same prompts when asked again, right scores, unchanged data."""
+"""Checks before, during and after a run: the same prompts when asked again, right scores, unchanged data and base."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from lockstep.config.schema import Recipe
 from lockstep.data.questions import data_hash, question_digest
-from lockstep.errors import DataError, HealthStop, TaskError
+from lockstep.errors import DataError, HealthStop, LearnerError, TaskError
 from lockstep.loops.sampling import round_prompts
+from lockstep.sync.fingerprint import Fingerprints
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Prompt
 
@@ -100,3 +101,16 @@ def require_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None
                 fix="put data, task code and their packages back as they were and resume, or begin another run from this one's "
                 "weights (warm_start)",
             )
+
+
+def require_unchanged(before: Fingerprints, after: Fingerprints) -> str:
+    """Say that the frozen weights are what they were. Raises LearnerError naming the tensors that are not."""
+    names = before.tensors.keys() | after.tensors.keys()
+    changed = sorted(name for name in names if before.tensors.get(name) != after.tensors.get(name))
+    if changed:
+        raise LearnerError(
+            f"{len(changed)} frozen weights changed in this run, the first is {changed[0]}",
+            where="the base under the adapter",
+            fix="use no checkpoint of this run: they fit a base that no longer is; report what ran beside the training",
+        )
+    return f"base unchanged: {len(before.tensors)} frozen tensors, fingerprint {before.combined} at start and end"

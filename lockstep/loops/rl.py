@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
-from lockstep.loops.noise import noise_targets, noisy_rollouts
+from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.precision import probe_lines
 from lockstep.loops.preflight import check_grading
 from lockstep.loops.sampling import draw_groups, round_prompts, spread
@@ -22,7 +22,6 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
 
     Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop when the run must stop.
     """
-    targets = noise_targets(parts, recipe)
     with Session(parts, recipe, logger, start) as session:
         for line in probe_lines(parts, recipe):
             logger.say(line)
@@ -35,7 +34,7 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                         check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), step + 1)
                 with (
                     computing(parts.engine, Forward(recipe.numerics.of("rollout"))),
-                    noisy_rollouts(parts, recipe, targets, step) as noise,
+                    noisy_rollouts(parts, recipe, step) as noise,
                 ):
                     groups, kept, metrics = draw_groups(parts, recipe, logger, step, clock)
             with clock("update"):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from lockstep.build.base import frozen_print, require_unchanged
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.disk import check_disk
 from lockstep.build.opponents import pinned_rivals
@@ -24,16 +23,15 @@ from lockstep.errors import CheckpointError, HealthStop, LockstepError
 from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
-from lockstep.learner.adapters import describe
 from lockstep.loops import sft
-from lockstep.loops.noise import describe_noise
 from lockstep.loops.precision import numerics_lines
-from lockstep.loops.preflight import check_purity, questions_hash, require_same_data
+from lockstep.loops.preflight import check_purity, questions_hash, require_same_data, require_unchanged
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
 from lockstep.loops.sft_data import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
 from lockstep.loops.step_metrics import grading_line
+from lockstep.noise.describe import noise_lines
 from lockstep.plan.batch import batch_lines
 from lockstep.plan.fit import require_fit
 from lockstep.plan.schedule import rate_lines
@@ -113,14 +111,14 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
             )
         material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
         parts = _build(recipe, logger, info)
-        base = frozen_print(parts.policy.model)
+        frozen = parts.learner.fingerprint(frozen=True)
         if material is None or recipe.sft is None:
             train(parts, recipe, logger, start)
         else:
             sft.train(parts, recipe, _sft_rows(parts, recipe, recipe.sft, material, logger), logger, start)
-        if base is not None:
-            line = require_unchanged(parts.policy.model, base)
-            logger.event("base", line, fingerprint=base.combined)
+        if frozen.tensors:
+            line = require_unchanged(frozen, parts.learner.fingerprint(frozen=True))
+            logger.event("base", line, fingerprint=frozen.combined)
             logger.say(line)
         _finish(run, parts, recipe, logger)
     except LockstepError as error:
@@ -168,20 +166,19 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 
 def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
     """What a reader must know to judge the run, on the console and in the manifest."""
-    policy = parts.policy
+    policy, learner = parts.policy, parts.learner.describe()
     batch = batch_lines(recipe)
     lines = [
         *parts.task.notes,
         *policy.chat.notes,
         *(policy.chat.continuation().notes if parts.task.plays else ()),
-        *parts.learner.notes,
-        f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
-        *describe(recipe.adapter, policy.model).splitlines(),
+        f"model {policy.resolved.name} in {policy.numerics} on {learner.device}",
+        *learner.lines,
         *batch,
         *rate_lines(recipe),
         *health_lines(recipe),
         *numerics_lines(parts, recipe),
-        *describe_noise(parts, recipe),
+        *(noise_lines(recipe, parts.noise) if parts.noise is not None else ()),
         *parts.objective.formula.splitlines(),
         *(
             f"first prompt, as the model sees it:\n{policy.chat.preview(one.messages, one.tools)}"

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from lockstep.build.base import base_print
 from lockstep.build.disk import disk_metrics
 from lockstep.build.memory import check_memory
 from lockstep.build.parts import Parts
@@ -162,6 +161,6 @@ class Session:
         proof = parts.sync.push(parts.learner, parts.engine)
         falsified = parts.sync.negative_control(parts.learner, parts.engine)
         self._logger.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
-        began = {"base": base_print(parts.policy.model, proof)} if start == 0 else {}
+        began = {"base": parts.learner.describe().base or proof.fingerprint} if start == 0 else {}
         self._logger.event("sync", proof_line(proof), step=start, negative_control=falsified, **began)
         return proof

@@ -7,16 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lockstep.checkpoint.state import CheckpointState, ModelFiles, save_state
 from lockstep.checkpoint.store import prune
 from lockstep.config.load import dump
 from lockstep.config.schema import Health, Recipe
 from lockstep.errors import CheckpointError
-from lockstep.learner.adapter_files import saved_tensors, saved_texts
-from lockstep.learner.adapters import facts_of
-from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import Proof
 
 if TYPE_CHECKING:
@@ -34,9 +29,9 @@ def recipe_hash(recipe: Recipe) -> str:
 
 def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: Proof, best: int | None) -> Path:
     """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep."""
-    adapter = recipe.adapter.kind != "none"
+    learner = parts.learner.save()
     meta: dict[str, Any] = {
-        "counters": parts.learner.counters(),
+        "counters": learner.counters,
         "carried": parts.carried.as_json(),
         "fingerprint": proof.fingerprint,
         "recipe": recipe_hash(recipe),
@@ -45,16 +40,13 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
         "model": recipe.model.path,
         "adapter": recipe.adapter.kind,
     }
-    optimizer = parts.learner.optimizer.tensors()
+    optimizer = dict(learner.optimizer)
     if parts.critic is not None:
         meta["critic"] = parts.critic.counters()
         optimizer |= {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in parts.critic.tensors().items()}
-    state = CheckpointState(step, _stored(parts, adapter=adapter), optimizer, meta)
-    facts = facts_of(parts.policy.model)
-    texts = saved_texts(parts.policy.model, recipe.adapter, facts.base) if facts else {}
-    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-    source = None if adapter else parts.policy.resolved.path
-    path = save_state(run, state, ModelFiles(weights, texts, source), overwrite=True)  # type: ignore[arg-type]
+    state = CheckpointState(step, learner.weights, optimizer, meta)
+    source = parts.policy.resolved.path if recipe.adapter.kind == "none" else None
+    path = save_state(run, state, ModelFiles(learner.file, learner.texts, source), overwrite=True)
     prune(run, recipe.save.keep_last, best)
     return path
 
@@ -72,16 +64,10 @@ def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
     if parts.critic is not None:
         parts.critic.restore(meta["critic"], critic)
     parts.carried.restore(meta["carried"])
-    found = fingerprint(parts.learner.weights()).combined
+    found = parts.learner.fingerprint().combined
     if found != meta["fingerprint"]:
         raise CheckpointError(
             f"the restored weights have fingerprint {found}, the saved ones had {meta['fingerprint']}",
             where=f"step {state.step}",
             fix="check that model.path and model.revision still name the weights that the run started from",
         )
-
-
-def _stored(parts: Parts, *, adapter: bool) -> dict[str, Tensor]:
-    if not adapter:
-        return {n: t for n, t in parts.learner.weights() if not n.endswith(".lora_scaling")}
-    return saved_tensors(parts.policy.model)

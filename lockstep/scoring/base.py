@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from lockstep.build.base import base_print
+from torch import nn
+
 from lockstep.errors import EvaluationError
+from lockstep.learner.adapters import facts_of
 from lockstep.scoring.targets import Rig, Target
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events
 from lockstep.types import Proof
+
+
+def base_fingerprint(model: nn.Module, proof: Proof) -> str:
+    """Fingerprint of what is trained from: of an adapter the base alone, since its own start depends on the seed."""
+    facts = facts_of(model)
+    return proof.fingerprint if facts is None else facts.base.fingerprint
 
 
 def require_own_base(target: Target, rig: Rig, proof: Proof) -> None:
@@ -22,7 +30,7 @@ def require_own_base(target: Target, rig: Rig, proof: Proof) -> None:
     began = starts[-1].get("base") if starts else None  # of the last attempt that began anew
     if began is None or run.manifest().get("numerics") != rig.policy.numerics:
         return  # of an older version; or in a precision in which the weights are others
-    if (found := base_print(rig.policy.model, proof)) != began:
+    if (found := base_fingerprint(rig.policy.model, proof)) != began:
         without = ", or evaluate it without its base (--no-base)" if target.checkpoint is not None else ""
         raise EvaluationError(
             f"{target.recipe.model.path} has weights {found}; the run began from {began}",

@@ -151,8 +151,8 @@ def _rival(target: Target, how: How) -> Outcome | None:
 
 def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None, rival: Outcome | None) -> Outcome:
     """All sets and modes of one target; `before` are its base's scores if they are known."""
-    from lockstep.build.base import base_print
     from lockstep.run.evaluation import numerics_of
+    from lockstep.scoring.base import base_fingerprint
 
     measuring = Measuring(target, rig, how, numerics_of(target.recipe, rig.policy.numerics))
     measuring.notes += [f"warning: {note}" for note in target.notes]
@@ -165,7 +165,7 @@ def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None,
     proof = placed(target, rig, saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(rival.files if rival else ()), *measuring.files)
-    untrained = base_print(rig.policy.model, proof) if saved is None else ""
+    untrained = base_fingerprint(rig.policy.model, proof) if saved is None else ""
     return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms), untrained)
 
 

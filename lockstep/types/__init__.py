@@ -14,7 +14,7 @@ from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
 from lockstep.types.protocols import Critic, Env, EnvTask, Learner, RolloutEngine, Task, Tracker, WeightSync
 from lockstep.types.rollout import Completion, FinishReason, Grade, Group, Prompt, Request, Rollout, Sampling, Turn
 from lockstep.types.training import Batch, Loss, LossInput, LossOutput, TrainSequence
-from lockstep.types.weights import Forward, ForwardReport, NormNoise, Probe, Proof
+from lockstep.types.weights import Forward, ForwardReport, LearnerFacts, NormNoise, Probe, Proof
 
 __all__ = [
     "Batch",
@@ -31,6 +31,7 @@ __all__ = [
     "Group",
     "ItemResult",
     "Learner",
+    "LearnerFacts",
     "Loss",
     "LossInput",
     "LossOutput",

@@ -1,4 +1,4 @@
-"""How an engine computes, and the proof that its weights are the learner's."""
+"""How an engine computes, facts of a learner, and the proof that their weights are equal."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ class ForwardReport:
     """‖w' - w‖ / ‖w‖ over all noisy norms together, as it is in the weights."""
     noise_lost: float = 0.0
     """Share of their numbers that rounding to the weights' dtype left as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerFacts:
+    """A learner in plain words."""
+
+    device: str
+    lines: tuple[str, ...]
+    """What is trained, and how updates are made."""
+    base: str
+    """Fingerprint of the frozen base under an adapter; empty if all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True)

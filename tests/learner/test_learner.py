@@ -15,7 +15,7 @@ from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Lora, Recipe
 from lockstep.errors import LearnerError
 from lockstep.learner.adapters import attach
-from lockstep.learner.learner import TorchLearner, with_old_logprobs, with_ref_logprobs
+from lockstep.learner.learner import TorchLearner
 from lockstep.types import Batch, LossInput, LossOutput
 from tests.learner.batches import make_batch, plain_inputs
 from tests.learner.models import logprobs_of, plain, tokens, twin
@@ -122,7 +122,7 @@ def test_the_ratio_is_taken_to_the_old_policy():
     batch = make_batch(old=False, ref=False)
     learner = build("fp32", recipe(optimizer={"kind": "adamw", "lr": 1e-2}))
     old = learner.response_logprobs(batch.sequences, 1.0)
-    fixed = Batch(tuple(with_old_logprobs(batch.sequences, old)))
+    fixed = Batch(tuple(replace(s, old_logprobs=row) for s, row in zip(batch.sequences, old, strict=True)))
     loss = build_objective(Recipe()).loss
     first = learner.update(fixed, loss)
     second = learner.update(fixed, loss)
@@ -199,7 +199,7 @@ def test_the_row_of_bad_steps_is_saved_and_restored():
     learner.update(batch, poisoned(math.nan))
     learner.update(batch, poisoned(math.nan))
     resumed = build("fp32")
-    resumed.restore(learner.counters(), learner.optimizer.tensors())
+    resumed.restore(learner.save().counters, learner.optimizer.tensors())
     with pytest.raises(LearnerError, match="3 steps in a row"):
         resumed.update(batch, poisoned(math.nan))
 
@@ -212,7 +212,7 @@ def test_three_steps_saved_and_three_more_are_six(kind: str):
         gradient_step(unbroken, number)
     saved = {name: t.clone() for name, t in unbroken.optimizer.tensors().items()}
     weights = {name: p.detach().clone() for name, p in unbroken.model.named_parameters()}
-    counters = unbroken.counters()
+    counters = unbroken.save().counters
     rates = [gradient_step(unbroken, number)["lr"] for number in range(3, 6)]
 
     resumed = build(kind)
@@ -220,11 +220,11 @@ def test_three_steps_saved_and_three_more_are_six(kind: str):
         for name, parameter in resumed.model.named_parameters():
             parameter.copy_(weights[name])
     resumed.restore(counters, saved)
-    assert resumed.counters() == counters
+    assert resumed.save().counters == counters
     assert counters["optimizer_step"] == 3
     assert [gradient_step(resumed, number)["lr"] for number in range(3, 6)] == rates
     assert same(snapshot(unbroken), snapshot(resumed))
-    assert resumed.counters() == unbroken.counters()
+    assert resumed.save().counters == unbroken.save().counters
 
 
 # --- reference ------------------------------------------------------------------------------------------------------
@@ -281,7 +281,8 @@ def test_the_penalty_holds_the_policy_near_its_reference(kind: str):
         for _ in range(6):
             now = learner.response_logprobs(sequences, 1.0)
             again = learner.response_logprobs(sequences, 1.0, reference=True)
-            ready = with_ref_logprobs(sequences, again) if coef else sequences
+            compared = [replace(s, ref_logprobs=row) for s, row in zip(sequences, again, strict=True)]
+            ready = compared if coef else sequences
             metrics = learner.update(Batch(tuple(ready), kl_coef=coef), objective.loss)
         if coef:
             gaps = [a - b for x, y in zip(now, reference, strict=True) for a, b in zip(x, y, strict=True)]
