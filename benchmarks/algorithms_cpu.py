@@ -5,7 +5,7 @@
 
 Runs recipes/algorithms/*.yaml, which differ in nothing but the algorithm and what comes with it, and writes a table: accuracy on
 200 held-out sums, greedy, before and after, McNemar's p for the difference, and the time. Runs that have finished are not made
-again. A recipe with four updates a step and ten times the rate is for benchmarks/stale_rollouts.py and is left out here.
+again. A recipe with four updates a step and ten times the rate is for stale rollouts and is left out here.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_unscored_replies_have_nothing_and_count_in_nothing():
     for kind in KINDS:
         with_hole, without = credit({"kind": kind}, *step), credit({"kind": kind}, step[0], step[2])
         assert with_hole[1].advantages == (0.0, 0.0)
-        assert not any(with_hole[1].returns)
+        assert not any(with_hole[1].returns or ())
         assert [with_hole[0], with_hole[2]] == without
 
 

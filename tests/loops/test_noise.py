@@ -12,7 +12,7 @@ import torch
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.parts import Parts
 from lockstep.errors import EngineError, SyncError
-from lockstep.loops.noise import noise_targets, noisy_rollouts
+from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.start import resume_run
 from lockstep.noise.apply import is_noisy
 from lockstep.seeds import seed_for
@@ -98,7 +98,7 @@ def test_while_it_is_on_nothing_else_can_be_done_with_the_weights(
 ) -> None:
     chosen = recipe(tmp_path / "again", tiny_model_dir, *NOISE)
     before = fingerprint(parts.learner.weights()).combined
-    with noisy_rollouts(parts, chosen, noise_targets(parts, chosen), 3) as metrics:
+    with noisy_rollouts(parts, chosen, 3) as metrics:
         assert metrics["noise/stage"] == 1
         noise = parts.engine.forward.noise
         assert noise is not None
@@ -125,7 +125,7 @@ def test_an_error_amid_rollouts_takes_it_off(parts: Parts, tmp_path: Path, tiny_
     before = fingerprint(parts.learner.weights()).combined
     with (
         pytest.raises(ZeroDivisionError),
-        noisy_rollouts(parts, chosen, noise_targets(parts, chosen), 5),
+        noisy_rollouts(parts, chosen, 5),
     ):
         _ = 1 / 0
     assert fingerprint(parts.learner.weights()).combined == before
@@ -134,7 +134,6 @@ def test_an_error_amid_rollouts_takes_it_off(parts: Parts, tmp_path: Path, tiny_
 def test_noise_that_stays_is_noticed(parts: Parts, tmp_path: Path, tiny_model_dir: Path) -> None:
     """An engine that forgets to take a part of it off: the fingerprints of the norms say so."""
     chosen = recipe(tmp_path / "again", tiny_model_dir, *NOISE)
-    targets = noise_targets(parts, chosen)
     weight = parts.policy.model.get_parameter("model.layers.1.post_attention_layernorm.weight")
 
     class Forgetful:
@@ -158,6 +157,6 @@ def test_noise_that_stays_is_noticed(parts: Parts, tmp_path: Path, tiny_model_di
     forgetful = replace(parts, engine=Forgetful())  # type: ignore[arg-type]
     with (
         pytest.raises(SyncError, match=r"left on 1 of 4 norms, first model\.layers\.1\.post_attention_layernorm"),
-        noisy_rollouts(forgetful, chosen, targets, 5),
+        noisy_rollouts(forgetful, chosen, 5),
     ):
         pass
