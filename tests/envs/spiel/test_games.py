@@ -14,7 +14,7 @@ from lockstep.errors import TaskError
 from lockstep.tasks.build import build_task
 from lockstep.tasks.open_spiel import SpielGames, SpielStates
 from lockstep.types import Prompt, Turn
-from tests.envs.played import asks, by_key, chat_of, engine_of
+from tests.envs.played import chat_of, engine_of, play
 
 OWN = """
 import random
@@ -171,11 +171,11 @@ def test_games_are_played_through_the_engine(tiny_model_dir: Path) -> None:
     task = build_task(settings, 0)
     assert isinstance(task, SpielGames)
     prompts = task.batch(0, 2)
-    found = by_key(engine_of(tiny_model_dir), chat_of(tiny_model_dir), task, asks(prompts, samples=2, budget=8))
+    found = play(engine_of(tiny_model_dir), chat_of(tiny_model_dir), task, prompts, budget=8)
     assert len(found) == 4
     for one in found.values():
-        assert one.grade.reward == -1.0  # a random model says no legal move
-        assert one.grade.metrics["tool_errors"] == 1.0
+        assert one.rollout.grade.reward == -1.0  # a random model says no legal move
+        assert one.rollout.grade.metrics["tool_errors"] == 1.0
     single = build_task(schema.OpenSpielTask(games=["tic"], num_tasks_per_case=4), 0)
     assert isinstance(single, SpielStates)
     assert not single.plays

@@ -21,7 +21,6 @@ from lockstep.envs.spiel.states import moves_at, state_at
 from lockstep.envs.spiel.text import described, read_move, written
 from lockstep.errors import TaskError
 from lockstep.loops.step_metrics import rollout_metrics
-from lockstep.tasks.base import SelfTested
 from lockstep.tasks.build import build_task
 from lockstep.tasks.open_spiel import SpielStates
 from lockstep.types import FinishReason, Grade, Group, Prompt, Rollout
@@ -251,7 +250,6 @@ def test_cases_take_part_in_a_mix() -> None:
         assert (task.runner(prompt) is None) == (prompt.task == "states")
         if prompt.task == "states":
             assert task.grade(prompt, f"<move>{prompt.answer}</move>").reward == 1.0
-            assert isinstance(task, SelfTested)
             assert task.problems(prompt) == []
 
 
