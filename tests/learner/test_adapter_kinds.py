@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.parts import Parts
-from lockstep.build.warm_start import read_weights, restore, save_checkpoint
+from lockstep.build.warm_start import read_weights
 from lockstep.checkpoint.store import open_checkpoint
 from lockstep.config.schema import Recipe
 from lockstep.learner.adapter_files import Base
@@ -22,6 +22,7 @@ from lockstep.learner.adapters import facts_of
 from lockstep.learner.merge import merged_weights
 from lockstep.learner.top_singular import TopSingular, top_singular
 from lockstep.models.attention import NAME
+from lockstep.run.state import restore, save_checkpoint
 from lockstep.sync.fingerprint import fingerprint
 from tests.learner.batches import make_batch
 from tests.learner.kinds import KINDS, LORAS, RESIDUAL

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.parts import Parts
-from lockstep.build.warm_start import read_weights, save_checkpoint
+from lockstep.build.warm_start import read_weights
 from lockstep.checkpoint.store import open_checkpoint
 from lockstep.config.schema import Lora, NoAdapter, OtherPeft, Recipe
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_files import Base, save_adapter
 from lockstep.learner.adapters import attach, describe
 from lockstep.learner.learner import TorchLearner
+from lockstep.run.state import save_checkpoint
 from tests.learner.batches import make_batch
 from tests.learner.models import logits_of, plain, tokens, twin
 from tests.learner.test_learner import gradient_step
