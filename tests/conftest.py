@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two cores
@@ -13,9 +14,22 @@ os.environ["LOCKSTEP_CACHE"] = os.environ.get("LOCKSTEP_CACHE") or str(
     Path(__file__).parents[1] / ".cache" / "lockstep"
 )
 
+import hypothesis
 import pytest
 
+from tests.gallery import Gallery
 from tests.tiny import write_tiny_model
+
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=200, deadline=None)  # make test-all
+hypothesis.settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long go first, in the order of tests/DURATIONS.md, so that no worker is left alone with one at the end."""
+    files = re.findall(r"^\| (tests/\S+) \|", (Path(__file__).parent / "DURATIONS.md").read_text(), re.MULTILINE)
+    rank = {name: place for place, name in enumerate(files)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +41,13 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
     write_tiny_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """Finished runs that are shared by all workers: read them, do not write to them."""
+    base = tmp_path_factory.getbasetemp()
+    return Gallery((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gallery")
 
 
 @pytest.fixture(scope="module")
