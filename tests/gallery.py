@@ -1,4 +1,4 @@
-"""Finished runs that many tests read and none changes: each is trained once for all workers of a session, when first asked for."""
+"""Finished runs that many tests read and none changes: each is trained once for all workers of a session, when asked for."""
 
 from __future__ import annotations
 
