@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from fnmatch import fnmatch
+from itertools import groupby
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two cores
@@ -25,11 +27,31 @@ hypothesis.settings.register_profile("full", max_examples=200, deadline=None)  #
 hypothesis.settings.load_profile("fast")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long go first, in the order of tests/DURATIONS.md, so that no worker is left alone with one at the end."""
+    """Mark the cases that `sampled` leaves out as slow, and put the files that take long first, as tests/DURATIONS.md has them, so
+    that no worker is left alone with one at the end."""
+    for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        _mark_slow(list(cases))
     files = re.findall(r"^\| (tests/\S+) \|", (Path(__file__).parent / "DURATIONS.md").read_text(), re.MULTILINE)
     rank = {name: place for place, name in enumerate(files)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+
+
+def _mark_slow(cases: list[pytest.Item]) -> None:
+    """All cases of one test function but those that its marker `sampled` names."""
+    marker = cases[0].get_closest_marker("sampled")
+    if marker is None:
+        return
+    if isinstance(marker.args[0], int):
+        chosen = cases[
+            :: -(-len(cases) // marker.args[0]) | 1
+        ]  # an odd stride: it takes both values of the fastest axis
+    else:
+        chosen = [case for case in cases if any(fnmatch(case.name, f"*[[]{id}]") for id in marker.args)]
+    for case in cases:
+        if chosen and case not in chosen:
+            case.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
