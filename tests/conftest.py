@@ -29,8 +29,8 @@ hypothesis.settings.load_profile("fast")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `sampled` leaves out as slow, and put the files that take long first, as tests/DURATIONS.md has them, so
-    that no worker is left alone with one at the end."""
+    """Mark the cases that `sampled` leaves out as slow, and put the files that take long first, as tests/DURATIONS.md has them:
+    no worker is left alone with one at the end."""
     for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         _mark_slow(list(cases))
     files = re.findall(r"^\| (tests/\S+) \|", (Path(__file__).parent / "DURATIONS.md").read_text(), re.MULTILINE)
