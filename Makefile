@@ -1,7 +1,8 @@
 # Everything happens inside this checkout (.venv, .cache, runs); only pip keeps its own cache elsewhere.
 #   make quickstart   install, then train a small real model and show that it learned
 #   make sft-then-rl  install, then SFT and GRPO from its weights
-#   make test         install, then every check that a change must pass
+#   make test         install, then the fast tests (minutes)
+#   make test-all     install, then every check that a change must pass, as CI does
 #   make PYTHON=/path/to/python3.12 ...   with a Python of your choice (3.11 or newer)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,7 +16,9 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
 WORKERS ?= 2
 
-.PHONY: help install test lint format docs constraints quickstart sft-then-rl clean
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help install test test-all coverage mutations lint format docs constraints quickstart sft-then-rl clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -41,8 +44,17 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) install -c constraints.txt -e '.[dev,trackers]'
 	@touch $@
 
-test: lint  ## style, types, layers and all tests, with coverage
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+test: install  ## the fast tests: all but those marked slow
+	$(PYTEST) -m 'not slow'
+
+test-all: lint  ## style, types, layers and all tests, with more random examples; CI runs this
+	$(PYTEST) --hypothesis-profile full
+
+coverage: install  ## all tests, and which lines none of them runs
+	$(PYTEST) --cov --cov-report=term
+
+mutations: install  ## put known mistakes into a copy of the package, one by one; the fast tests must notice each
+	$(BIN)/python -m tests.mutations
 
 lint: install
 	$(BIN)/ruff check

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from fnmatch import fnmatch
+from itertools import groupby
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pytest workers share two cores
@@ -13,9 +16,42 @@ os.environ["LOCKSTEP_CACHE"] = os.environ.get("LOCKSTEP_CACHE") or str(
     Path(__file__).parents[1] / ".cache" / "lockstep"
 )
 
+import hypothesis
 import pytest
 
+from tests.gallery import Gallery
 from tests.tiny import write_tiny_model
+
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=200, deadline=None)  # make test-all
+hypothesis.settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that `sampled` leaves out as slow, and put the files that take long first, as tests/DURATIONS.md has them:
+    no worker is left alone with one at the end."""
+    for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        _mark_slow(list(cases))
+    files = re.findall(r"^\| (tests/\S+) \|", (Path(__file__).parent / "DURATIONS.md").read_text(), re.MULTILINE)
+    rank = {name: place for place, name in enumerate(files)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+
+
+def _mark_slow(cases: list[pytest.Item]) -> None:
+    """All cases of one test function but those that its marker `sampled` names."""
+    marker = cases[0].get_closest_marker("sampled")
+    if marker is None:
+        return
+    if isinstance(marker.args[0], int):
+        chosen = cases[
+            :: -(-len(cases) // marker.args[0]) | 1
+        ]  # an odd stride: it takes both values of the fastest axis
+    else:
+        chosen = [case for case in cases if any(fnmatch(case.name, f"*[[]{id}]") for id in marker.args)]
+    for case in cases:
+        if chosen and case not in chosen:
+            case.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +63,13 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
     write_tiny_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """Finished runs that are shared by all workers: read them, do not write to them."""
+    base = tmp_path_factory.getbasetemp()
+    return Gallery((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gallery")
 
 
 @pytest.fixture(scope="module")

@@ -130,8 +130,8 @@ def test_the_command_exists_and_knows_its_version() -> None:
     assert lockstep.__version__ in done.stdout
 
 
-def test_ci_runs_the_test_command_of_the_readme() -> None:
-    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
+def test_ci_runs_all_tests_and_the_readme_names_the_fast_ones() -> None:
+    assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text()
     assert "\nmake test\n" in (ROOT / "README.md").read_text()
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
 

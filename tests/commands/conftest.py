@@ -1,24 +1,22 @@
-"""A model, a run of it with scores, and a copy of that run: for the tests of commands that evaluate."""
+"""A run with scores, and a copy of it: for the tests of commands that evaluate."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from lockstep.track.rundir import RunDirectory
-from tests.loops.runs import LORA, trained
-
-
-@pytest.fixture(scope="module")
-def finished(home: Path, model: Path) -> RunDirectory:
-    """Evaluated in training at steps 0, 2 and 3."""
-    return trained(home, model, *LORA, "eval.every=2", "name=finished", "save.keep_last=3")
+from tests.gallery import Gallery
 
 
 @pytest.fixture
-def run(finished: RunDirectory, tmp_path: Path) -> Path:
+def finished(gallery: Gallery) -> RunDirectory:
+    """A run of an adapter, evaluated in training at steps 0, 2 and 3; not to be written to."""
+    return gallery.run("lora")
+
+
+@pytest.fixture
+def run(gallery: Gallery, tmp_path: Path) -> Path:
     """A copy that may be written to."""
-    shutil.copytree(finished.path, tmp_path / "mine")
-    return tmp_path / "mine"
+    return gallery.copy("lora", tmp_path / "mine").path

@@ -168,7 +168,7 @@ def test_any_bytes_give_prompts_or_a_data_error(tmp_path_factory, content):
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet"])
 @given(content=st.binary(max_size=300) | st.text(alphabet='a,"\n\r[]{}: 1', max_size=60).map(str.encode))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_of_any_format_give_rows_or_a_data_error(tmp_path_factory, suffix, content):
     file = tmp_path_factory.mktemp("any") / f"a{suffix}"
     file.write_bytes(content)
@@ -184,7 +184,6 @@ def test_any_bytes_of_any_format_give_rows_or_a_data_error(tmp_path_factory, suf
     st.text(min_size=1, max_size=300)
     | st.sampled_from(["\0", "~nobody/x", "a" * 5000, "//", ".", "a/b/", "hf://datasets/a/b@/x"])
 )
-@settings(deadline=None)
 def test_any_text_is_a_source_or_refused_with_a_reason(text):
     try:
         open_rows(Data(source=text), where="data")

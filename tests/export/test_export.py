@@ -90,6 +90,7 @@ def test_the_card_has_scores_numerics_lineage_and_formula(lora: RunDirectory, tm
     assert record["verified"]["trained"]["max"] <= EXACT
 
 
+@pytest.mark.slow
 def test_an_adapter_for_peft(lora: RunDirectory, model: Path, tmp_path: Path) -> None:
     done = export(find_target(str(lora.path), step=2), tmp_path / "out", adapter=True, check=in_fresh_process)
     assert done.verified.trained.max <= EXACT

@@ -21,6 +21,7 @@ from tests.loops.runs import NO_EVAL, fingerprints, recipe
 IDS = tokens(30, 3)
 
 
+@pytest.mark.sampled("none", "lora", "pissa-rslora-dora", "oft")
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_a_kind_is_one_model_from_training_to_evaluation(
     kind: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ def logprobs(parts: Parts) -> torch.Tensor:
     return torch.tensor(parts.learner.logprobs([IDS])[0])
 
 
+@pytest.mark.sampled("lora", "pissa-rslora-dora", "oft")
 @pytest.mark.usefixtures("process_settings")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_trains_resumes_merges_loads_and_is_evaluated(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:

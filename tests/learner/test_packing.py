@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import LearnerError
@@ -107,7 +107,6 @@ def test_microbatches_by_hand():
     assert microbatches([], 5, share_prompts=True) == []
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=14),
     prompts=st.lists(st.integers(1, 9), min_size=5, max_size=5),

@@ -132,6 +132,7 @@ def test_the_controller_follows_its_formula(tmp_path: Path, tiny_model_dir: Path
     assert all(value >= 0 for value in column(run, "kl/ref")) or placement
 
 
+@pytest.mark.sampled("reward-lora")
 @pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("placement", [(), IN_REWARD], ids=["loss", "reward"])
 def test_a_stopped_run_with_adaptive_kl_goes_on_as_if_nothing_had_happened(

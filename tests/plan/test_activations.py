@@ -31,6 +31,7 @@ def counted(family: str, dtype: torch.dtype, recompute: Recompute, adapter: str)
     return (many - few) / TOKENS, predicted
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(

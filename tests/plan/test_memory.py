@@ -50,6 +50,7 @@ def update_peak(model: Any, recipe: Any, lengths: list[int]) -> float:
     return held + live.peak
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("micro", [1300, 5000], ids=["several", "one"])
 @pytest.mark.parametrize(
     ("dtype", "recompute", "adapter", "tied"),

@@ -107,6 +107,7 @@ def shuffled(seed: int) -> list[Request]:
     return mixed
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("slots", [1, 3, 5, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_number_of_slots_and_any_order(name: str, slots: int):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,7 +81,6 @@ def test_the_identity_is_pinned():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_runs_of_elements_add_up(data: st.DataObject):
     count = data.draw(st.integers(0, 3 * BLOCK + 5))
     tensor = random_tensor((count,), data.draw(st.sampled_from(DTYPES)), seed=count)
@@ -91,7 +90,6 @@ def test_runs_of_elements_add_up(data: st.DataObject):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_tiles_of_a_matrix_add_up(data: st.DataObject):
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 700))
     tensor = random_tensor((rows, columns), data.draw(st.sampled_from(DTYPES)), seed=rows * columns)
@@ -105,7 +103,6 @@ def test_tiles_of_a_matrix_add_up(data: st.DataObject):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
 def test_any_single_flipped_bit_changes_it(data: st.DataObject):
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.uint8]))
     tensor = random_tensor((3, 3000), dtype, seed=1)

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -214,7 +214,6 @@ def test_a_score_of_another_length_is_refused():
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
 def test_any_flipped_bit_anywhere_is_caught_and_named(data: st.DataObject):
     learner, _ = pair()
     sizes = {name: tensor.numel() for name, tensor in learner.weights()}

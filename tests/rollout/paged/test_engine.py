@@ -47,6 +47,7 @@ def mixed_requests(budget: int = 40) -> list[Request]:
     ]
 
 
+@pytest.mark.sampled("gemma2", "gpt-oss", "llama-tied", "qwen3-moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_samples_and_scores_as_transformers_does(family: str):
     reference = plain(family)
