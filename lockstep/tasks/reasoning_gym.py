@@ -12,7 +12,7 @@ from lockstep.errors import TaskError
 from lockstep.tasks.base import check_references, draw_batch, grading_problems, no_such_role
 from lockstep.tasks.generator import Drawn, Side, check_source, draw
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, workers_of
+from lockstep.verifiers.base import Verifier, keep_in, notes_of, workers_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.gym_scores import GymScores
 from lockstep.verifiers.selftest import self_test
@@ -78,6 +78,7 @@ class ReasoningGym:
         drawn = self._drawn
         return (
             f"{self.name}: graded by {self._graded_by}",
+            *notes_of(self._verifier),
             f"{self.name}: {len(drawn.prompts)} different training questions of {self._settings.size} asked for, from "
             f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side"
             + (f", {drawn.no_answer} without an answer" if drawn.no_answer else ""),

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,9 @@ def package_folders() -> list[str]:
     """Where reasoning-gym and the packages that it needs are installed."""
     spec = importlib.util.find_spec("reasoning_gym")
     found = [] if spec is None or spec.origin is None else [str(Path(spec.origin).parents[1])]
-    found += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()]
+    found += [
+        path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -20,8 +20,39 @@ from lockstep.verifiers import wire
 from lockstep.verifiers.sandbox.plain import receive, send
 
 FUNCTIONS = frozenset(
-    "exp log ln sqrt Abs sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh "
-    "sign erf erfi Si Ci li Ei".split()
+    [
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "Abs",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "acot",
+        "asec",
+        "acsc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sign",
+        "erf",
+        "erfi",
+        "Si",
+        "Ci",
+        "li",
+        "Ei",
+    ]
 )
 """Functions of sympy that an answer may use."""
 OF_REFERENCES = frozenset(("Integral",))

@@ -135,7 +135,8 @@ def _numbers(reference: str, tolerance: float) -> list[str]:
         2 * value,
         value + 2,
     ]
-    others += [value + step, value - step] if value.denominator > 1 else []
+    near = step if value.denominator > 1 else Fraction(1, 2)
+    others += [value + near, value - near]
     others += [
         value * 100,
         value / 100,

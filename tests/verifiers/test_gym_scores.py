@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import random
 from functools import cache
@@ -62,21 +61,24 @@ NOT_FINITE = ("nan", "NaN", "[NaN]", "nan + nani")
 
 
 @pytest.mark.parametrize("dataset", ["n_queens", "countdown", "simple_integration", "complex_arithmetic"])
-def test_no_reply_runs_code_or_forges_a_score(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_reply_runs_code_or_forges_a_score(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_nothing(dataset, tmp_path, monkeypatch, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [*EVALUATED, *REST])
-def test_no_reply_runs_code_through_any_data_set(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_reply_runs_code_through_any_data_set(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_nothing(dataset, tmp_path, monkeypatch, None if dataset in EVALUATED else 10)
 
 
-SAME = ["binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "word_ladder"]
+SAME = [
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "word_ladder",
+]
 
 
 def scores_are_those_of_the_data_set(dataset: str) -> None:
@@ -109,7 +111,7 @@ def test_scores_are_those_of_every_data_set(dataset: str) -> None:
     [
         ("chain_sum", "open('/etc/passwd')", ""),
         ("spiral_matrix", "[str(x) for x in (1, 2)]", ""),
-        ("countdown", "9**9**9**9**9", "processor time"),
+        pytest.param("countdown", "9**9**9**9**9", "processor time", marks=pytest.mark.slow),
     ],
 )
 def test_a_score_function_meets_its_limits(dataset: str, answer: str, why: str) -> None:

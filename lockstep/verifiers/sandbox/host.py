@@ -22,7 +22,10 @@ from lockstep.verifiers.sandbox.isolation import Limits
 
 START_SECONDS = 60.0
 _ROOT = Path(lockstep.__file__).parents[1]
-_REPEATABLE = {"PYTHONHASHSEED": "0", **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
+_REPEATABLE = {
+    "PYTHONHASHSEED": "0",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
 """For a zygote that loads packages: verdicts that repeat, and no threads, with which it could not leave its namespaces."""
 
 
