@@ -20,39 +20,11 @@ from lockstep.verifiers import wire
 from lockstep.verifiers.sandbox.plain import receive, send
 
 FUNCTIONS = frozenset(
-    [
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "Abs",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "acot",
-        "asec",
-        "acsc",
-        "sinh",
-        "cosh",
-        "tanh",
-        "coth",
-        "asinh",
-        "acosh",
-        "atanh",
-        "sign",
-        "erf",
-        "erfi",
-        "Si",
-        "Ci",
-        "li",
-        "Ei",
-    ]
+    (
+        *("exp", "log", "ln", "sqrt", "Abs", "sign", "sin", "cos", "tan", "cot", "sec", "csc"),
+        *("asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh"),
+        *("erf", "erfi", "Si", "Ci", "li", "Ei"),
+    )
 )
 """Functions of sympy that an answer may use."""
 OF_REFERENCES = frozenset(("Integral",))
@@ -73,7 +45,7 @@ Serve = Callable[[io.BufferedReader, io.BufferedWriter], NoReturn]
 
 
 def load() -> Callable[[str], Serve]:
-    """Import reasoning-gym. What is returned makes a data set, of its name and settings as JSON, and gives what scores a reply."""
+    """Import reasoning-gym. The result makes a data set, of its name and settings as JSON, and gives what scores a reply."""
     import reasoning_gym
     import sympy
 

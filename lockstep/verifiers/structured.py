@@ -67,7 +67,7 @@ class StructuredJson:
 
 
 def find_json(reply: str) -> Answer:
-    """The last closed ```json block of the reply's final part, else all of that part. Linear. Backquotes in a string close none."""
+    """The last closed ```json block of the reply's final part, else all of it. Linear; backquotes in a string close none."""
     start, end = final_span(reply)
     start = max(start, end - REGION)
     text = reply[start:end]
