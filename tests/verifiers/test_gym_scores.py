@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import random
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def run_nothing(dataset: str, folder: Path, monkeypatch: pytest.MonkeyPatch, cou
     monkeypatch.setenv(SECRET, "1")
     monkeypatch.setenv("PWD", str(folder))
     grader, prompt = GymScores(dataset, "{}", partial=False), prompt_of(dataset, items(dataset)[0])
-    tried = list(attacks(prompt.answer, str(mark), SECRET))
+    # Other score functions find the right answer in a longer text: that is no code that ran.
+    tried = list(attacks(prompt.answer if dataset in EVALUATED else "?", str(mark), SECRET))
     tried = tried if count is None else random.Random(dataset).sample(tried, count)
     right = f"<answer>{prompt.answer}</answer>"
     before = grader.grade(prompt, right).reward
@@ -73,6 +75,7 @@ def test_no_reply_runs_code_through_any_data_set(dataset: str, tmp_path: Path, m
 
 SAME = [
     "binary_matrix",
+    "bitwise_arithmetic",
     "countdown",
     "intermediate_integration",
     "n_queens",
@@ -137,15 +140,14 @@ def test_the_data_sets_that_evaluate_answers_are_all_known() -> None:
     """A new version of reasoning-gym must not bring another one unseen."""
     found = set()
     for name, (made, _) in DATASETS.items():
-        for method in ast.walk(ast.parse(Path(inspected(made)).read_text(encoding="utf-8"))):
-            if isinstance(method, ast.FunctionDef) and method.name == "score_answer":
-                names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(method)}
-                if names & {"eval", "exec", "compile", "parse_expr", "sympify", "simplify", "S", "loads_pickle"}:
-                    found.add(name)
-    assert found - {"number_sorting"} == set(EVALUATED)  # that one evaluates its reference alone
+        file = sys.modules[made.__module__].__file__
+        nodes = ast.walk(ast.parse(Path(str(file)).read_text(encoding="utf-8")))
+        if {getattr(n, "id", getattr(n, "attr", "")) for n in nodes} & {"eval", "exec", "sympify", "lambdify"}:
+            found.add(name)
+        if hasattr(sys.modules[made.__module__], "sympy") or hasattr(sys.modules[made.__module__], "sp"):
+            found.add(name)
+    assert found - OWN_TEXT == set(EVALUATED)
 
 
-def inspected(made: type) -> str:
-    import sys
-
-    return str(sys.modules[made.__module__].__file__)
+OWN_TEXT = {"advanced_geometry", "basic_arithmetic", "bitwise_arithmetic", "codeio", "number_sorting"}
+"""These evaluate what they made themselves, or use sympy without its parser."""
