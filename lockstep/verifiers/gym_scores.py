@@ -108,7 +108,7 @@ class Scorer:
             sandbox = self._running()
             try:
                 with sandbox.spawn(json.dumps([dataset, settings]), (), time.monotonic() + START_SECONDS) as run:
-                    run.start()
+                    _ready(run)
                     run.deadline = time.monotonic() + WALL_SECONDS
                     return _ask(run, call)
             except ZygoteGone:
@@ -140,6 +140,13 @@ class Scorer:
             if self._sandbox is sandbox:
                 self._sandbox = None
                 sandbox.close()
+
+
+def _ready(run: Run) -> None:
+    try:
+        run.start()
+    except TimeOut:
+        raise SandboxError(f"no process was ready in {START_SECONDS:g} s: the machine is too busy") from None
 
 
 def _ask(run: Run, call: Mapping[str, Any]) -> float | str:

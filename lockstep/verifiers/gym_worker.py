@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.verifiers import no_code, wire
-from lockstep.verifiers.sandbox.plain import receive, send
+from lockstep.verifiers.sandbox.plain import send
 
 Serve = Callable[[io.BufferedReader, io.BufferedWriter], NoReturn]
 
@@ -36,7 +36,7 @@ def load() -> Callable[[str], Serve]:
 
 
 def _serve(dataset: Any, requests: io.BufferedReader, answers: io.BufferedWriter) -> NoReturn:
-    call = wire.loads(receive(requests)["call"].encode())
+    call = wire.loads(json.loads(requests.readline())["call"].encode())  # of any length: the item lists all solutions
     tried = no_code.forbid_code()
     no_code.replace_parser()
     module: Any = sys.modules[type(dataset).__module__]

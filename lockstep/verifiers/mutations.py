@@ -1,7 +1,7 @@
 r"""Replies whose verdict is known: the reference as a right reply gives it, and twenty wrong ones, by kind of verifier.
 
-Each wrong answer is one that differs from the reference by construction, and that a faulty grader has been seen to accept: a digit
-more or less, the sign, the reciprocal, two answers at once, a list around it, the reference as a part of something longer.
+Each wrong answer is one that differs from the reference by construction, and that a faulty grader has been seen to accept: a
+digit more or less, the sign, the reciprocal, two answers at once, a list around it, the reference as a part of something longer.
 """
 
 from __future__ import annotations

@@ -127,6 +127,12 @@ def test_settings_that_no_data_set_can_be_made_with_are_said() -> None:
         scorer().score("chain_sum", '{"min_terms": -1}', "1", items("chain_sum")[0])
 
 
+def test_an_item_may_be_large() -> None:
+    item = items("n_queens")[0]
+    large = item | {"metadata": item["metadata"] | {"valid_answers": [*["x" * 1000] * 6000, item["answer"] or "_ Q"]}}
+    assert scorer().score("n_queens", "{}", item["answer"] or "_ Q", large) == 1.0
+
+
 def test_a_killed_sandbox_is_replaced() -> None:
     item = items("chain_sum")[0]
     for _ in range(2):

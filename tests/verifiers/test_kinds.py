@@ -311,7 +311,7 @@ def test_unscored_in_one_part_is_unscored():
     for combine in ("all", "weighted"):
         grade = combined(combine, (1.0, 3), (None, 1))
         assert (grade.reward, grade.error) == (None, "part p1: no judge")
-    assert combined("weighted", (1.0, 3), (1.5, 1)).error == "part p1 paid 1.5 to t/1, which is not in [0, 1]"
+    assert combined("weighted", (1.0, 3), (1.5, 1)).error == "part p1 gave 1.5 to t/1, which is not in [0, 1]"
 
 
 @pytest.mark.parametrize(

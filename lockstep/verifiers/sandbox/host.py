@@ -76,7 +76,7 @@ class Sandbox:
             )
         self._control = ours
         self.pid = self._popen.pid
-        ours.settimeout(START_SECONDS)
+        ours.settimeout(START_SECONDS * (3 if module else 1))
         reason = "it ended"
         try:
             ours.send(json.dumps({"apart": apart, "filter": filter, "limits": asdict(limits)}).encode())

@@ -64,7 +64,7 @@ def main(root: str, paths: Sequence[str] = (), module: str = "") -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 12, 8)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 8)
         if not data:
             return
         what = "prepare"
@@ -179,8 +179,10 @@ def _prepared(prepare: Callable[[str], Serve]) -> Callable[[str], Serve]:
     def serve_of(role: str) -> Serve:
         if role not in known:
             signal.alarm(PREPARE_SECONDS)
-            known[role] = prepare(role)
-            signal.alarm(0)
+            try:
+                known[role] = prepare(role)
+            finally:
+                signal.alarm(0)
         return known[role]
 
     return serve_of
