@@ -7,6 +7,7 @@ it is asked. A grade depends on the prompt and the reply alone, so it is the sam
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -15,7 +16,7 @@ from lockstep.errors import EngineError, LockstepError
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Metrics, Prompt
 from lockstep.user_code import describe
-from lockstep.verifiers.base import unscored
+from lockstep.verifiers.base import CANCEL, unscored
 
 
 class AsyncGrader:
@@ -24,7 +25,10 @@ class AsyncGrader:
     def __init__(self, task: BuiltTask) -> None:
         self._task = task
         workers = task.workers
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="lockstep-grade") if workers else None
+        self._cancel = threading.Event()
+        self._threads: ThreadPoolExecutor | None = None
+        if workers:
+            self._threads = ThreadPoolExecutor(workers, "lockstep-grade", CANCEL.set, (self._cancel,))
         self._grades: dict[str, Future[tuple[Grade, float]]] = {}
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.open = 0
@@ -38,6 +42,7 @@ class AsyncGrader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._cancel.set()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 

@@ -11,7 +11,7 @@ from lockstep.errors import TaskError
 from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
 from lockstep.tasks.generator import Drawn, Side, check_source, draw
 from lockstep.types import Prompt
-from lockstep.verifiers.base import Verifier
+from lockstep.verifiers.base import Verifier, notes_of
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.gym_scores import GymScores
 from lockstep.verifiers.selftest import self_test
@@ -64,6 +64,7 @@ class ReasoningGym(VerifiedTask):
         drawn = self._drawn
         return (
             f"{self.name}: graded by {self._graded_by}",
+            *notes_of(self._verifier),
             f"{self.name}: {len(drawn.prompts)} different training questions of {self._settings.size} asked for, from "
             f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side"
             + (f", {drawn.no_answer} without an answer" if drawn.no_answer else ""),

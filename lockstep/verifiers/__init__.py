@@ -1,1 +1,1 @@
-"""Pure graders: a prompt and a reply in, a Grade out. They never raise for a bad answer, and never pay 0 for an error."""
+"""Pure graders: a prompt and a reply in, a Grade out. They never raise for a bad answer, and never give 0 for an error."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +12,9 @@ from lockstep.verifiers.extract import Answer
 
 MAX_SHOWN = 200
 """Characters of an answer that are kept in a Grade or shown in an error."""
+
+CANCEL: ContextVar[threading.Event | None] = ContextVar("CANCEL", default=None)
+"""Set when nobody wants the grade any more: a verifier that waits for others then gives up."""
 
 
 class Verifier(Protocol):

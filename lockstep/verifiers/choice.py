@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +13,17 @@ from lockstep.verifiers.normalise import plain
 
 _LEADS = ("the correct answer is", "the answer is", "final answer:", "answer:", "option", "choice")
 _MARKS = "*_`"
+_ANOTHER = re.compile(
+    r"(?<![a-z0-9])([a-z])\s*\)"  # (C), C)
+    r"|(?:\b(?:or|and)\b|[,;/])\s*([a-z])(?:[.:](?!\S)|$)"  # or C, / C:
+    r"|^([a-z])$"
+)
+"""Where the text after an option's letter names an option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Pays 1 if the reply names the reference's option, or all of its options. Settings: config.schema.ChoiceVerifier."""
+    """Scores 1 if the reply names the reference's option, or all of its options. Settings: config.schema.ChoiceVerifier."""
 
     options: int
     several: bool
@@ -57,9 +64,13 @@ class Choice:
         letter, rest = text[:1].upper(), text[1:]
         if not letter or not ("A" <= letter <= _letter(self.options - 1)):
             return ""
-        if opened:
-            return letter if rest.lstrip().startswith(")") else ""
-        return letter if not rest.strip(_MARKS + " .)") or rest[0] in ".):" else ""
+        if opened and not rest.lstrip().startswith(")"):
+            return ""
+        if not opened and rest.strip(_MARKS + " .)") and rest[0] not in ".):":
+            return ""
+        named = _ANOTHER.finditer(rest.lstrip(_MARKS + " .):").lower())
+        others = {match[match.lastindex or 0].upper() for match in named} - {letter}
+        return "" if any(other <= _letter(self.options - 1) for other in others) else letter
 
 
 def _bare(text: str) -> str:

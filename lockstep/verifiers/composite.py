@@ -1,4 +1,4 @@
-"""Several verifiers together, such that no wrong reply is paid more than a right one."""
+"""Several verifiers together, such that no wrong reply scores more than a right one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Composite:
     """Settings: config.schema.CompositeVerifier, which also says what holds for any parts and weights:
 
     - a reply that one part cannot score is unscored;
-    - rewards are in [0, 1], and 1 exactly if every part pays 1;
-    - a reply that is wrong by the first part is paid less than any that is right by it (weights: the first exceeds the rest);
-    - a part that pays more never lowers the reward.
+    - rewards are in [0, 1], and 1 exactly if every part scores 1;
+    - a reply that is wrong by the first part scores less than any that is right by it (weights: the first exceeds the rest);
+    - a higher score of a part never lowers the reward.
     """
 
     parts: Sequence[WeightedPart]
@@ -53,19 +53,19 @@ class Composite:
             if grade.reward is None:
                 return unscored(f"part {part.name}: {grade.error}")
             if self.combine == "weighted" and not 0 <= grade.reward <= 1:
-                return unscored(f"part {part.name} paid {grade.reward:g} to {shown(prompt.id)}, which is not in [0, 1]")
+                return unscored(f"part {part.name} gave {grade.reward:g} to {shown(prompt.id)}, which is not in [0, 1]")
             grades.append((part, grade, grade.reward))
         first = grades[0][1]
         right = first.metrics.get("correct", float(grades[0][2] >= 1)) >= 1
-        reward, correct = self._reward([paid for _, _, paid in grades], right)
+        reward, correct = self._reward([score for _, _, score in grades], right)
         metrics = {name: value for name, value in first.metrics.items() if name != "correct"}
-        metrics |= {f"part_{part.name}": paid for part, _, paid in grades}
+        metrics |= {f"part_{part.name}": score for part, _, score in grades}
         return Grade(reward, {"correct": float(correct), **metrics}, first.extracted, first.method)
 
-    def _reward(self, paid: Sequence[float], right: bool) -> tuple[float, bool]:
+    def _reward(self, scores: Sequence[float], right: bool) -> tuple[float, bool]:
         if self.combine == "all":
-            every = all(reward >= 1 for reward in paid)
+            every = all(reward >= 1 for reward in scores)
             return float(every), every
         weights = [part.weight for part in self.parts]
-        total = weights[0] * right + sum(w * r for w, r in zip(weights[1:], paid[1:], strict=True))
+        total = weights[0] * right + sum(w * r for w, r in zip(weights[1:], scores[1:], strict=True))
         return total / sum(weights), right

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import datetime
 import email.utils
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import httpx
+
+from lockstep.verifiers.base import CANCEL
 
 T = TypeVar("T")
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 MAX_BODY = 1 << 20
+_LOOK = 0.1
+"""Seconds between looks at the deadline and at CANCEL."""
 _AGAIN = (408, 409, 425, 429)
 """And 5xx."""
 
@@ -37,7 +45,7 @@ class ChatEndpoint:
         self._key, self._seconds, self._attempts, self._patience = key, seconds, attempts, patience
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=at_once)
-        self._client = httpx.Client(headers=headers, timeout=seconds, limits=limits, follow_redirects=False)
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, follow_redirects=False)
         self._slots = threading.BoundedSemaphore(at_once)
 
     def ask(self, body: Mapping[str, Any], read: Callable[[str], T | None]) -> T:
@@ -47,8 +55,7 @@ class ChatEndpoint:
         for attempt in range(self._attempts):
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1)
             try:
-                with self._slots:
-                    status, headers, text = self._post(body, give_up)
+                status, headers, text = self._post(body, give_up)
                 if status == 200:
                     found = read(_content(text))
                     if found is not None:
@@ -65,27 +72,53 @@ class ChatEndpoint:
                 last = str(error)
             if time.monotonic() + wait > give_up:
                 break
-            if attempt + 1 < self._attempts:
-                time.sleep(wait)
+            if attempt + 1 < self._attempts and (CANCEL.get() or threading.Event()).wait(wait):
+                last = "cancelled"
+                break
         raise Unanswered(self._without_key(f"no verdict after {attempt + 1} attempts; the last: {last}"))
 
     def _post(self, body: Mapping[str, Any], give_up: float) -> tuple[int, httpx.Headers, str]:
-        """Raises httpx.HTTPError; ReadTimeout also for an answer that comes too slowly, ValueError for one too long."""
+        """One request. Raises httpx.HTTPError, and ValueError for an answer that is too long, too slow, or no longer wanted.
+
+        It is made in another thread: however slowly the endpoint sends whatever it sends, the wait ends at the deadline.
+        """
         ends = min(give_up, time.monotonic() + self._seconds)
-        left = max(0.001, ends - time.monotonic())
-        with self._client.stream("POST", self._url, json=dict(body), timeout=left) as response:
+        if not self._slots.acquire(timeout=max(0.0, give_up - time.monotonic())):
+            raise ValueError("other requests took all the time")
+        try:
+            request = asyncio.run_coroutine_threadsafe(self._exchange(dict(body)), _event_loop(os.getpid()))
+            while True:
+                try:
+                    return request.result(_LOOK)
+                except concurrent.futures.TimeoutError:
+                    cancel = CANCEL.get()
+                    cancelled = cancel is not None and cancel.is_set()
+                    if cancelled or time.monotonic() > ends:
+                        request.cancel()
+                        raise ValueError("cancelled" if cancelled else f"no answer in {self._seconds:g} s") from None
+        finally:
+            self._slots.release()
+
+    async def _exchange(self, body: dict[str, Any]) -> tuple[int, httpx.Headers, str]:
+        async with self._client.stream("POST", self._url, json=body) as response:
             data = b""
-            for part in response.iter_bytes():
+            async for part in response.aiter_bytes():
                 data += part
                 if len(data) > MAX_BODY:
                     raise ValueError("its answer is too long")
-                if time.monotonic() > ends:
-                    raise httpx.ReadTimeout("too slow")
             return response.status_code, response.headers, data.decode("utf-8", "replace")
 
     def _without_key(self, text: str) -> str:
         """An endpoint may say the key back."""
         return text.replace(self._key, "[key]") if self._key else text
+
+
+@cache
+def _event_loop(_: int) -> asyncio.AbstractEventLoop:
+    """The loop of this process's requests, in a thread that ends with it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="lockstep-endpoint", daemon=True).start()
+    return loop
 
 
 def _content(text: str) -> str:
@@ -107,6 +140,7 @@ def _retry_after(value: str) -> float:
         pass
     try:
         date = email.utils.parsedate_to_datetime(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
+    date = date if date.tzinfo else date.replace(tzinfo=datetime.UTC)  # the zone -0000: UTC, of an unknown place
     return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())

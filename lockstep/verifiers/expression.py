@@ -13,7 +13,7 @@ from lockstep.verifiers.extract import MINUS, read_answer
 from lockstep.verifiers.normalise import MAX_DIGITS, close, parse_number, plain
 from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Outcome, Work, WorkerPool
 from lockstep.verifiers.screen import too_hard
-from lockstep.verifiers.sets import split_items
+from lockstep.verifiers.sets import encloses, split_items
 
 if TYPE_CHECKING:
     from lockstep.config import schema
@@ -33,7 +33,7 @@ _SPELLINGS = (
 
 
 class Expression:
-    """Pays 1 if the reply's answer equals the reference, else 0. Settings: config.schema.MathVerifier."""
+    """Scores 1 if the reply's answer equals the reference, else 0. Settings: config.schema.MathVerifier."""
 
     def __init__(self, settings: schema.MathVerifier) -> None:
         self._settings = settings
@@ -117,7 +117,19 @@ def decide(answer: str, reference: str, tolerance: float, written_out: bool = Fa
             return close(value, right, tolerance)
         if written_out or _hedges(answer):
             return False
-    return True if spelling(answer) == spelling(reference) else None
+    if spelling(answer) == spelling(reference):
+        return True
+    return False if {_brackets(answer), _brackets(reference)} == {"set", "tuple"} else None
+
+
+def _brackets(text: str) -> str:
+    r"""Which of "set", \{1,2\}, and "tuple", (1,2) or an interval, a text writes; "" for anything else."""
+    body = spelling(text).rpartition("=")[2]
+    for opening, closing in (("\\{", "\\}"), ("\\lbrace", "\\rbrace")):
+        if body.startswith(opening) and body.endswith(closing) and encloses(body, opening, closing):
+            return "set"
+    listed = body.startswith(("(", "[")) and body.endswith((")", "]")) and "," in body
+    return "tuple" if listed and encloses(body, "(", ")") else ""
 
 
 def _hedges(answer: str) -> bool:

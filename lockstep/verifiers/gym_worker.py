@@ -1,22 +1,54 @@
-"""reasoning-gym's own score functions, in a process that may be killed: some evaluate what the answer says."""
+"""Runs reasoning-gym's own score functions in a sandbox, each reply in a process of its own.
+
+Some of them call `eval` or sympy's parser, which evaluates Python, on the answer. Here both are replaced by readers that build
+values from a syntax tree, and a process that scores can run no code made from a text at all.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
+
+from lockstep.verifiers import no_code, wire
+from lockstep.verifiers.sandbox.plain import send
+
+Serve = Callable[[io.BufferedReader, io.BufferedWriter], NoReturn]
 
 
-def load() -> Callable[[Any], float]:
-    """Scores {"dataset", "settings", "answer", "item"}: what the data set's score_answer gives, from 0 to 1."""
+def load() -> Callable[[str], Serve]:
+    """Import reasoning-gym. The result makes a data set, of its name and settings as JSON, and gives what scores a reply."""
     import reasoning_gym
+    import sympy
 
-    @lru_cache(maxsize=128)
-    def dataset(name: str, settings: str) -> Any:
-        return reasoning_gym.create_dataset(name, seed=1, size=1, **json.loads(settings))
+    # No reply is charged for what sympy loads at first use.
+    sympy.simplify(no_code.parse_expr("sin(x)**2 + cos(x)**2"))
 
-    def score(call: Any) -> float:
-        return float(dataset(call["dataset"], call["settings"]).score_answer(answer=call["answer"], entry=call["item"]))
+    def prepare(role: str) -> Serve:
+        name, settings = json.loads(role)
+        return partial(_serve, reasoning_gym.create_dataset(name, seed=1, size=1, **json.loads(settings)))
 
-    return score
+    return prepare
+
+
+def _serve(dataset: Any, requests: io.BufferedReader, answers: io.BufferedWriter) -> NoReturn:
+    call = wire.loads(json.loads(requests.readline())["call"].encode())  # of any length: the item lists all solutions
+    tried = no_code.forbid_code()
+    no_code.replace_parser()
+    module: Any = sys.modules[type(dataset).__module__]
+    module.eval = no_code.read_value
+    if getattr(getattr(module, "parse_expr", None), "__module__", "").startswith("sympy."):
+        module.parse_expr = no_code.parse_expr
+    answer: dict[str, Any]
+    try:
+        answer = {"score": float(dataset.score_answer(answer=call["answer"], entry=call["item"]))}
+    except (Exception, SystemExit) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+    if tried:
+        answer = {"error": f"the answer would have been run as code ({tried[0]})"}
+    send(answers, answer)
+    os._exit(0)

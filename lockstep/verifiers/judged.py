@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import threading
 from pathlib import Path
 
-from lockstep.errors import TaskError
+log = logging.getLogger(__name__)
 
 
 class Verdicts:
     """Scores by content hash; with a path also in a file, one line of JSON each. Used by several threads."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Raises TaskError if the file holds something else than verdicts."""
         self.path = path
         self._lock = threading.Lock()
         self._scores = {} if path is None else _read(path)
 
     def move(self, path: Path) -> None:
-        """Keep them in this file from now on, and know what it holds. Raises TaskError as at the start."""
+        """Keep them in this file from now on, and know what it holds."""
         with self._lock:
             before, self.path = self._scores, path
             self._scores = _read(path)
@@ -43,19 +43,20 @@ class Verdicts:
 
 
 def _read(path: Path) -> dict[str, int]:
+    """The file's verdicts. Lines that are none, as a run leaves that is killed while it writes, are dropped from it."""
     if not path.exists():
         return {}
-    scores = {}
-    lines = path.read_text(encoding="ascii").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    scores, kept, dropped = {}, b"", 0
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
             value = json.loads(line)
             scores[str(value["key"])] = int(value["score"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                path.write_text("".join(lines[:-1]), encoding="ascii")  # a run was killed while it wrote this
-                break
-            raise TaskError(
-                f"line {number} is no verdict: {error}", where=str(path), fix="delete that line or the file"
-            ) from error
+            kept += line.rstrip(b"\n") + b"\n"
+        except (ValueError, KeyError, TypeError):
+            dropped += 1
+    if dropped:
+        log.warning("%s: dropped %d lines that are no verdicts; the judge is asked again for them", path, dropped)
+        new = path.with_suffix(".new")
+        new.write_bytes(kept)
+        new.replace(path)
     return scores

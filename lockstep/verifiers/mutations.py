@@ -1,7 +1,7 @@
 r"""Replies whose verdict is known: the reference as a right reply gives it, and twenty wrong ones, by kind of verifier.
 
-Each wrong answer is one that differs from the reference by construction, and that a faulty grader has been seen to pay: a digit
-more or less, the sign, the reciprocal, two answers at once, a list around it, the reference as a part of something longer.
+Each wrong answer is one that differs from the reference by construction, and that a faulty grader has been seen to accept: a
+digit more or less, the sign, the reciprocal, two answers at once, a list around it, the reference as a part of something longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
-    """A reply that must be paid in full; None if none can be made from the reference."""
+    """A reply that must score 1; None if none can be made from the reference."""
     match verifier:
         case Regex(pattern=None):
             example = prompt.data.get("example")
@@ -52,7 +52,7 @@ def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
 
 
 def wrong_replies(verifier: Verifier, prompt: Prompt) -> tuple[str, ...]:
-    """Twenty replies that must be paid nothing; fewer if the reference has no more, none for a function of the user's."""
+    """Up to 20 wrong replies, which must score 0; none for a function of the user's."""
     match verifier:
         case UserFunction():
             return ()
@@ -135,7 +135,8 @@ def _numbers(reference: str, tolerance: float) -> list[str]:
         2 * value,
         value + 2,
     ]
-    others += [value + step, value - step] if value.denominator > 1 else []
+    near = step if value.denominator > 1 else Fraction(1, 2)
+    others += [value + near, value - near]
     others += [
         value * 100,
         value / 100,

@@ -44,12 +44,16 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def close(value: Fraction, answer: Fraction, tolerance: float) -> bool:
-    """|value - answer| <= tolerance · max(1, |answer|), in exact integers; two integers must be equal."""
+    """Compare with the reference `answer`: |value - answer| <= tolerance · max(1, |answer|), in exact integers.
+
+    To a whole number the tolerance is absolute, and another whole number is never close: 1000000.5 and 1000000 are not 1000001.
+    """
     if value.denominator == 1 and answer.denominator == 1:
         return value == answer
     limit = Fraction(repr(tolerance))
     a, b, c, d = value.numerator, value.denominator, answer.numerator, answer.denominator
-    return abs(a * d - c * b) * limit.denominator <= limit.numerator * max(d, abs(c)) * b
+    scale = 1 if d == 1 else max(d, abs(c))
+    return abs(a * d - c * b) * limit.denominator <= limit.numerator * scale * b
 
 
 def plain(text: str) -> str:

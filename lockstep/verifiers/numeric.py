@@ -12,7 +12,7 @@ from lockstep.verifiers.normalise import close, parse_number
 
 @dataclass(frozen=True, slots=True)
 class Numeric:
-    """Pays 1 if the reply's answer is the reference's number, else 0. Settings: config.schema.NumericVerifier."""
+    """Scores 1 if the reply's answer is the reference's number, else 0. Settings: config.schema.NumericVerifier."""
 
     fallback: Fallback
     tolerance: float

@@ -18,7 +18,7 @@ MAX_MEMORY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """Pays 1 if what the pattern finds is the reference, or if the answer is what the reference's pattern says."""
+    """Scores 1 if what the pattern finds is the reference, or if the answer is what the reference's pattern says."""
 
     pattern: Any
     """Compiled by RE2; None if the reference is the pattern."""

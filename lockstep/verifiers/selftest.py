@@ -1,4 +1,4 @@
-"""Does a verifier pay for the right answer and only for that? Asked before a run and during it, of real prompts."""
+"""Test that a verifier accepts the right answer and only that: before a run and during it, with real prompts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GARBAGE = ("qwerty uiop", "\\boxed{@#!}", "\\boxed{")
 def self_test(
     verifier: Verifier, prompt: Prompt, *, pays: bool = True, garbage: bool = True, mutations: bool = False
 ) -> list[str]:
-    """The problems found with this prompt: a right reply must pay 1; an empty one and `garbage` 0; wrong
+    """The problems found with this prompt: a right reply must score 1; an empty one and `garbage` 0; wrong
     answers made from the reference (`mutations`) 0.
 
-    With `pays=False` the probes only have to be scored: a grader of one's own may pay as it likes.
-    Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box pays 0.0, not 1"
+    With `pays=False` the probes only have to be scored: a grader of one's own may score as it likes.
+    Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box scores 0.0, not 1"
     """
     probes: list[tuple[str, str, float]] = []
     if (right := right_reply(verifier, prompt)) is not None:
@@ -34,16 +34,16 @@ def self_test(
     for name, reply, due in probes:
         grade = verifier.grade(prompt, reply)
         label = f"{shown(prompt.id)}: {name}"
-        paid = _paid(verifier, grade)
-        if paid is None:
+        score = _score(verifier, grade)
+        if score is None:
             problems.append(f"{label} cannot be scored: {grade.error}")
-        elif pays and paid != due:
-            problems.append(f"{label} pays {paid:g}, not {due:g}")
+        elif pays and score != due:
+            problems.append(f"{label} scores {score:g}, not {due:g}")
     return problems
 
 
 def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
-    """What a user should know of a grader of their own: one that pays an empty reply or garbage as much as the
+    """What a user should know of a grader of their own: one that scores an empty reply or garbage as high as the
     reference, or the same reply not the same twice."""
     if not isinstance(verifier, UserFunction):
         return []
@@ -51,16 +51,16 @@ def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
     due, again = (verifier.grade(prompt, right).reward for _ in range(2))
     found = []
     if due != again:
-        found.append(f"{shown(prompt.id)}: the boxed reference is paid {due}, and {again} when it is graded again")
+        found.append(f"{shown(prompt.id)}: the boxed reference scores {due}, and {again} when it is graded again")
     for reply in ("", *GARBAGE):
-        paid = verifier.grade(prompt, reply).reward
-        if paid is not None and due is not None and paid >= due:
+        score = verifier.grade(prompt, reply).reward
+        if score is not None and due is not None and score >= due:
             name = f"the reply {reply!r}" if reply else "an empty reply"
-            found.append(f"{shown(prompt.id)}: {name} is paid {paid:g}, as the boxed reference or more ({due:g})")
+            found.append(f"{shown(prompt.id)}: {name} scores {score:g}, as the boxed reference or more ({due:g})")
     return found
 
 
-def _paid(verifier: Verifier, grade: Grade) -> float | None:
+def _score(verifier: Verifier, grade: Grade) -> float | None:
     """The reward; of a judge or a weighted composition, whether it counts as right: more may be asked for than the answer."""
     if grade.reward is not None and isinstance(verifier, Judge):
         return grade.metrics["correct"]

@@ -13,6 +13,8 @@ from lockstep.verifiers.extract import MAX_DEPTH, read_answer
 from lockstep.verifiers.normalise import close, normalise_text, parse_number, plain
 
 MAX_ITEMS = 256
+_GROUPING = "\0"
+"""Stands for {,}, which separates no items."""
 _BRACKETS = (("\\{", "\\}"), ("\\lbrace", "\\rbrace"), ("{", "}"), ("[", "]"))
 
 
@@ -26,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class UnorderedSet:
-    """Pays 1 if the answer has the reference's items and no others. Settings: config.schema.SetVerifier."""
+    """Scores 1 if the answer has the reference's items and no others. Settings: config.schema.SetVerifier."""
 
     fallback: Literal["none", "last_line"]
     tolerance: float
@@ -67,19 +69,20 @@ def split_items(text: str) -> list[str]:
     Items are separated by semicolons if there is one outside brackets, else by commas and by " and "; never inside brackets:
     "(1, 2), (3, 4)" has two items. A comma between digits separates too: thousands are written 10{,}000.
     """
-    body = plain(text.replace("{,}", "")).replace("\\text{and}", " and ").replace("\\left", "").replace("\\right", "")
+    body = plain(text.replace("{,}", _GROUPING).replace("\\text{and}", " and "))
+    body = body.replace("\\left", "").replace("\\right", "")
     for opening, closing in _BRACKETS:
-        if body.startswith(opening) and body.endswith(closing) and _encloses(body, opening, closing):
+        if body.startswith(opening) and body.endswith(closing) and encloses(body, opening, closing):
             body = body[len(opening) : -len(closing)].strip()
             break
     pieces = _split(body, ";")
     if len(pieces) == 1:
-        pieces = _split(body.replace(" and ", ","), ",")
-    items = [piece.strip() for piece in pieces]
+        pieces = _split(body.replace(", and ", ",").replace(",and ", ",").replace(" and ", ","), ",")
+    items = [piece.strip().removeprefix("and ").replace(_GROUPING, "{,}") for piece in pieces]
     return items if all(items) and len(items) <= MAX_ITEMS else []
 
 
-def _encloses(text: str, opening: str, closing: str) -> bool:
+def encloses(text: str, opening: str, closing: str) -> bool:
     """Whether the first bracket closes at the very end."""
     inner = text[len(opening) : len(text) - len(closing)]
     depth = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 
@@ -19,11 +20,12 @@ REGION = 65_536
 """A value is only looked for in this many characters at the end of the reply."""
 WALL_SECONDS = 30.0
 MEMORY = 512 << 20
-_FENCE, _JSON_FENCE = "```", "```json"
+_JSON_FENCE = "```json"
+_STRING_OR_FENCE = re.compile(r'"(?:[^"\\\n]|\\[^\n])*"?|```')
 
 
 class StructuredJson:
-    """Pays 1 if the reply's value fits the schema and (with `equal`) is the reference. Settings: config.schema.JsonVerifier."""
+    """Scores 1 if the reply's value fits the schema and (with `equal`) is the reference. Settings: config.schema.JsonVerifier."""
 
     def __init__(self, settings: schema.JsonVerifier) -> None:
         """Raises TaskError if the schema is no JSON Schema."""
@@ -65,17 +67,24 @@ class StructuredJson:
 
 
 def find_json(reply: str) -> Answer:
-    """The last closed ```json block of the reply's final part, else all of that part. Linear."""
+    """The last closed ```json block of the reply's final part, else all of it. Linear; backquotes in a string close none."""
     start, end = final_span(reply)
     start = max(start, end - REGION)
     text = reply[start:end]
-    opened = text.rfind(_JSON_FENCE)
-    closed = text.find(_FENCE, opened + len(_JSON_FENCE)) if opened >= 0 else -1
-    if closed >= 0:
-        in_final = start + opened >= (1 - FINAL_SHARE) * len(reply)
-        return Answer(text[opened + len(_JSON_FENCE) : closed].strip(), "json_block", in_final)
+    found: Answer | None = None
+    opened = text.find(_JSON_FENCE)
+    while opened >= 0:
+        begin = opened + len(_JSON_FENCE)
+        closed = next((match.start() for match in _STRING_OR_FENCE.finditer(text, begin) if match[0] == "```"), -1)
+        if closed >= 0 and text.startswith(_JSON_FENCE, closed):
+            opened = closed  # the one before was not closed
+            continue
+        if closed >= 0:
+            in_final = start + opened >= (1 - FINAL_SHARE) * len(reply)
+            found = Answer(text[begin:closed].strip(), "json_block", in_final)
+        opened = text.find(_JSON_FENCE, closed + 3) if closed >= 0 else -1
     whole = text.strip()
-    return Answer(whole, "whole") if whole else Answer(None, "none")
+    return found or (Answer(whole, "whole") if whole else Answer(None, "none"))
 
 
 def read_json(text: str) -> Any:

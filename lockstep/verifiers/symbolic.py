@@ -1,6 +1,7 @@
 """The second stage of the verifier `math`: are two LaTeX expressions equal? By math-verify, in a worker with limits.
 
 https://github.com/huggingface/Math-Verify. Only its LaTeX reader is used: its reader for plain text evaluates Python.
+Text that it gives to sympy is read by no_code.py.
 Its own time limits are alarms, which work in no thread but the main one; they are off, the worker's limits hold instead.
 """
 
@@ -11,6 +12,8 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
+
+from lockstep.verifiers import no_code
 
 Verdict: TypeAlias = Literal["equal", "different", "no answer", "no reference"]
 WARM = (
@@ -48,6 +51,8 @@ def load() -> Callable[[Any], object]:
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     for answer, reference in WARM:
         compare(answer, reference)
+    no_code.replace_parser()
+    no_code.forbid_code()
     return lambda call: compare(call["answer"], call["reference"])
 
 

@@ -12,7 +12,7 @@ from lockstep.verifiers.normalise import normalise_text
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Pays 1 if the reply's answer is the reference's text after normalise_text, else 0. Settings: TextVerifier."""
+    """Scores 1 if the reply's answer is the reference's text after normalise_text, else 0. Settings: TextVerifier."""
 
     fallback: Fallback
 

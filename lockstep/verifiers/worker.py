@@ -224,10 +224,6 @@ def _load(work: dict[str, Any]) -> tuple[Handler, Path | None]:
         case "module":  # of a layer above, by name; `load` gives what answers calls
             found: Handler = importlib.import_module(work["module"]).load(**work["arguments"])
             return found, None
-        case "reasoning_gym":
-            from lockstep.verifiers import gym_worker
-
-            return gym_worker.load(), None
         case kind:
             raise LockstepError(f"a worker cannot do {kind!r}")
 

@@ -52,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.say(429, "slow down", {"Retry-After": "0"})
             case "later" if count <= 1:
                 self.say(429, "slow down", {"Retry-After": "1"})
+            case "later_date":
+                self.say(429, "slow down", {"Retry-After": "20"})
             case "tomorrow":
                 self.say(429, "slow down", {"Retry-After": "86400"})
             case "broken":
@@ -68,6 +70,17 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b" ")
                     self.wfile.flush()
                     time.sleep(0.1)
+            case "drip_headers":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+                for _ in range(300):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
+            case "continue":
+                for _ in range(3000):
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.01)
+            case "naive_date":
+                self.say(429, "slow down", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 -0000"})
             case "garbage":
                 self.say(200, "<html>" + "\x00" * 50)
             case "half":

@@ -34,12 +34,12 @@ def paid(verifier: Verifier, answer: str, reply: str, **data: object) -> float |
 
 
 # --- choice -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["B", "b", "(B)", "( b )", "B.", "B)", "B) Paris", "B: Paris", "B. Paris", "\\text{B}", "\\text{(B)}", "**B**", "Option B", "Answer: B", "$B$"])  # fmt: skip
+@pytest.mark.parametrize("text", ["B", "b", "(B)", "( b )", "B.", "B)", "B) Paris", "B: Paris", "B. Paris", "\\text{B}", "\\text{(B)}", "**B**", "Option B", "Answer: B", "$B$", "B) A city", "(B) Washington, D.C.", "B) and only B)", "(B) or (E)"])  # fmt: skip
 def test_a_choice_is_read(text):
     assert paid(made("choice"), "B", f"\\boxed{{{text}}}") == 1.0
 
 
-@pytest.mark.parametrize("text", ["A", "E", "", "BB", "A, B", "B or A", "A and B", "Bermuda", "(B", "(BC)", "not B", "all", "1", "Ｂ", "B A", "A) B"])  # fmt: skip
+@pytest.mark.parametrize("text", ["A", "E", "", "BB", "A, B", "B or A", "A and B", "Bermuda", "(B", "(BC)", "not B", "all", "1", "Ｂ", "B A", "A) B", "B) or C)", "(B)(A)", "B) A", "B. or C.", "B) Paris, C) Rome", "B: x / D: y", "(B) or (a)"])  # fmt: skip
 def test_what_is_no_choice_or_another_is_wrong(text):
     assert paid(made("choice"), "B", f"\\boxed{{{text}}}") == 0.0
 
@@ -73,10 +73,12 @@ def test_several_choices():
     ("reference", "text", "right"),
     [
         ("1, 2, 3", "3, 1, 2", True), ("1, 2, 3", "1, 2", False), ("1, 2", "1, 2, 3", False), ("1, 2", "1; 2", True),
-        ("1, 2", "\\{2, 1\\}", True), ("1, 2", "{1,2}", True), ("1, 2", "1 and 2", True), ("1, 2", "1, \\text{and } 2", False),
+        ("1, 2", "\\{2, 1\\}", True), ("1, 2", "{1,2}", True), ("1, 2", "1 and 2", True), ("1, 2", "1, \\text{and } 2", True),
         ("1/2, 3", "3, 0.5", True), ("1, 1, 2", "1, 2", False), ("1, 1, 2", "2, 1, 1", True), ("1, 2", "1, 1, 2", False),
         ("red, blue", "Blue, red", True), ("red, blue", "red", False), ("red, 2", "2, red", True), ("(1,2), (3,4)", "(3, 4), (1, 2)", True),
         ("(1,2), (3,4)", "(2,1), (3,4)", False), ("1, 2", "", False), ("1, 2", "1,, 2", False), ("1, 2", "12", False), ("7", "7", True),
+        ("1, 2, 3", "1, 2, and 3", True), ("1, 2, 3", "1; 2; and 3", True), ("1, 2", "1\\text{and}2", True), ("1, 2", "1, and, 2", False),
+        ("12, 3", "1{,}2, 3", False), ("12", "1{,}2", False), ("10000, 5", "10{,}000, 5", True), ("band, and", "band, and", True),
         ("10{,}000, 5", "5, 10{,}000", True), ("1, 2", "[1, 2]", True), ("\\frac{1}{2}, -3", "-3; \\frac{1}{2}", True),
     ],
 )  # fmt: skip
@@ -158,8 +160,25 @@ def test_json_is_compared_as_values():
     }.items():  # fmt: skip
         assert paid(verifier, '{"a": 1, "b": [1, 2]}', f"Here:\n```json\n{text}\n```") == float(right), text
     assert paid(verifier, "3", "3") == 1.0  # the whole reply
+
     assert paid(verifier, "3", "```json\n4\n```\n```json\n3\n```") == 1.0  # the last block
     assert paid(verifier, "{", "{") is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("```json\n[1]\n```\nor\n```json\n[2]", "[1]"),  # the last one is not closed
+        ("```json\n[2]\n```json\n[1]\n```", "[1]"),
+        ("```json [2]``` then ```json [1]```", "[1]"),
+        ('```json\n{"a": "```x\\n```"}\n```', '{"a": "```x\\n```"}'),
+        ('```json\n{"a": "```json [2] ```"}\n```\nDone.', '{"a": "```json [2] ```"}'),
+        ('```json {"a": "\\\\"}``` and "```', '{"a": "\\\\"}'),
+        ("```json\n[1]\n``` It's \"so.\n```python\nx = 1\n```", "[1]"),
+    ],
+)
+def test_the_last_closed_block_is_read(reply, right):
+    assert paid(made("json"), right, reply) == 1.0
 
 
 def test_json_must_fit_its_schema():
@@ -292,7 +311,7 @@ def test_unscored_in_one_part_is_unscored():
     for combine in ("all", "weighted"):
         grade = combined(combine, (1.0, 3), (None, 1))
         assert (grade.reward, grade.error) == (None, "part p1: no judge")
-    assert combined("weighted", (1.0, 3), (1.5, 1)).error == "part p1 paid 1.5 to t/1, which is not in [0, 1]"
+    assert combined("weighted", (1.0, 3), (1.5, 1)).error == "part p1 gave 1.5 to t/1, which is not in [0, 1]"
 
 
 @pytest.mark.parametrize(

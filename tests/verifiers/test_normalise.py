@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config import schema
+from lockstep.types import Prompt
+from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.normalise import MAX_DIGITS, MAX_EXPONENT, close, normalise_text, parse_number
 from tests.verifiers.doc_tables import rows
 
@@ -52,7 +55,7 @@ def test_near_numbers_are_not_numbers(text):
     assert parse_number(text) is None
 
 
-def test_tolerance_is_absolute_up_to_one_and_relative_above():
+def test_tolerance_is_absolute_up_to_one_and_to_whole_numbers_and_relative_above():
     def near(value: str, answer: str, tolerance: float = 1e-6) -> bool:
         a, b = parse_number(value), parse_number(answer)
         assert a is not None
@@ -61,9 +64,11 @@ def test_tolerance_is_absolute_up_to_one_and_relative_above():
 
     assert near("0.500001", "0.5")  # differs by exactly 1e-6
     assert not near("0.5000011", "0.5")
-    assert near("100.0001", "100")
-    assert not near("100.00011", "100")
-    assert near("-100.0001", "-100")
+    assert near("100.5001", "100.5")
+    assert not near("100.50011", "100.5")
+    assert near("-100.5001", "-100.5")
+    assert near("100.000001", "100")
+    assert not near("100.0000011", "100")
     assert not near("-100", "100")
     assert near("0.0000009", "0")
     assert near("0.33333333", "1/3")
@@ -75,7 +80,24 @@ def test_tolerance_is_absolute_up_to_one_and_relative_above():
 def test_two_integers_must_be_the_same():
     assert not close(Fraction(10_000_001), Fraction(10_000_000), 1e-6)
     assert close(Fraction(10_000_001), Fraction(10_000_001), 0)
-    assert close(Fraction("10000000.5"), Fraction(10_000_000), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"), [("1000000.5", "1000001"), ("123456700000.5", "123456789012"), ("-1999999/2", "-1000000")]
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        schema.NumericVerifier(),
+        schema.MathVerifier(),
+        schema.SetVerifier(),
+        schema.RegexVerifier(pattern=r"boxed\{(.*)\}", compare="number", shown_as="\\boxed{ANSWER}"),
+    ],
+)
+def test_a_fraction_is_not_a_whole_number(settings: schema.Verifier, answer: str, reference: str) -> None:
+    verifier = build_verifier(settings)
+    for written, reward in ((answer, 0.0), (reference, 1.0)):
+        assert verifier.grade(Prompt("p", (), reference), f"\\boxed{{{written}}}").reward == reward
 
 
 @given(st.fractions(), st.fractions(), st.sampled_from([0.0, 1e-6, 0.1, 2.0]))
@@ -83,7 +105,8 @@ def test_close_is_its_formula(value, answer, tolerance):
     if value.denominator == answer.denominator == 1:
         assert close(value, answer, tolerance) == (value == answer)
     else:
-        expected = abs(value - answer) <= Fraction(str(tolerance)) * max(1, abs(answer))
+        scale = 1 if answer.denominator == 1 else max(1, abs(answer))
+        expected = abs(value - answer) <= Fraction(str(tolerance)) * scale
         assert close(value, answer, tolerance) == expected
 
 

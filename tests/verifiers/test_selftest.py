@@ -28,11 +28,11 @@ def test_good_verifiers_have_no_problems():
 def test_a_grader_that_pays_for_everything_is_found():
     problems = self_test(Always(1.0), ask("7"))
     assert len(problems) == 4
-    assert problems[0] == "t/1: an empty reply pays 1, not 0"
+    assert problems[0] == "t/1: an empty reply scores 1, not 0"
 
 
 def test_a_grader_that_pays_for_nothing_is_found():
-    assert self_test(Always(0.0), ask("7")) == ["t/1: the reference '7' in a box pays 0, not 1"]
+    assert self_test(Always(0.0), ask("7")) == ["t/1: the reference '7' in a box scores 0, not 1"]
 
 
 def test_unscored_probes_are_problems_even_if_pay_is_free():
@@ -42,5 +42,5 @@ def test_unscored_probes_are_problems_even_if_pay_is_free():
 
 def test_references_that_cannot_be_paid_are_found():
     assert "is not a number: '4 + 3'" in self_test(Numeric("none", 1e-6), ask("4 + 3"))[0]
-    assert self_test(Text("none"), ask("an { open brace"))[0].endswith("pays 0, not 1")
-    assert self_test(Text("none"), ask("x" * 5000))[0].endswith("pays 0, not 1")
+    assert self_test(Text("none"), ask("an { open brace"))[0].endswith("scores 0, not 1")
+    assert self_test(Text("none"), ask("x" * 5000))[0].endswith("scores 0, not 1")

@@ -8,6 +8,7 @@ import pytest
 from math_verify import verify
 
 from lockstep.verifiers import symbolic
+from lockstep.verifiers.expression import decide
 from lockstep.verifiers.symbolic import apart, compare
 from tests.verifiers.pairs import pairs
 
@@ -59,6 +60,24 @@ def test_a_long_wrong_answer_takes_milliseconds(answer: str) -> None:
 )
 def test_nothing_is_said_of_what_is_close_or_no_plain_expression(answer: str, reference: str) -> None:
     assert not apart(read(reference), read(answer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("\\{1,2\\}", "(1,2)", False),
+        ("\\left\\{1,2\\right\\}", "(1, 2)", False),
+        ("x = \\{1,2\\}", "(1,2]", False),
+        ("(1,2)", "\\{1,2\\}", False),
+        ("(1,2)", "\\lbrace 1,2\\rbrace", False),
+        ("(1, 2)", "(1,2)", True),
+        ("\\{2,1\\}", "\\{1,2\\}", None),
+        ("(2)", "\\{2\\}", None),
+        ("1,2", "\\{1,2\\}", None),
+    ],
+)
+def test_a_set_is_no_tuple(answer: str, reference: str, right: bool | None) -> None:
+    assert decide(answer, reference, 1e-6) is right
 
 
 def test_variables_have_different_values() -> None:

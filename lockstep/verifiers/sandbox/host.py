@@ -22,6 +22,11 @@ from lockstep.verifiers.sandbox.isolation import Limits
 
 START_SECONDS = 60.0
 _ROOT = Path(lockstep.__file__).parents[1]
+_REPEATABLE = {
+    "PYTHONHASHSEED": "0",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+"""For a zygote that loads packages: verdicts that repeat, and no threads, with which it could not leave its namespaces."""
 
 
 class SandboxError(Exception):
@@ -52,21 +57,26 @@ class Ended:
 class Sandbox:
     """Forks processes for programs. `close` ends it; so does the end of this process."""
 
-    def __init__(self, limits: Limits, *, apart: bool = True, filter: bool = True) -> None:
-        """Raises SandboxError. Without `apart` no namespaces are made, without `filter` no system call is denied."""
+    def __init__(
+        self, limits: Limits, *, apart: bool = True, filter: bool = True, paths: Sequence[str] = (), module: str = ""
+    ) -> None:
+        """Raises SandboxError. Without `apart` no namespaces are made, without `filter` no system call is denied.
+
+        `module` is loaded from `paths` before that and serves the roles that it knows (see zygote.main).
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                zygote.command(_ROOT),
+                zygote.command(_ROOT, paths, module),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env={},
+                env=_REPEATABLE if module else {},
                 cwd="/",
             )
         self._control = ours
         self.pid = self._popen.pid
-        ours.settimeout(START_SECONDS)
+        ours.settimeout(START_SECONDS * (3 if module else 1))
         reason = "it ended"
         try:
             ours.send(json.dumps({"apart": apart, "filter": filter, "limits": asdict(limits)}).encode())

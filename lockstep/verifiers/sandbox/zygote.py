@@ -7,6 +7,8 @@ other end asks for processes (see host.py); when it closes, this process ends.
 from __future__ import annotations
 
 import gc
+import importlib
+import io
 import json
 import os
 import platform
@@ -16,7 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,13 +33,22 @@ _PRELOADED = (
     "array bisect collections copy dataclasses datetime decimal enum fractions functools heapq itertools json math operator "
     "random re statistics string time typing"
 )
+Serve = Callable[[io.BufferedReader, io.BufferedWriter], NoReturn]
+PREPARE_SECONDS = 50
+"""A zygote that takes longer to prepare a role ends."""
 
 
-def main(root: str) -> None:
-    """`root`: the folder on the module path from which this came; programs must not find it there."""
+def main(root: str, paths: Sequence[str] = (), module: str = "") -> None:
+    """Fork processes until the control socket closes.
+
+    `root`: the folder on the module path from which this came; programs must not find it there. `module`: loaded here once,
+    with `paths` on the module path; its `load` gives a function that gives what serves a role which is none of those above.
+    """
     control = socket.socket(fileno=os.dup(0))
     for name in _PRELOADED.split():
         __import__(name)
+    sys.path += paths
+    prepare = _prepared(importlib.import_module(module).load()) if module else None
     sys.path.remove(root)
     hello = json.loads(control.recv(1 << 16))
     limits, memory = isolation.Limits(**hello["limits"]), isolation.held()
@@ -53,19 +64,22 @@ def main(root: str) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 12, 8)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 8)
         if not data:
             return
+        what = "prepare"
         try:
+            serve = prepare(data.decode()) if prepare else None
+            what = "fork"
             forked = os.fork()
-        except OSError as error:
-            os.write(descriptors[0], json.dumps({"error": f"fork: {error.strerror}"}).encode() + b"\n")
+        except Exception as error:
+            os.write(descriptors[0], json.dumps({"error": f"{what}: {error}"[:1000]}).encode() + b"\n")
             forked = -1
         if forked == 0:
             control.close()
             os.close(0)
             os.open(os.devnull, os.O_RDWR)
-            _watch(data.decode(), descriptors, done, limits, memory, filter)
+            _watch(data.decode(), descriptors, done, limits, memory, filter, serve)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -77,6 +91,7 @@ def _watch(
     limits: isolation.Limits,
     memory: int,
     filter: bytes | None,
+    serve: Serve | None,
 ) -> NoReturn:
     """Run one program, and say how it ended on the first descriptor; if the other end is shut, kill it first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -90,7 +105,7 @@ def _watch(
                 os.chown(folder, uid, uid)
         pid = os.fork()
         if pid == 0:
-            _program(role, descriptors[1:], folder or isolation.WORK, limits, memory, uid, filter)
+            _program(role, descriptors[1:], folder or isolation.WORK, limits, memory, uid, filter, serve)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         report.send(json.dumps({"pid": pid}).encode() + b"\n")
@@ -126,6 +141,7 @@ def _program(
     memory: int,
     uid: int | None,
     filter: bytes | None,
+    serve: Serve | None,
 ) -> NoReturn:
     """Become what runs the program."""
     try:
@@ -142,6 +158,8 @@ def _program(
         os.write(answers, UP)
         read, write = open(requests, "rb"), open(answers, "wb")  # noqa: PTH123, SIM115
         match role:
+            case _ if serve is not None:
+                serve(read, write)
             case "script":
                 child.run_script(read, write)
             case "calls":
@@ -154,8 +172,27 @@ def _program(
         os._exit(99)
 
 
-def command(root: Path) -> list[str]:
-    """Starts a zygote from the package under `root`, without site packages or anything that the environment says."""
-    path = repr(str(root))
-    code = f"import sys; sys.path.insert(0, {path}); from {__name__} import main; main({path})"
-    return [sys.executable, "-I", "-S", "-c", code]
+def _prepared(prepare: Callable[[str], Serve]) -> Callable[[str], Serve]:
+    """Remember what serves each role, and end this process if that takes too long to prepare."""
+    known: dict[str, Serve] = {}
+
+    def serve_of(role: str) -> Serve:
+        if role not in known:
+            signal.alarm(PREPARE_SECONDS)
+            try:
+                known[role] = prepare(role)
+            finally:
+                signal.alarm(0)
+        return known[role]
+
+    return serve_of
+
+
+def command(root: Path, paths: Sequence[str] = (), module: str = "") -> list[str]:
+    """Starts a zygote from the package under `root`, without site packages or anything that the environment says.
+
+    With a `module` (see main), `paths` are where it finds its packages, and the environment sets the order of Python's sets.
+    """
+    path, found = repr(str(root)), repr(list(paths))
+    code = f"import sys; sys.path.insert(0, {path}); from {__name__} import main; main({path}, {found}, {module!r})"
+    return [sys.executable, *(["-s", "-P"] if module else ["-I"]), "-S", "-c", code]
