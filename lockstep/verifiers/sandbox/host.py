@@ -1,4 +1,4 @@
-"""The other end of a zygote: asks for processes, talks with them within a deadline, and ends them."""
+"""The owner's side of a zygote: asks for processes, talks with them within a deadline, and ends them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ class Flood(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program's process ended."""
+    """The end of a program's process."""
 
     status: int
-    """As in subprocess."""
+    """Exit status as in subprocess."""
     cpu_seconds: float
+    waited_seconds: float = 0.0
+    """Time for which it waited for a processor."""
 
 
 class Sandbox:
@@ -164,8 +166,8 @@ class Run:
                 return
 
     def by_itself(self) -> Ended | None:
-        """How it ended, if it did by itself; None if it still runs a second later. Raises ZygoteGone if nobody knows."""
-        self.deadline = time.monotonic() + 1.0
+        """Return how it ended, if it did by itself; None if it runs on for some seconds. Raises ZygoteGone if nobody knows."""
+        self.deadline = time.monotonic() + 3.0
         try:
             self.wait()
         except TimeOut:
@@ -202,13 +204,15 @@ class Run:
         return waited > seconds / 2
 
     def _line(self, line: bytes, limit: int) -> bytes:
-        while b"\n" not in self._buffer:
-            data = pump(self._requests, line, self._answers, self.deadline, limit - len(self._buffer))
+        parts, size = [self._buffer], len(self._buffer)
+        while b"\n" not in parts[-1]:
+            data = pump(self._requests, line, self._answers, self.deadline, limit - size)
             line = b""
             if not data:
                 raise EOFError
-            self._buffer += data
-        first, _, self._buffer = self._buffer.partition(b"\n")
+            parts.append(data)
+            size += len(data)
+        first, _, self._buffer = b"".join(parts).partition(b"\n")
         return first + b"\n"
 
     def _hear(self, seconds: float) -> bool:
@@ -222,7 +226,7 @@ class Run:
             said = json.loads(line)
             self.pid = said.get("pid", self.pid)
             if "status" in said:
-                self.ended = Ended(said["status"], said["cpu"])
+                self.ended = Ended(said["status"], said["cpu"], said["waited"])
             elif "error" in said:
                 self._told = line
         return bool(data)

@@ -1,4 +1,4 @@
-"""What a process gives up before it runs a program that nobody trusts: Linux namespaces, a root of its own, user, limits.
+"""Isolation of a process before it runs an untrusted program: Linux namespaces, a root of its own, user, limits.
 
 Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that nobody else has;
 any other user makes a user namespace first. Everything here is called in bare processes with one thread (see zygote.py).
@@ -39,13 +39,13 @@ WORK = "/tmp"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_seconds: int
     memory: int
     """Bytes beyond what its process has at the start."""
     file_bytes: int
-    """Of one file, and of all files together."""
+    """Most bytes in one file, and in all files together."""
     threads: int
     files: int = 64
     """Open at once."""
@@ -113,7 +113,10 @@ def _processes() -> None:
 
 
 def _files() -> None:
-    """A root that holds the Python library and what it links to, read-only, and a few devices; no /proc, no /sys, no /etc."""
+    """Make a root that holds the Python library and what it links to, read-only, and a few devices: no /proc, /sys, /etc.
+
+    Folders of installed packages are empty there, but for those on this process's module path.
+    """
     call("unshare", _NEWNS)
     call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
     shown = _shown()
@@ -121,6 +124,15 @@ def _files() -> None:
     call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
     for path in shown:
         _show(path, base)
+    for path in _packages(shown):
+        call(
+            "mount",
+            b"tmpfs",
+            (base + path).encode(),
+            b"tmpfs",
+            _RDONLY | _NOSUID | _NODEV,
+            b"size=4k,nr_inodes=1,mode=0755",
+        )
     for device in ("/dev/null", "/dev/urandom"):
         _show(device, base)
     for folder in (WORK, "/old"):
@@ -134,11 +146,18 @@ def _files() -> None:
 
 
 def _shown() -> list[str]:
-    """Folders that Python needs; what lies in another one is left out."""
+    """List the folders that Python needs, without those that lie in another one."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
     found = [*libraries, f"{sys.base_prefix}/lib", *(path for path in sys.path if path)]
     real = sorted({path for path in found if Path(path).is_dir()}, key=len)
     return [p for i, p in enumerate(real) if not any(p.startswith(q + "/") for q in real[:i])]
+
+
+def _packages(shown: Sequence[str]) -> list[str]:
+    """List the folders of installed packages in `shown`, but for those on this process's module path."""
+    names = [start + name for start in ("", "*/") for name in ("site-packages", "dist-packages")]
+    found = [folder for path in shown for name in names for folder in Path(path).glob(name)]
+    return [str(folder) for folder in found if folder.is_dir() and str(folder) not in sys.path]
 
 
 def _free(place: str, shown: Sequence[str]) -> bool:
