@@ -115,7 +115,7 @@ def _processes() -> None:
 def _files() -> None:
     """Make a root that holds the Python library and what it links to, read-only, and a few devices: no /proc, /sys, /etc.
 
-    Folders of installed packages are empty there, but for those on this process's module path.
+    Folders of installed packages and of other programs are empty there, but for those on this process's module path.
     """
     call("unshare", _NEWNS)
     call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
@@ -124,7 +124,7 @@ def _files() -> None:
     call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
     for path in shown:
         _show(path, base)
-    for path in _packages(shown):
+    for path in _hidden(shown):
         call(
             "mount",
             b"tmpfs",
@@ -153,11 +153,14 @@ def _shown() -> list[str]:
     return [p for i, p in enumerate(real) if not any(p.startswith(q + "/") for q in real[:i])]
 
 
-def _packages(shown: Sequence[str]) -> list[str]:
-    """List the folders of installed packages in `shown`, but for those on this process's module path."""
-    names = [start + name for start in ("", "*/") for name in ("site-packages", "dist-packages")]
-    found = [folder for path in shown for name in names for folder in Path(path).glob(name)]
-    return [str(folder) for folder in found if folder.is_dir() and str(folder) not in sys.path]
+def _hidden(shown: Sequence[str]) -> list[str]:
+    """List the folders in `shown` that hold neither Python's library nor what it links to: installed packages, other programs."""
+    kept = [path for path in sys.path if path]
+    tops = [Path(path) for path in shown if path not in kept and not Path(path).is_symlink()]
+    found = [folder for top in tops for folder in top.iterdir() if "-linux-" not in folder.name]  # those hold libraries
+    found += [Path(path, name) for path in kept for name in ("site-packages", "dist-packages")]
+    needed = {str(parent) for path in kept for parent in (Path(path), *Path(path).parents)}
+    return [str(f) for f in found if f.is_dir() and not f.is_symlink() and str(f) not in needed]
 
 
 def _free(place: str, shown: Sequence[str]) -> bool:
