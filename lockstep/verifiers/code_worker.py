@@ -26,9 +26,9 @@ WHERE = "verifier code"
 ATTEMPTS = 8
 """Most times that a sandbox is started, or a program run, that somebody kills."""
 PATIENCE = (1, 2, 4)
-"""Factors of wall_seconds: how long the machine may take for a reply, and again if it left the program no processor."""
-PLAUSIBLE = 0.9
-"""Share of wall_seconds from which on they count as used up."""
+"""Deadlines of the attempts, as multiples of wall_seconds: the next one is made if the program had too little of a processor."""
+USED_UP = 0.9
+"""Share of wall_seconds that counts as all of it."""
 ANSWER_BYTES = 1 << 20
 """A call's answer may be so much longer than sixteen times the expected one; what is longer cannot be right."""
 PROBE = """
@@ -212,11 +212,13 @@ class Judge:
                 if kills < ATTEMPTS:
                     continue
                 if _out_of_memory() > shortages:
-                    raise SandboxError("the machine has too little memory: programs are killed") from None
+                    raise SandboxError("the machine has too little memory: the kernel kills programs") from None
                 stop = _Stop(f"it was killed {kills} times")
             except _Starved:
                 if not patience:
-                    raise SandboxError(f"the machine is too busy: a program had no {self._wall:g} s of it") from None
+                    raise SandboxError(
+                        f"the machine is too busy: in {PATIENCE[-1] * self._wall:g} s the program had less than {self._wall:g} s of a processor"
+                    ) from None
                 self._clock = _Clock(self._wall * patience.pop(0))
                 continue
             return {"passed": len(passed), "total": len(tests["cases"]), "first": str(stop), "limit": stop.limit}
@@ -321,7 +323,7 @@ class Judge:
         """Return why the program gave no answer. Whatever it can have caused itself counts as its own fault."""
         match error:
             case TimeOut():
-                own = self._clock.seconds() >= PLAUSIBLE * self._wall
+                own = self._clock.seconds() >= USED_UP * self._wall
                 return _Stop(f"it took more than {self._wall:g} s", "time") if own else _Starved()
             case Flood():
                 return _Stop("its output is too long", "output")

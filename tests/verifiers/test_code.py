@@ -104,11 +104,6 @@ def test_however_a_program_ends_it_is_wrong_and_scored(code: Code, name: str, fo
     assert grade.reward == 0, grade
 
 
-def test_an_endless_loop_is_scored_while_others_kill_programs(code: Code) -> None:
-    """A kill that the program could have caused counts as its own, however little the kernel says that it has run."""
-    assert graded(code, FORMS["calls"][0], "def f():\n" + SPIN).metrics["hit_limit"] == 1
-
-
 @pytest.mark.parametrize(
     ("call", "expected", "program", "reward"),
     [

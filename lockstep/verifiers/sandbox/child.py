@@ -84,6 +84,7 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
 
     space: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
     answer: dict[str, Any]
+    found: Any
     try:
         exec(compile(receive(requests)["code"], "solution.py", "exec"), space)
         answer = {"ok": None}
@@ -96,10 +97,11 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
         except EOFError:
             os._exit(0)
         try:
-            name = request.get("name")
-            found: Any = kept[request["ref"]] if "ref" in request else space[name]
-            if "ref" in request and name is not None:
-                found = getattr(found, name)
+            if "ref" not in request:
+                found = space[request["name"]]
+            else:
+                found = kept[request["ref"]]
+                found = getattr(found, request["name"]) if "name" in request else found
             if request["op"] == "call":
                 args, kwargs = (plain.decode(request[key], kept.__getitem__) for key in ("args", "kwargs"))
                 found = found(*args, **kwargs)

@@ -91,7 +91,7 @@ class Sandbox:
         """Each with the reason."""
 
     def spawn(self, role: str, theirs: Sequence[int], deadline: float) -> Run:
-        """A process in the role; `theirs` are more descriptors for it. Raises SandboxError."""
+        """Start a process in the role; `theirs` are more descriptors for it. Raises SandboxError."""
         with ExitStack() as opened:
             ours, report = socket.socketpair()
             opened.callback(report.close)
@@ -148,7 +148,7 @@ class Run:
             raise SandboxError(f"a sandbox could not be prepared: {why}")
 
     def ask(self, message: Mapping[str, Any], limit: int = plain.MAX_LINE) -> dict[str, Any]:
-        """Its answer. Raises EOFError if it ended, TimeOut, Flood, NotPlainError."""
+        """Return its answer. Raises EOFError if it ended, TimeOut, Flood for more than `limit` bytes, NotPlainError."""
         return plain.read(self._line(json.dumps(message).encode() + b"\n", limit))
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -177,12 +177,12 @@ class Run:
         return self.ended
 
     def hand_over(self) -> tuple[int, int]:
-        """Where its requests go and its answers come from, for another process to use from now on."""
+        """Return the ends of its request and answer pipes, for another process to use from now on."""
         os.set_blocking(self._requests, True)
         return self._requests, self._answers
 
     def end(self) -> Ended | None:
-        """Kill it, if it runs, and wait. How it ended; None if that is not known."""
+        """Kill it, if it runs, and wait. Returns how it ended; None if that is not known."""
         if self._requests < 0:
             return self.ended
         for descriptor in (self._requests, self._answers):
@@ -196,7 +196,7 @@ class Run:
         return self.ended
 
     def starved(self, seconds: float) -> bool:
-        """Whether it waited for a processor most of the `seconds` that it had: then its time is not its own fault."""
+        """Say if it waited for a processor for most of the `seconds` that it had: then its time is not its own fault."""
         waited = 0.0
         with suppress(OSError, ValueError, IndexError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
@@ -216,7 +216,7 @@ class Run:
         return first + b"\n"
 
     def _hear(self, seconds: float) -> bool:
-        """Read what its watcher says next; False at the end."""
+        """Read the next report of its parent; False at the end."""
         self._report.settimeout(seconds)
         try:
             data = self._report.recv(1 << 12)
@@ -269,7 +269,7 @@ def pump(to: int, data: bytes, back: int | None, deadline: float, limit: int, ow
 
 
 def _write(to: int, data: bytes, sent: int) -> int:
-    """How much is sent now; -1 if nobody reads."""
+    """Write some more, and return how much is sent now; -1 if nobody reads."""
     try:
         return sent + os.write(to, data[sent : sent + 65536])
     except BlockingIOError:

@@ -32,7 +32,7 @@ _PIVOT_ROOT, _CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(platform.
 _FIRST_UID = 1_700_000_000
 """User numbers from here on belong to nobody; a sandbox takes this plus its process number."""
 USERS, FILES, NETWORK, PROCESSES = "own user", "own file system", "no network", "own process table"
-"""What enter may put in force."""
+"""Measures that enter may put in force."""
 WORK = "/tmp"
 """The program's folder: memory that goes with it."""
 
@@ -52,7 +52,7 @@ class Limits:
 
 
 def call(name: str, *arguments: object) -> None:
-    """A function of libc that returns 0. Raises OSError."""
+    """Call a function of libc that returns 0. Raises OSError."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -66,7 +66,7 @@ def syscall(number: int, *arguments: object) -> None:
 
 
 def enter(apart: bool) -> tuple[list[str], list[str]]:
-    """Leave the machine behind, for this process and what it forks. What is in force now, and what is missing and why.
+    """Isolate this process and what it forks. Returns the measures in force, and those that are missing and why.
 
     With `apart` = False nothing is tried.
     """
@@ -185,9 +185,9 @@ def _show(path: str, base: str) -> None:
 
 
 def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
-    """In the program's parent: the next process that it forks is the first of a PID namespace, with an empty folder of its own.
+    """Make the next process that the program's parent forks the first of a PID namespace, with an empty folder of its own.
 
-    As far as `in_force` (of enter) allows; whether there is such a folder.
+    As far as `in_force` (of enter) allows. Returns if there is such a folder.
     """
     files = FILES in in_force
     if flags := (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0):
@@ -199,7 +199,7 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
 
 
 def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, keep: Sequence[int]) -> None:
-    """In the program's process: everything that it does not need. Raises OSError.
+    """Give up all that the program's process does not need. Raises OSError.
 
     `memory`: bytes that its process has at the start; `uid`: the user to become (root alone can); `filter`: of system calls;
     `keep`: descriptors that stay open beside 0 to 2.
@@ -228,12 +228,12 @@ def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, 
 
 
 def own_uid() -> int | None:
-    """A user number of this process's alone, if it is root."""
+    """Return a user number that only this process has, if it is root."""
     return _FIRST_UID + os.getpid() if os.geteuid() == 0 else None
 
 
 def held() -> int:
-    """Bytes of address space of this process."""
+    """Return the bytes of address space of this process."""
     with Path("/proc/self/statm").open() as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -42,9 +42,11 @@ def encode(value: Any, refer: Refer | None = None) -> Any:
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= _MAX_BITS):
         return value
+    if kind is int:
+        return {_TAG: "int", "v": hex(value)}
     for base in (int, float, str):
-        if isinstance(value, base):  # a large number, an IntEnum and the like
-            return {_TAG: "int", "v": hex(value)} if kind is int else encode(base(value))
+        if isinstance(value, base):
+            return encode(base(value))  # IntEnum and the like
     if isinstance(value, list | range | deque | array) or _is_own_iterator(value):
         return [encode(item, refer) for item in value]
     if isinstance(value, tuple | set | frozenset) or kind in _VIEWS:
