@@ -216,8 +216,9 @@ class Judge:
                 stop = _Stop(f"it was killed {kills} times")
             except _Starved:
                 if not patience:
+                    seconds = PATIENCE[-1] * self._wall
                     raise SandboxError(
-                        f"the machine is too busy: in {PATIENCE[-1] * self._wall:g} s the program had less than {self._wall:g} s of a processor"
+                        f"the machine is too busy: a program waited for it for most of {seconds:g} s"
                     ) from None
                 self._clock = _Clock(self._wall * patience.pop(0))
                 continue

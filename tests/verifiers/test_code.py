@@ -284,6 +284,14 @@ def test_a_busy_machine_makes_no_right_program_wrong_and_no_sleeping_one_unscore
             assert graded(verifier, tests, "import time\ndef f(): time.sleep(600)" + last).reward == 0
 
 
+def test_an_endless_loop_on_a_busy_machine_is_wrong() -> None:
+    with built(cpu_seconds=2, wall_seconds=4) as verifier, crowded(verifier, 1):
+        for form in ("calls", "scripts"):
+            tests, last = FORMS[form]
+            grade = graded(verifier, tests, "def f():\n" + SPIN + last)
+            assert (grade.reward, grade.metrics["hit_limit"]) == (0, 1)
+
+
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
     """A control group with little memory, where one may be made."""
