@@ -64,7 +64,7 @@ class ReasoningGym(VerifiedTask):
         drawn = self._drawn
         return (
             f"{self.name}: graded by {self._graded_by}",
-            *notes_of(self._verifier),
+            *notes_of(self.verifier),
             f"{self.name}: {len(drawn.prompts)} different training questions of {self._settings.size} asked for, from "
             f"{drawn.draws} draws; {drawn.repeats} repeats dropped, {drawn.other_side} on the held-out side"
             + (f", {drawn.no_answer} without an answer" if drawn.no_answer else ""),

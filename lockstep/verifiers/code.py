@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored
+from lockstep.verifiers.code_worker import PATIENCE
 from lockstep.verifiers.extract import FINAL_SHARE, Answer, final_span
 from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.isolation import Limits
 
 if TYPE_CHECKING:
@@ -22,7 +26,9 @@ if TYPE_CHECKING:
 REGION = 65_536
 """A program is only looked for in this many characters at the end of the reply."""
 SLACK_SECONDS = 90.0
-"""What a worker may take beyond its reply's tests: to prepare sandboxes, and to clean up."""
+"""Time that a worker may take beyond the tests of its reply: to prepare sandboxes, and to clean up."""
+MAX_CASE = 1 << 22
+"""Characters of one call with its expected result, as JSON."""
 WHERE = "verifier code"
 _FENCE = "```"
 _PYTHON = ("python", "py", "python3", "")
@@ -38,7 +44,7 @@ class Scripts:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of the program's functions with plain values, and what they must return."""
+    """Calls of the program's functions, and what they must return: values as sandbox.plain.encode gives them."""
 
     cases: tuple[Mapping[str, Any], ...]
     kind: str = "calls"
@@ -57,7 +63,7 @@ Tests: TypeAlias = Scripts | Calls | Pieces
 
 
 class Code:
-    """Pays 1 if the last python block of the reply passes all tests. Settings: config.schema.CodeVerifier."""
+    """Score 1 if the last python block of the reply passes all tests. Settings: config.schema.CodeVerifier."""
 
     def __init__(self, settings: schema.CodeVerifier) -> None:
         """Raises TaskError if isolation is strict and something that it needs is not to be had here."""
@@ -71,13 +77,13 @@ class Code:
             "output_bytes": settings.output_kib << 10,
             "tolerance": settings.tolerance,
         }
-        work = Work(load, WHERE, settings.wall_seconds + SLACK_SECONDS, own_code=True)
+        work = Work(load, WHERE, sum(PATIENCE) * settings.wall_seconds + SLACK_SECONDS, own_code=True)
         self.pool = WorkerPool(work, settings.workers)
         outcome = self.pool.call(None)
         if not isinstance(outcome, Answered):
             raise TaskError(f"a worker does not start: {outcome.error}", where=WHERE, fix="see above what it printed")
         self.missing = tuple(outcome.value["missing"])
-        """What the isolation in force lacks, with the reasons."""
+        """Measures that the isolation lacks, with the reasons."""
         lines = f"programs run in a sandbox: {', '.join(outcome.value['in_force'])}"
         lacks = f"; warning: not isolated in full: {'; '.join(self.missing)}" if self.missing else ""
         self.notes = (lines + lacks,)
@@ -113,7 +119,7 @@ def _grade(answer: Answer, passed: int, total: int, limit: str) -> Grade:
 
 
 def find_code(reply: str) -> Answer:
-    """The last closed ```python (py, python3, or unnamed) block of the reply's final part. Linear."""
+    """Return the last closed ```python (py, python3, or unnamed) block of the reply's final part. Linear."""
     start, end = final_span(reply)
     start = max(start, end - REGION)
     found: Answer = Answer(None, "none")
@@ -133,13 +139,13 @@ def find_code(reply: str) -> Answer:
 
 
 def read_tests(value: object, entry_point: object = None) -> Tests:
-    """A row's tests, in any of the forms of docs/verifiers.md. Raises ValueError, saying what is wrong, for anything else.
+    """Read a row's tests, in any of the forms of docs/verifiers.md. Raises ValueError, saying what is wrong, for anything else.
 
     Example: read_tests(["assert add(1, 2) == 3"]) is Pieces(("assert add(1, 2) == 3",), ("add",))
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
-            value = json.loads(value)
+            value = json.loads(value, parse_int=_whole)
         except ValueError as error:
             raise ValueError(f"they look like JSON and are not: {error}") from error
     given: Any = value
@@ -163,25 +169,35 @@ def read_tests(value: object, entry_point: object = None) -> Tests:
 def _scripts(cases: Sequence[Mapping[str, Any]]) -> Scripts:
     for case in cases:
         if not (isinstance(case.get("input"), str) and isinstance(case.get("output"), str)):
-            raise ValueError(f"a test needs input and output as text, not {dict(case)!r}"[:300])
+            raise ValueError(f"a test needs input and output as text, not {_start_of(case)}")
     return Scripts(tuple({"input": case["input"], "output": case["output"]} for case in cases))
 
 
+def _whole(digits: str) -> int:
+    """Read a whole number of any length: int() refuses more than 4300 digits."""
+    return int(digits) if len(digits) < 4000 else int(Decimal(digits))
+
+
 def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
+    made = []
     for case in cases:
-        if not (
-            isinstance(case.get("function"), str) and isinstance(case.get("args", []), list) and "expected" in case
-        ):
-            raise ValueError(f"a test needs function, args as a list, and expected, not {dict(case)!r}"[:300])
-    return Calls(
-        tuple(
-            {
-                key: case.get(key, default)
-                for key, default in (("function", ""), ("args", []), ("kwargs", {}), ("expected", None))
-            }
-            for case in cases
-        )
-    )
+        function, args, kwargs = case.get("function"), case.get("args") or [], case.get("kwargs") or {}
+        whole = isinstance(function, str) and isinstance(args, list) and isinstance(kwargs, Mapping)
+        if not whole or "expected" not in case:
+            raise ValueError(f"a test needs function, args as a list, and expected, not {_start_of(case)}")
+        try:
+            values = {"args": args, "kwargs": dict(kwargs), "expected": case["expected"]}
+            made.append({"function": function, **{name: plain.encode(value) for name, value in values.items()}})
+            size = len(json.dumps(made[-1]))
+        except (plain.NotPlainError, RecursionError) as error:
+            raise ValueError(f"the test {_start_of(case)} has a value that cannot be sent: {error}") from error
+        if size > MAX_CASE:
+            raise ValueError(f"the test {_start_of(case)} has {size} characters; the most are {MAX_CASE}")
+    return Calls(tuple(made))
+
+
+def _start_of(case: Mapping[str, Any]) -> str:
+    return reprlib.repr(dict(case))
 
 
 def _pieces(pieces: list[str], entry_point: object) -> Pieces:

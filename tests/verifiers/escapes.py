@@ -126,7 +126,9 @@ ESCAPES = (
     Escape("deep nesting for the compiler", "attempt = " + "-" * 100000 + "1"),
     Escape("a deep answer", "def attempt():\n    x = []\n    for _ in range(100000): x = [x]\n    return x\n"),
     Escape("a long answer", "def attempt(): return 'x' * (1 << 26)\n"),
-    Escape("an endless answer", "import itertools\ndef attempt(): return (i for i in itertools.count())\n"),
+    Escape(
+        "an endless answer", "import itertools\ndef attempt(): return (str(i) * 100_000 for i in itertools.count(10))\n"
+    ),
     Escape("keys with one hash", "def attempt(): return {n * (2**61 - 1): 0 for n in range(1, 3000)}\n"),
     Escape(
         "a pickle bomb", "class P:\n    def __reduce__(self): return (print, ('escaped',))\ndef attempt(): return P()\n"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +68,11 @@ def processes_of(verifier: Code) -> list[psutil.Process]:
     return found
 
 
+def folders_of(pids: Iterable[int]) -> list[Path]:
+    """Folders of these zygotes' programs. Others on this machine may have some, too."""
+    return [path for pid in pids for path in Path(tempfile.gettempdir()).glob(f"lockstep-sandbox-{pid}-*")]
+
+
 def nothing_left(verifier: Code) -> bool:
     """Within a second: no process but the one that forks, no file, no mount."""
     deadline = time.monotonic() + 1
@@ -83,7 +88,7 @@ def nothing_left(verifier: Code) -> bool:
         Path(os.__file__).parent,
     )
     files = [path for place in places if place.is_dir() for path in place.glob(f"*{MARK}*")]
-    files += list(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*"))
+    files += folders_of(process.pid for process in processes_of(verifier))
     own = {p.pid for p in processes_of(verifier)} | set(verifier.pool.pids)
     return (
         len(processes_of(verifier)) == len(verifier.pool.pids) and not files and not [p for p in users if p.pid in own]
@@ -190,7 +195,7 @@ sys.path.insert(0, ROOT)
 from lockstep.verifiers.sandbox.host import Sandbox
 from lockstep.verifiers.sandbox.isolation import Limits
 sandbox = Sandbox(Limits(1, 64 << 20, 16 << 20, 8))
-said = [sandbox.in_force, sandbox.missing]
+said = [sandbox.pid, sandbox.in_force, sandbox.missing]
 for program in json.loads(sys.stdin.read()):
     with sandbox.spawn("calls", (), time.monotonic() + 10) as run:
         run.start()
@@ -202,7 +207,7 @@ print(json.dumps(said))
 
 
 def as_ordinary_user(names: Sequence[str], options: str = "") -> list[Any]:
-    """What is in force, what is missing, and what the escapes with these names (or the code itself) answer."""
+    """List what is in force, what is missing, and what the escapes with these names (or the code itself) answer."""
     python, root = "/usr/bin/python3", Path(__file__).parents[2]
     check = "import sys; sys.exit(sys.version_info < (3, 11) or not __import__('os').access(sys.argv[1], 4))"
     if not Path(python).exists() or subprocess.run([python, "-c", check, str(root)], preexec_fn=as_nobody).returncode:
@@ -213,7 +218,9 @@ def as_ordinary_user(names: Sequence[str], options: str = "") -> list[Any]:
     done = subprocess.run(
         [python, "-c", script], input=programs, capture_output=True, text=True, preexec_fn=as_nobody, timeout=60
     )
-    return list(json.loads(done.stdout))
+    pid, *said = json.loads(done.stdout)
+    assert not folders_of([pid])
+    return list(said)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes an ordinary user")
@@ -263,6 +270,8 @@ def test_where_a_measure_is_not_to_be_had_strict_refuses_and_best_effort_says_so
         "def paid(code): return v.grade(Prompt('a', (), '', data={'tests': tests}), f'```python\\n{code}\\n```').reward\n"
         "print('PAID', paid('def attempt(): return chr(101) + \"scaped\"'), paid('import os\\ndef attempt(): os.fork()'),\n"
         '      paid(\'import os\\ndef attempt():\\n    open("x", "w").close()\\n    while True: pass\'))\n'
+        "import psutil\n"
+        "print('ZYGOTES', *[child.pid for pid in v.pool.pids for child in psutil.Process(pid).children()])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
@@ -272,11 +281,18 @@ def test_where_a_measure_is_not_to_be_had_strict_refuses_and_best_effort_says_so
             "REFUSED the sandbox does not start: a program cannot load Python's library as another user" in done.stdout
         ), done.stderr
         return
-    assert "REFUSED programs cannot be isolated here: own file system: " in done.stdout, done.stderr
-    assert "not isolated in full: own file system: " in done.stdout
+    refused, noted = (
+        next(line for line in done.stdout.splitlines() if line.startswith(s)) for s in ("REFUSED", "NOTE")
+    )
+    assert "programs cannot be isolated here: " in refused
+    assert "own file system: " in refused
+    assert "not isolated in full: " in noted
+    assert "own file system: " in noted
     assert "it sees /proc" in done.stdout
     assert "PAID 1.0 0.0 0.0" in done.stdout
-    assert not list(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*"))
+    zygotes = [int(pid) for pid in done.stdout.rpartition("ZYGOTES")[2].split()]
+    assert zygotes
+    assert not folders_of(zygotes)
 
 
 def library_is_open() -> bool:
@@ -294,7 +310,6 @@ def test_without_the_measures_escapes_do_escape() -> None:
         "secrets in the environment": "contained",  # it has none in any case
         "hard link": "contained",  # the interpreter is another user's
     }
-    assert not list(Path(tempfile.gettempdir()).glob("lockstep-sandbox-*"))
 
 
 @pytest.mark.parametrize(

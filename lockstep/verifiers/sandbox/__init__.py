@@ -1,1 +1,1 @@
-"""Where programs run that nobody trusts. Modules here need the standard library alone: they are loaded into bare processes."""
+"""Sandboxes for untrusted programs. Modules here need only the standard library: they are loaded into bare processes."""

@@ -1,7 +1,7 @@
-"""What runs in a sandbox: a program as a script, its functions one call at a time, or the tests that call them.
+"""The roles of a sandboxed process: run a program as a script, serve calls of its functions, or run the tests that call them.
 
-The program and the tests never share a process. Tests get plain values alone from the program, so it can neither see what is
-expected of it, nor replace what compares it, nor say that it passed.
+The program and the tests never share a process. The tests get only plain values from the program, so a program can neither see
+what is expected, nor replace the comparison, nor say that it passed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,48 @@ import builtins
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.plain import NotPlainError, receive, send
 
 FAILED = 1
-_NOT_RAISED = (AssertionError, ExceptionGroup, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""These would be taken for a test's own, or cannot be made from a text."""
+_NOT_RAISED = (
+    AssertionError,  # the tests would take this and the next three for their own
+    StopIteration,
+    StopAsyncIteration,
+    GeneratorExit,
+    BaseExceptionGroup,  # these cannot be made from a text
+    UnicodeDecodeError,
+    UnicodeEncodeError,
+    UnicodeTranslateError,
+)
+_RAISED = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(kind, _NOT_RAISED)
+}
+"""Exceptions that the tests see as such. Of any other they see its nearest base here."""
 _MESSAGE = 300
 
 
 def _said(error: BaseException) -> str:
-    """Type and message; the message may be code of the program's."""
+    """Return type and message; the message may be made by code of the program."""
     try:
         return f"{type(error).__name__}: {error}"[:_MESSAGE].encode("ascii", "backslashreplace").decode()
     except BaseException:  # a program's exception can refuse to be printed, and so could what that raises
         return "an exception that cannot be printed"
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Return the answer for an exception of the program."""
+    answer = {"raised": next(k.__name__ for k in type(error).__mro__ if k in _RAISED.values()), "error": _said(error)}
+    try:
+        return answer | {"args": plain.encode(list(error.args))}
+    except BaseException:
+        return answer | {"args": [answer["error"]]}
 
 
 def run_script(requests: io.BufferedReader, _: io.BufferedWriter) -> NoReturn:
@@ -50,7 +75,7 @@ def run_script(requests: io.BufferedReader, _: io.BufferedWriter) -> NoReturn:
 
 
 def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoReturn:
-    """Load the program, then call what is asked for, each time with copies of the arguments."""
+    """Load the program, then answer requests: `get` a name or an attribute, `call` it, or list the `items` of an object."""
     kept: list[object] = []
 
     def refer(value: object) -> int:
@@ -59,11 +84,12 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
 
     space: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
     answer: dict[str, Any]
+    found: Any
     try:
         exec(compile(receive(requests)["code"], "solution.py", "exec"), space)
         answer = {"ok": None}
     except BaseException as error:
-        answer = {"raised": type(error).__name__, "error": _said(error)}
+        answer = _raised(error)
     send(answers, answer)
     while True:
         try:
@@ -71,41 +97,47 @@ def serve_calls(requests: io.BufferedReader, answers: io.BufferedWriter) -> NoRe
         except EOFError:
             os._exit(0)
         try:
-            target: Any = kept[request["ref"]] if "ref" in request else space
-            name = request.get("name")
-            found = target if name is None else (space[name] if target is space else getattr(target, name))
+            if "ref" not in request:
+                found = space[request["name"]]
+            else:
+                found = kept[request["ref"]]
+                found = getattr(found, request["name"]) if "name" in request else found
             if request["op"] == "call":
                 args, kwargs = (plain.decode(request[key], kept.__getitem__) for key in ("args", "kwargs"))
                 found = found(*args, **kwargs)
+            elif request["op"] == "items":
+                found = list(found)
             answer = {"ok": plain.encode(found, refer)}
         except BaseException as error:
-            answer = {"raised": type(error).__name__, "error": _said(error)}
+            answer = _raised(error)
         try:
             send(answers, answer)
         except NotPlainError as error:
-            send(answers, {"raised": "TypeError", "error": str(error)})
+            send(answers, {"raised": "TypeError", "error": str(error), "args": [str(error)]})
 
 
-class ProgramError(Exception):
-    """The program raised something that is not built in, or ended."""
+class ProgramEnded(BaseException):
+    """The program ended, or broke off its pipes. No `except Exception` of the tests catches it."""
 
 
 class Remote:
-    """Something of the program's, as the tests have it: it can be called, and its attributes read; it equals only itself."""
+    """An object of the program, as the tests have it: they can call it and read its attributes, and it equals only itself.
 
-    def __init__(self, wire: _Wire, reference: dict[str, Any]) -> None:
-        self.__dict__.update(_wire=wire, _reference=reference)
+    Its items are read once, as a list, and again only after one of its attributes was read or it was given to the program. So
+    `len`, `in`, `[]` and a loop always see the same list.
+    """
+
+    def __init__(self, wire: _Wire, number: int) -> None:
+        self.__dict__.update(_wire=wire, _number=number, _items=None)
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        return self._wire.ask({"op": "call", **self._reference}, arguments, named)
+        return self._wire.ask({"op": "call", "ref": self._number}, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        target = self._reference
-        if "ref" not in target:
-            target = self._wire.ask({"op": "get", **target}, (), {})._reference
-        return self._wire.ask({"op": "get", **target, "name": name}, (), {})
+        self.__dict__["_items"] = None
+        return self._wire.ask({"op": "get", "ref": self._number, "name": name})
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise TypeError("tests cannot set attributes of the program's objects")
@@ -115,53 +147,66 @@ class Remote:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote):
-            return bool(self._reference == other._reference)
+            return bool(self._number == other._number)
         raise TypeError("the program gave an object where a plain value is compared")
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __len__(self) -> int:
-        return int(self._wire.ask({"op": "call", "name": "__len__", **self._reference}, (), {}))
+    def _list(self) -> list[Any]:
+        if self._items is None:
+            self.__dict__["_items"] = self._wire.ask({"op": "items", "ref": self._number})
+        if not isinstance(self._items, list):
+            raise TypeError("the program gave no list of an object's items")
+        return self._items
 
-    def __getitem__(self, key: object) -> Any:
-        return self._wire.ask({"op": "call", "name": "__getitem__", **self._reference}, (key,), {})
+    def __len__(self) -> int:
+        return len(self._list())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._list()[key]
 
     def __contains__(self, key: object) -> bool:
-        return self._wire.ask({"op": "call", "name": "__contains__", **self._reference}, (key,), {}) is True
+        return key in self._list()
 
-    def __iter__(self) -> Any:
-        return iter([self[i] for i in range(len(self))])
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._list())
 
 
 class _Wire:
-    """The tests' way to the program."""
+    """The tests' connection to the program."""
 
     def __init__(self, requests: io.BufferedWriter, answers: io.BufferedReader) -> None:
         self._requests, self._answers = requests, answers
         self.lost = False
         """The program has ended, or closed its pipe."""
 
-    def ask(self, request: dict[str, Any], arguments: tuple[object, ...], named: dict[str, object]) -> Any:
-        """What the program's function returns. Raises what it raises if that is a built-in Exception, else ProgramError."""
-        args, kwargs = plain.encode(list(arguments), _own), plain.encode(named, _own)
+    def ask(
+        self, request: dict[str, Any], arguments: tuple[object, ...] = (), named: dict[str, object] | None = None
+    ) -> Any:
+        """Return the program's answer, or raise what the program raised. Raises ProgramEnded if there is no answer."""
+        args, kwargs = plain.encode(list(arguments), _own), plain.encode(named or {}, _own)
+        if self.lost:
+            raise ProgramEnded
         try:
             send(self._requests, {**request, "args": args, "kwargs": kwargs})
             answer = receive(self._answers)
-            if "ok" in answer:
-                return plain.value_of(answer, lambda number: Remote(self, {"ref": number}))
-        except (OSError, EOFError, NotPlainError) as error:
-            self.lost = self.lost or not isinstance(error, NotPlainError)
-            raise ProgramError(f"the program gave no answer ({type(error).__name__}: {error})") from None
-        text = str(answer.get("error"))[:_MESSAGE]
-        kind = getattr(builtins, str(answer.get("raised")), None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _NOT_RAISED:
-            raise kind(text)
-        raise ProgramError(text)
+        except (OSError, EOFError):
+            self.lost = True
+            raise ProgramEnded("the program gave no answer") from None
+        if "ok" in answer:
+            return plain.value_of(answer, lambda number: Remote(self, number))
+        kind, text = _RAISED.get(str(answer.get("raised")), Exception), str(answer.get("error"))[:_MESSAGE]
+        try:
+            error = kind(*plain.decode(answer.get("args")))
+        except Exception:  # these arguments do not fit the exception's base
+            error = kind(text)
+        raise error
 
 
 def _own(value: object) -> int:
-    if isinstance(value, Remote) and "ref" in value._reference:
-        return int(value._reference["ref"])
+    if isinstance(value, Remote):
+        value.__dict__["_items"] = None
+        return int(value._number)
     raise NotPlainError(f"tests can give plain values to the program, not a {type(value).__name__}")
 
 
@@ -171,15 +216,18 @@ def run_tests(
     """Run each piece of test code in one space, and say how many passed before the first that raised, and why."""
     task = receive(requests)
     wire = _Wire(to, back)
-    space: dict[str, Any] = {name: Remote(wire, {"name": name}) for name in task["names"]}
-    space |= {"__name__": "tests", "__builtins__": builtins}
+    space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     passed, first = 0, ""
-    for number, source in enumerate(task["tests"], 1):
-        try:
+    try:
+        for name in task["names"]:
+            with suppress(Exception):  # a test that needs a name which the program lacks raises NameError
+                space[name] = wire.ask({"op": "get", "name": name})
+        for number, source in enumerate(task["tests"], 1):
             exec(compile(source, f"test {number}", "exec"), space)
-            passed += 1
-        except Exception as error:
-            first = f"test {number}: {_said(error)}"
-            break
+            if wire.lost:
+                raise ProgramEnded("the program ended, and a test went on")
+            passed = number
+    except BaseException as error:
+        first = f"test {passed + 1}: {_said(error)}"
     send(answers, {"passed": passed, "first": first, "lost": wire.lost})
     os._exit(0)

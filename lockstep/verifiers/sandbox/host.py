@@ -1,4 +1,4 @@
-"""The other end of a zygote: asks for processes, talks with them within a deadline, and ends them."""
+"""The owner's side of a zygote: asks for processes, talks with them within a deadline, and ends them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ class Flood(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program's process ended."""
+    """The end of a program's process."""
 
     status: int
-    """As in subprocess."""
+    """Exit status as in subprocess."""
     cpu_seconds: float
+    waited_seconds: float = 0.0
+    """Time for which it waited for a processor."""
 
 
 class Sandbox:
@@ -99,7 +101,7 @@ class Sandbox:
         """Each with the reason."""
 
     def spawn(self, role: str, theirs: Sequence[int], deadline: float) -> Run:
-        """A process in the role; `theirs` are more descriptors for it. Raises SandboxError."""
+        """Start a process in the role; `theirs` are more descriptors for it. Raises SandboxError."""
         with ExitStack() as opened:
             ours, report = socket.socketpair()
             opened.callback(report.close)
@@ -156,7 +158,7 @@ class Run:
             raise SandboxError(f"a sandbox could not be prepared: {why}")
 
     def ask(self, message: Mapping[str, Any], limit: int = plain.MAX_LINE) -> dict[str, Any]:
-        """Its answer. Raises EOFError if it ended, TimeOut, Flood, NotPlainError."""
+        """Return its answer. Raises EOFError if it ended, TimeOut, Flood for more than `limit` bytes, NotPlainError."""
         return plain.read(self._line(json.dumps(message).encode() + b"\n", limit))
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -174,8 +176,8 @@ class Run:
                 return
 
     def by_itself(self) -> Ended | None:
-        """How it ended, if it did by itself; None if it still runs a second later. Raises ZygoteGone if nobody knows."""
-        self.deadline = time.monotonic() + 1.0
+        """Return how it ended, if it did by itself; None if it runs on for some seconds. Raises ZygoteGone if nobody knows."""
+        self.deadline = time.monotonic() + 3.0
         try:
             self.wait()
         except TimeOut:
@@ -185,12 +187,12 @@ class Run:
         return self.ended
 
     def hand_over(self) -> tuple[int, int]:
-        """Where its requests go and its answers come from, for another process to use from now on."""
+        """Return the ends of its request and answer pipes, for another process to use from now on."""
         os.set_blocking(self._requests, True)
         return self._requests, self._answers
 
     def end(self) -> Ended | None:
-        """Kill it, if it runs, and wait. How it ended; None if that is not known."""
+        """Kill it, if it runs, and wait. Returns how it ended; None if that is not known."""
         if self._requests < 0:
             return self.ended
         for descriptor in (self._requests, self._answers):
@@ -204,7 +206,7 @@ class Run:
         return self.ended
 
     def starved(self, seconds: float) -> bool:
-        """Whether it waited for a processor most of the `seconds` that it had: then its time is not its own fault."""
+        """Say if it waited for a processor for most of the `seconds` that it had: then its time is not its own fault."""
         waited = 0.0
         with suppress(OSError, ValueError, IndexError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
@@ -212,17 +214,19 @@ class Run:
         return waited > seconds / 2
 
     def _line(self, line: bytes, limit: int) -> bytes:
-        while b"\n" not in self._buffer:
-            data = pump(self._requests, line, self._answers, self.deadline, limit - len(self._buffer))
+        parts, size = [self._buffer], len(self._buffer)
+        while b"\n" not in parts[-1]:
+            data = pump(self._requests, line, self._answers, self.deadline, limit - size)
             line = b""
             if not data:
                 raise EOFError
-            self._buffer += data
-        first, _, self._buffer = self._buffer.partition(b"\n")
+            parts.append(data)
+            size += len(data)
+        first, _, self._buffer = b"".join(parts).partition(b"\n")
         return first + b"\n"
 
     def _hear(self, seconds: float) -> bool:
-        """Read what its watcher says next; False at the end."""
+        """Read the next report of its parent; False at the end."""
         self._report.settimeout(seconds)
         try:
             data = self._report.recv(1 << 12)
@@ -232,7 +236,7 @@ class Run:
             said = json.loads(line)
             self.pid = said.get("pid", self.pid)
             if "status" in said:
-                self.ended = Ended(said["status"], said["cpu"])
+                self.ended = Ended(said["status"], said["cpu"], said["waited"])
             elif "error" in said:
                 self._told = line
         return bool(data)
@@ -275,7 +279,7 @@ def pump(to: int, data: bytes, back: int | None, deadline: float, limit: int, ow
 
 
 def _write(to: int, data: bytes, sent: int) -> int:
-    """How much is sent now; -1 if nobody reads."""
+    """Write some more, and return how much is sent now; -1 if nobody reads."""
     try:
         return sent + os.write(to, data[sent : sent + 65536])
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What a process gives up before it runs a program that nobody trusts: Linux namespaces, a root of its own, user, limits.
+"""Isolation of a process before it runs an untrusted program: Linux namespaces, a root of its own, user, limits.
 
 Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that nobody else has;
 any other user makes a user namespace first. Everything here is called in bare processes with one thread (see zygote.py).
@@ -32,27 +32,27 @@ _PIVOT_ROOT, _CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(platform.
 _FIRST_UID = 1_700_000_000
 """User numbers from here on belong to nobody; a sandbox takes this plus its process number."""
 USERS, FILES, NETWORK, PROCESSES = "own user", "own file system", "no network", "own process table"
-"""What enter may put in force."""
+"""Measures that enter may put in force."""
 WORK = "/tmp"
 """The program's folder: memory that goes with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_seconds: int
     memory: int
     """Bytes beyond what its process has at the start."""
     file_bytes: int
-    """Of one file, and of all files together."""
+    """Most bytes in one file, and in all files together."""
     threads: int
     files: int = 64
     """Open at once."""
 
 
 def call(name: str, *arguments: object) -> None:
-    """A function of libc that returns 0. Raises OSError."""
+    """Call a function of libc that returns 0. Raises OSError."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -66,7 +66,7 @@ def syscall(number: int, *arguments: object) -> None:
 
 
 def enter(apart: bool) -> tuple[list[str], list[str]]:
-    """Leave the machine behind, for this process and what it forks. What is in force now, and what is missing and why.
+    """Isolate this process and what it forks. Returns the measures in force, and those that are missing and why.
 
     With `apart` = False nothing is tried.
     """
@@ -113,7 +113,10 @@ def _processes() -> None:
 
 
 def _files() -> None:
-    """A root that holds the Python library and what it links to, read-only, and a few devices; no /proc, no /sys, no /etc."""
+    """Make a root that holds the Python library and what it links to, read-only, and a few devices: no /proc, /sys, /etc.
+
+    Folders of installed packages and of other programs are empty there, but for those on this process's module path.
+    """
     call("unshare", _NEWNS)
     call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
     shown = _shown()
@@ -121,6 +124,15 @@ def _files() -> None:
     call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
     for path in shown:
         _show(path, base)
+    for path in _hidden(shown):
+        call(
+            "mount",
+            b"tmpfs",
+            (base + path).encode(),
+            b"tmpfs",
+            _RDONLY | _NOSUID | _NODEV,
+            b"size=4k,nr_inodes=1,mode=0755",
+        )
     for device in ("/dev/null", "/dev/urandom"):
         _show(device, base)
     for folder in (WORK, "/old"):
@@ -134,11 +146,21 @@ def _files() -> None:
 
 
 def _shown() -> list[str]:
-    """Folders that Python needs; what lies in another one is left out."""
+    """List the folders that Python needs, without those that lie in another one."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
     found = [*libraries, f"{sys.base_prefix}/lib", *(path for path in sys.path if path)]
     real = sorted({path for path in found if Path(path).is_dir()}, key=len)
     return [p for i, p in enumerate(real) if not any(p.startswith(q + "/") for q in real[:i])]
+
+
+def _hidden(shown: Sequence[str]) -> list[str]:
+    """List the folders in `shown` that hold neither Python's library nor what it links to: installed packages, other programs."""
+    kept = [path for path in sys.path if path]
+    tops = [Path(path) for path in shown if path not in kept and not Path(path).is_symlink()]
+    found = [folder for top in tops for folder in top.iterdir() if "-linux-" not in folder.name]  # those hold libraries
+    found += [Path(path, name) for path in kept for name in ("site-packages", "dist-packages")]
+    needed = {str(parent) for path in kept for parent in (Path(path), *Path(path).parents)}
+    return [str(f) for f in found if f.is_dir() and not f.is_symlink() and str(f) not in needed]
 
 
 def _free(place: str, shown: Sequence[str]) -> bool:
@@ -163,9 +185,9 @@ def _show(path: str, base: str) -> None:
 
 
 def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
-    """In the program's parent: the next process that it forks is the first of a PID namespace, with an empty folder of its own.
+    """Make the next process that the program's parent forks the first of a PID namespace, with an empty folder of its own.
 
-    As far as `in_force` (of enter) allows; whether there is such a folder.
+    As far as `in_force` (of enter) allows. Returns if there is such a folder.
     """
     files = FILES in in_force
     if flags := (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0):
@@ -177,7 +199,7 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
 
 
 def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, keep: Sequence[int]) -> None:
-    """In the program's process: everything that it does not need. Raises OSError.
+    """Give up all that the program's process does not need. Raises OSError.
 
     `memory`: bytes that its process has at the start; `uid`: the user to become (root alone can); `filter`: of system calls;
     `keep`: descriptors that stay open beside 0 to 2.
@@ -206,12 +228,12 @@ def give_up(limits: Limits, memory: int, uid: int | None, filter: bytes | None, 
 
 
 def own_uid() -> int | None:
-    """A user number of this process's alone, if it is root."""
+    """Return a user number that only this process has, if it is root."""
     return _FIRST_UID + os.getpid() if os.geteuid() == 0 else None
 
 
 def held() -> int:
-    """Bytes of address space of this process."""
+    """Return the bytes of address space of this process."""
     with Path("/proc/self/statm").open() as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -1,29 +1,29 @@
-"""Values of Python's plain types as one line of JSON and back: all that passes between a program and what judges it.
+"""Values of Python's plain types as one line of JSON and back: all that passes between a program and its tests.
 
-What is read is made of the types listed here, whatever was sent: no object of the sender's comes through.
+The reader makes each value anew from the types listed here, whatever was sent: no object of the sender comes through.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
-import types
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-MAX_LINE = 1 << 22
+MAX_LINE = 1 << 27
 """Bytes of a message."""
-MAX_ITEMS = 100_000
-"""Items that are taken from an iterator."""
 MAX_ALIKE = 64
 """Keys with one hash."""
+MAX_EXPONENT = 4096
+"""Digits before or after the point of a Decimal, and of a Fraction as text."""
+_MAX_BITS = 10_000
+"""Whole numbers with more are written in hexadecimal: Python refuses decimal texts of more than 4300 digits."""
 _TAG = "!"
-_ITERATORS = (types.GeneratorType, range, map, zip, filter, enumerate, reversed, itertools.chain, deque)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 Refer = Callable[[object], int]
@@ -35,17 +35,21 @@ class NotPlainError(Exception):
 
 
 def encode(value: Any, refer: Refer | None = None) -> Any:
-    """The value as JSON types. Objects of other types become the number that `refer` gives them. Raises NotPlainError."""
+    """Return the value as JSON types; objects of other types become the number that `refer` gives them. Raises NotPlainError.
+
+    Iterators become lists, so one without end takes all the memory that its process may have.
+    """
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= _MAX_BITS):
         return value
-    for base in (bool, int, float, str):
+    if kind is int:
+        return {_TAG: "int", "v": hex(value)}
+    for base in (int, float, str):
         if isinstance(value, base):
-            return base(value)  # IntEnum and the like
-    if isinstance(value, (list, *_ITERATORS)):
-        items: Any = value
-        return [encode(item, refer) for item in itertools.islice(iter(items), MAX_ITEMS)]
-    if isinstance(value, (tuple, set, frozenset)) or kind in _VIEWS:
+            return encode(base(value))  # IntEnum and the like
+    if isinstance(value, list | range | deque | array) or _is_own_iterator(value):
+        return [encode(item, refer) for item in value]
+    if isinstance(value, tuple | set | frozenset) or kind in _VIEWS:
         name = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
         name = "list" if kind is _VIEWS[1] else name
         return {_TAG: name, "v": [encode(item, refer) for item in value]}
@@ -62,14 +66,21 @@ def encode(value: Any, refer: Refer | None = None) -> Any:
     return {_TAG: "ref", "v": refer(value)}
 
 
+def _is_own_iterator(value: object) -> bool:
+    """Say if it is one of Python's own iterators: a generator, `map`, `iter([])`, `itertools.product` and the like."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
 def decode(value: Any, find: Callable[[int], object] | None = None) -> Any:
-    """What encode was given. Raises NotPlainError for anything else."""
+    """Return what encode was given. Raises one of NotPlainError, ValueError, TypeError, ArithmeticError, RecursionError."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     content = value.get("v")
     match value.get(_TAG), content:
+        case "int", str():
+            return int(content, 16)
         case ("tuple" | "set" | "frozenset" | "list") as name, list():
             made = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}[name]
             items = [decode(item, find) for item in content]
@@ -84,15 +95,19 @@ def decode(value: Any, find: Callable[[int], object] | None = None) -> Any:
             return base64.b64decode(content)
         case "complex", [float() as real, float() as imaginary]:
             return complex(real, imaginary)
-        case ("Decimal" | "Fraction") as name, str() if len(content) < 4096 and "e" not in content.lower():
-            return (Decimal if name == "Decimal" else Fraction)(content)
+        case "Decimal", str() if len(content) < 2 * MAX_EXPONENT:
+            number = Decimal(content)
+            if not number.is_finite() or abs(number.adjusted()) <= MAX_EXPONENT:
+                return number
+        case "Fraction", str() if len(content) < MAX_EXPONENT and "e" not in content.lower():
+            return Fraction(content)
         case "ref", int() if find is not None:
             return find(content)
-    raise NotPlainError("a message that is none")
+    raise NotPlainError("not a message of this protocol")
 
 
 def _refuse_collisions(keys: list[Any]) -> None:
-    """Numbers can be chosen so that all have one hash, and a set of them takes quadratic time."""
+    """Raise NotPlainError for numbers chosen so that all have one hash: a set of them takes quadratic time."""
     hashes = sorted(map(hash, keys))
     if any(hashes[i] == hashes[i + MAX_ALIKE] for i in range(len(hashes) - MAX_ALIKE)):
         raise NotPlainError("too many keys with one hash")
@@ -111,7 +126,7 @@ def send(file: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def receive(file: io.BufferedReader) -> dict[str, Any]:
-    """The next message. Raises EOFError at the end, NotPlainError for what is no message."""
+    """Return the next message. Raises EOFError at the end, NotPlainError for what is no message."""
     line = file.readline(MAX_LINE + 1)
     if not line:
         raise EOFError
@@ -119,21 +134,21 @@ def receive(file: io.BufferedReader) -> dict[str, Any]:
 
 
 def read(line: bytes) -> dict[str, Any]:
-    """A message. Raises NotPlainError."""
+    """Return the message. Raises NotPlainError."""
     if len(line) > MAX_LINE or not line.endswith(b"\n"):
-        raise NotPlainError("a message is too long")
+        raise NotPlainError("a message is too long or cut short")
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise NotPlainError("a message that is none") from error
+        raise NotPlainError("not a message of this protocol") from error
     if not isinstance(message, dict):
-        raise NotPlainError("a message that is none")
+        raise NotPlainError("not a message of this protocol")
     return message
 
 
 def value_of(message: dict[str, Any], find: Callable[[int], object] | None = None) -> Any:
-    """The value of an answer. Raises NotPlainError."""
+    """Return the value of an answer. Raises NotPlainError."""
     try:
         return decode(message.get("ok"), find)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        raise NotPlainError(f"a message that is none: {type(error).__name__}") from error
+        raise NotPlainError(f"not a message of this protocol: {type(error).__name__}") from error

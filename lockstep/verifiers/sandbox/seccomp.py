@@ -132,12 +132,12 @@ class _Program(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine."""
+    """Say if there is a filter for this machine."""
     return platform.machine() in _ARCHES
 
 
 def program(machine: str) -> bytes:
-    """The filter: denied calls fail with EPERM, new processes with EAGAIN; threads and everything else are allowed."""
+    """Return the filter: denied calls fail with EPERM, new processes with EAGAIN; threads and everything else are allowed."""
     column = list(_ARCHES).index(machine)
     denied = sorted(numbers[column] for numbers in DENIED.values() if numbers[column] != _ABSENT)
     code = [(_LD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHES[machine]), (_RET, 0, 0, _KILL), (_LD, 0, 0, _NUMBER)]

@@ -52,6 +52,7 @@ def main(root: str, paths: Sequence[str] = (), module: str = "") -> None:
     sys.path.remove(root)
     hello = json.loads(control.recv(1 << 16))
     limits, memory = isolation.Limits(**hello["limits"]), isolation.held()
+    proc = os.open("/proc", os.O_RDONLY)  # for each program's parent; no program has it
     done, missing = isolation.enter(hello["apart"])
     filter = None
     if seccomp.supported() and hello["filter"]:
@@ -79,7 +80,7 @@ def main(root: str, paths: Sequence[str] = (), module: str = "") -> None:
             control.close()
             os.close(0)
             os.open(os.devnull, os.O_RDWR)
-            _watch(data.decode(), descriptors, done, limits, memory, filter, serve)
+            _watch(data.decode(), descriptors, done, limits, memory, filter, serve, proc)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -92,6 +93,7 @@ def _watch(
     memory: int,
     filter: bytes | None,
     serve: Serve | None,
+    proc: int,
 ) -> NoReturn:
     """Run one program, and say how it ended on the first descriptor; if the other end is shut, kill it first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -100,7 +102,7 @@ def _watch(
     try:
         uid = isolation.own_uid()
         if not isolation.before_fork(done, limits):
-            folder = tempfile.mkdtemp(prefix="lockstep-sandbox-")
+            folder = tempfile.mkdtemp(prefix=f"lockstep-sandbox-{os.getppid()}-")
             if uid is not None:
                 os.chown(folder, uid, uid)
         pid = os.fork()
@@ -109,28 +111,41 @@ def _watch(
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         report.send(json.dumps({"pid": pid}).encode() + b"\n")
-        said = _wait(pid, report)
+        said = _wait(pid, report, proc)
     except OSError as error:
         said = {"error": f"{error.strerror} ({error})"}
     finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             report.send(json.dumps(said).encode() + b"\n")
+        if folder:
+            with suppress(RecursionError):  # of folders nested too deeply: how the program ended is said already
+                shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
-def _wait(pid: int, report: socket.socket) -> dict[str, Any]:
+def _wait(pid: int, report: socket.socket, proc: int) -> dict[str, Any]:
     ended = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(report, select.POLLIN)
     poll.poll()
+    waited = _waited(pid, proc)
     for kill in (os.killpg, os.kill):  # without a process table of its own, its group is what can be killed
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    return {"status": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
+    return {"status": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime, "waited": waited}
+
+
+def _waited(pid: int, proc: int) -> float:
+    """Seconds for which the thread that waited longest waited for a processor; 0 where the kernel does not count them."""
+    waited = 0
+    with suppress(OSError, ValueError, IndexError):
+        threads = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
+        for thread in os.listdir(threads):  # noqa: PTH208
+            with open(os.open(f"{thread}/schedstat", os.O_RDONLY, dir_fd=threads)) as file:  # noqa: PTH123
+                waited = max(waited, int(file.read().split()[1]))
+    return waited / 1e9
 
 
 def _program(
