@@ -19,6 +19,7 @@ from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
 from lockstep.models.folder import check_config, check_weights, missing_weights
 from lockstep.models.foreign import Foreign, Kind
 from lockstep.models.torch_files import joined, module_states
+from lockstep.models.weights import named_weights
 
 RECORD = "lockstep_import.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -211,7 +212,7 @@ def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
             where=str(config),
             fix="give the config.json of the model that was trained, with --config",
         ) from error
-    weights = dict(revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()}))
+    weights = dict(revert_weight_conversion(model, dict(named_weights(model))))
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}, bool(
         settings.get_text_config().tie_word_embeddings
     )

@@ -35,7 +35,7 @@ def require_unchanged(model: nn.Module, before: Fingerprints | None, journal: Jo
     if changed:
         raise LearnerError(
             f"{len(changed)} frozen weights changed in this run, the first is {changed[0]}",
-            where="the base under the adapter",
+            where="weights that training leaves as they are",
             fix="use no checkpoint of this run: they fit a base that no longer is; report what ran beside the training",
         )
     line = f"base unchanged: {len(before.tensors)} frozen tensors, fingerprint {before.combined} at start and end"
