@@ -26,10 +26,12 @@ from lockstep.loops.rivals import seat_rivals
 from lockstep.loops.warm import Parent, adapter_weights, find_parent, load_base, require_proven
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.decoder import context_of
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
+from lockstep.plan.family import require_family
 from lockstep.rollout.allocator import grow_segments
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
@@ -58,8 +60,7 @@ class Policy:
     @property
     def context(self) -> int | None:
         """Longest sequence that the model takes."""
-        config: Any = base_model(self.model).config.get_text_config()
-        return getattr(config, "max_position_embeddings", None)
+        return context_of(base_model(self.model).config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     resolved = resolve(recipe.model)
     dtype = resolve_dtype(recipe.model.dtype, device)
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
+    require_family(type(base), base.config)
     load_base(base, parent)
     if device.type == "cuda":
         fuse_layers(base)  # for whoever computes with it: an evaluation without a learner must round as training does

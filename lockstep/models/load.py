@@ -72,7 +72,7 @@ def load_model(
 
     auto: Any = transformers.AutoModelForCausalLM  # its annotations do not know output_loading_info
     try:
-        with _quiet():
+        with quiet():
             source: dict[str, Any] = {"pretrained_model_name_or_path": resolved.path}
             if is_mxfp4(resolved.path):
                 auto, source = _dequantised(resolved, dtype)
@@ -150,7 +150,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and load reports of transformers; its settings are global, so they are put back."""
     import transformers
 
