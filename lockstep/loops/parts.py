@@ -32,6 +32,7 @@ from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.family import require_family
+from lockstep.plan.shapes import meta_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
@@ -105,8 +106,9 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     prepare_process(device, recipe.threads)
     resolved = resolve(recipe.model)
     dtype = resolve_dtype(recipe.model.dtype, device)
+    empty = meta_model(resolved.path, resolved.trust_remote_code)
+    require_family(type(empty), empty.config)  # before weights are read
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
-    require_family(type(base), base.config)
     load_base(base, parent)
     if device.type == "cuda":
         fuse_layers(base)  # for whoever computes with it: an evaluation without a learner must round as training does

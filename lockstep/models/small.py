@@ -7,13 +7,12 @@ from which on something changes become short: a window of WINDOW tokens, LongRoP
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.models.load import quiet
+from lockstep.models.load import parts_of, quiet
 from lockstep.models.weights import stored_buffers
 
 WINDOW, ORIGINAL, CONTEXT = 6, 24, 64
@@ -24,7 +23,9 @@ SPREAD = 0.15
 """Standard deviation of the matrices: the answers are far from uniform."""
 
 _SIZES = {
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim"), WIDTH),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim"), WIDTH
+    ),
     **dict.fromkeys(("n_inner", "ffn_hidden_size", "dense_intermediate_size", "feed_forward_size"), WIDTH),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_topk", "moe_k", "n_group"), 2),
@@ -41,7 +42,7 @@ _SIZES = {
 def small_config(config: Any) -> Any:
     """A copy of a transformers config with small sizes; `config` stays as it is."""
     small = copy.deepcopy(config)
-    for part in _parts(small):
+    for part in parts_of(small):
         _shrink(part)
     return small
 
@@ -68,14 +69,6 @@ def random_model(kind: type[nn.Module], config: Any, attention: str) -> nn.Modul
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(SPREAD * noise if tensor.dim() > 1 else tensor + SPREAD * noise)
     return model
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    """A config and those inside it."""
-    yield config
-    for value in list(vars(config).values()):
-        if hasattr(value, "to_dict"):
-            yield from _parts(value)
 
 
 def _shrink(config: Any) -> None:

@@ -55,7 +55,9 @@ def require_family(kind: type[nn.Module], config: Any) -> None:
     except ModelError:
         raise
     except Exception as error:  # a config may be wrong in any way, and a family may need what a small copy lacks
-        what = f"no small copy of {family} can be made and computed by plain transformers, so nothing proves it right here"
+        what = (
+            f"no small copy of {family} can be made and computed by plain transformers, so nothing proves it right here"
+        )
         raise ModelError(f"{what}: {_one_line(error)}", where="model", fix=CHOOSE) from error
     try:
         ours = random_model(kind, small, ATTENTION)
@@ -112,7 +114,9 @@ def _sharing(model: Any, prompt: TokenIds, whole: Sequence[TokenIds]) -> list[tu
     packed = streams(sequences, sum(map(len, whole)), share_prompts=True, device=torch.device("cpu"))
     decoder, head = model.get_decoder(), head_of(model)
     return number_tokens(
-        sequences, packed, lambda one: token_logprobs(head, hidden_states(decoder, one), one.targets_R, entropy=False)[0]
+        sequences,
+        packed,
+        lambda one: token_logprobs(head, hidden_states(decoder, one), one.targets_R, entropy=False)[0],
     )
 
 

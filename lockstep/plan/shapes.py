@@ -7,17 +7,14 @@ count, the meta device decides.
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ModelError
-from lockstep.models.folder import INDEX, read_json
-from lockstep.models.mxfp4 import BLOCKS, SCALES
+from lockstep.models.folder import read_json
+from lockstep.models.stored import stored_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +193,15 @@ def measured_shape(folder: Path) -> ModelShape:
         raise ModelError(f"its sizes cannot be told: {error}", where=str(folder / "config.json")) from error
 
 
-def meta_model(folder: Path) -> Any:
+def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """A transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from lockstep.models.load import structure
 
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+        return structure(folder, trust_remote_code)
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"its sizes cannot be told: {reason}", where=str(folder / "config.json")) from error
+        raise ModelError(f"no model can be made of it: {reason}", where=str(folder / "config.json")) from error
 
 
 def shape_of_model(model: Any) -> ModelShape:
@@ -244,40 +238,6 @@ def shape_of_model(model: Any) -> ModelShape:
         window=window,
         windowed=windowed,
     )
-
-
-def stored_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, from their headers alone; None if there are no such files."""
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-    else:
-        names = ["model.safetensors"]
-    if not names or not all((folder / name).is_file() for name in names):
-        return None
-    return sum(_elements(folder / name) for name in names)
-
-
-def _elements(path: Path) -> int:
-    """Elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        header = file.read(min(length, path.stat().st_size))
-    try:
-        tensors = json.loads(header)
-        return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"its header cannot be read: {error}", where=str(path), fix="fetch the model again: the file is cut off"
-        ) from error
-
-
-def _numbers(name: str, entry: Mapping[str, Any]) -> int:
-    """Parameters in one stored tensor: MXFP4 packs two into a byte, and its scales are none."""
-    count: int = math.prod(entry["shape"])
-    if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
-        return 2 * count if name.endswith(BLOCKS) else 0
-    return count
 
 
 # --- from a config --------------------------------------------------------------------------------------------------
