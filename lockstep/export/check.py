@@ -2,7 +2,8 @@
 
     python -m lockstep.export.check REQUEST.json ANSWER.json
 
-Of Lockstep nothing is used but the fingerprint and what it covers: model, tokenizer and adapter are loaded as any reader of the folder loads them.
+Of Lockstep nothing is used but the fingerprint and what it covers: model, tokenizer and adapter are loaded as any reader of
+the folder loads them.
 """
 
 from __future__ import annotations

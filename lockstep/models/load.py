@@ -108,7 +108,7 @@ def load_model(
 
 
 def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder without memory for its weights (on the meta device). Raises whatever transformers makes of its config.
+    """The model of a folder on the meta device, without memory for its weights. Raises whatever transformers makes of its config.
 
     Which attention and which kernels for experts config.json asks for never matters: here that is said by whoever loads.
     """
@@ -173,18 +173,8 @@ def _unreadable() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    wrong = (
-        OSError,
-        ValueError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-    )
-    return (*wrong, SafetensorError, StrictDataclassError)
+    lying = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+    return (OSError, ValueError, ImportError, RuntimeError, *lying, SafetensorError, StrictDataclassError)
 
 
 def _one_line(error: Exception) -> str:

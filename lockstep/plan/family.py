@@ -1,4 +1,4 @@
-"""Whether a model's family is computed here as plain transformers computes it, found out on a small random copy (models/small.py).
+"""Whether a model's family is computed here as plain transformers computes it, found out on a small random copy of it.
 
 A family may mix tokens otherwise than a layout says, or take positions, masks or heads that are not passed on: it would train and
 sample wrongly without a word. So each start asks, on the CPU in fp32, for one sequence alone, two in one stream, two replies of

@@ -122,7 +122,7 @@ def test_a_config_that_takes_memory_or_time_without_end_is_refused(
     found = spoil(folders["small"], **entries)
     with pytest.raises(ModelError, match=says):
         empty_set().attach("small", folders["small"])
-    with pytest.raises(ModelError, match="cannot be rebuilt from its settings: (r is|it uses)"):
+    with pytest.raises(ModelError, match=r"cannot be rebuilt from its settings: (r is|it uses)"):
         adapter_settings(found, NoAdapter())
 
 
