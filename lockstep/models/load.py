@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
-from lockstep.models.mxfp4 import is_mxfp4, read_weights
 from lockstep.models.folder import IMPLEMENTATIONS
+from lockstep.models.mxfp4 import is_mxfp4, read_weights
 from lockstep.models.resolve import ResolvedModel
 from lockstep.models.stored import stored_parameters
 

@@ -6,9 +6,10 @@ The fingerprint of a tensor is the sum over its elements of
 
 where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
 splitmix64 of fixed keys. Of 8-byte elements, the very first apart, bits_i is bits ^ bits >> 32: the highest bit times an odd
-number is the same in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one, so a change of a single element always changes the sum. The sum adds over
-shards; name, dtype and shape are mixed in afterwards. The keys are fixed, so a fingerprint is the identity of weights
-across runs and checkpoints. It guards against mistakes and faults, not against an adversary, who could make a collision.
+number is the same in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one,
+so a change of a single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in
+afterwards. The keys are fixed, so a fingerprint is the identity of weights across runs and checkpoints. It guards against
+mistakes and faults, not against an adversary, who could make a collision.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
 
 
 def _bits(tensor: Tensor, offset: int) -> Tensor:
-    """Of a shard whose first element is number `offset`, as integers. Raises SyncError unless it is dense, real, not quantised."""
+    """A shard, whose first element is number `offset`, as integers. Raises SyncError as fingerprint_tensor does."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
         raise SyncError(
             f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",
