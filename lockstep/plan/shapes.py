@@ -58,6 +58,10 @@ class ModelShape:
     """Sliding-window layers see so many tokens."""
     windowed: int = 0
     """How many of the layers those are."""
+    softcap: bool = False
+    """Attention scores are capped (Gemma 2)."""
+    sinks: bool = False
+    """Each head has a score of its own in the softmax (gpt-oss)."""
 
     @property
     def query_size(self) -> int:
@@ -237,6 +241,8 @@ def shape_of_model(model: Any) -> ModelShape:
         qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in layer.named_modules()),
         window=window,
         windowed=windowed,
+        softcap=bool(words.get("attn_logit_softcapping")),
+        sinks=any(name.endswith("sinks") for name, _ in layer.named_parameters()),
     )
 
 
@@ -274,6 +280,8 @@ def _sizes(config: Mapping[str, Any], family: _Family) -> ModelShape:
         qk_norm=family.qk_norm,
         window=window,
         windowed=windowed,
+        softcap=bool(config.get("attn_logit_softcapping", 50.0 if config["model_type"] == "gemma2" else None)),
+        sinks=family.sinks,
     )
 
 
@@ -301,10 +309,11 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, int]:
         return None, 0
     if kinds is not None:
         windowed = list(kinds).count("sliding_attention")
-    elif config["model_type"] in ("mistral", "mixtral"):
-        windowed = layers
-    else:  # Gemma 2 and gpt-oss alternate, Gemma 3 has one layer of full attention in six
+    elif config["model_type"].startswith(("gemma", "gpt_oss")):
+        # Gemma 2 and gpt-oss alternate, Gemma 3 has one layer of full attention in six.
         windowed = layers - layers // int(config.get("sliding_window_pattern") or 2)
+    else:
+        windowed = layers
     return (int(window), windowed) if windowed else (None, 0)
 
 

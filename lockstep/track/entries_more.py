@@ -74,8 +74,8 @@ EVAL = (
     MetricInfo(
         "eval/<mode>/<estimate>",
         "share of items",
-        "By the names that the console has: pass@1 of one reply; of n, avg@n (their mean), pass@k (any of k is right, unbiased) and "
-        "maj@n (the majority's answer).",
+        "The mode's numbers: pass@1 of one reply; of n, avg@n (their mean), pass@k (any of k is right, unbiased) and maj@n (the "
+        "majority's answer).",
     ),
     MetricInfo("task/<task>/reward", "reward", "Mean reward of one task's replies."),
     MetricInfo("task/<task>/correct", "share of replies", "Solved replies or episodes of one task of a mix."),
