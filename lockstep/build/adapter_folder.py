@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.adapter import Adapter, Lora, OtherPeft
+from pydantic import ValidationError
+
+from lockstep.config.adapter import REGEX, Adapter, Lora, OtherPeft
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.models.folder import ADAPTER_CONFIG, read_json
+from lockstep.models.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 
 NESTED = ("lora_adapter", "actor/lora_adapter", "adapter")
 """Where trainers put an adapter inside of a step's folder (verl: global_step_29/actor/lora_adapter)."""
@@ -78,13 +80,28 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
     targets = config.get("target_modules")
     if not targets:
         raise _unread(found, "it names no target_modules")
-    return Lora(
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")),
-        targets=f"re:{targets}".split("\n") if isinstance(targets, str) else sorted(targets),
-    )
+    if isinstance(targets, str) or any(str(target).startswith(REGEX) for target in targets):
+        targets = _layers(found.path)  # an expression of somebody else's is not followed: it may take for ever
+    settings = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": sorted(map(str, targets))}
+    switches = {name: bool(config.get(f"use_{name}")) for name in ("rslora", "dora")}
+    try:
+        return Lora.model_validate(settings | switches)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = {"rank": "r", "alpha": "lora_alpha"}.get(str(first["loc"][0]), str(first["loc"][0]))
+        raise _unread(found, f"{where} is {str(first['input'])[:40]}: {first['msg']}") from error
+
+
+def _layers(folder: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    from lockstep.learner.adapter_files import layers_of
+
+    try:
+        with safe_open(folder / ADAPTER_TENSORS, framework="pt") as file:
+            return layers_of(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{ADAPTER_TENSORS} cannot be read: {error}", where=str(folder)) from error
 
 
 def _unread(found: AdapterTarget, why: str, setting: str = "") -> ModelError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, assert_never
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.noise.targets import find_targets
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
+from lockstep.plan.family import require_family
+from lockstep.plan.shapes import meta_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
@@ -39,9 +41,6 @@ from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
 from lockstep.types import RolloutEngine, TokenIds
-
-if TYPE_CHECKING:
-    pass
 
 
 def build_task_of(recipe: Recipe) -> BuiltTask:
@@ -70,6 +69,8 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     prepare_process(device, recipe.threads)
     resolved = resolve(recipe.model)
     dtype = resolve_dtype(recipe.model.dtype, device)
+    empty = meta_model(resolved.path, resolved.trust_remote_code)
+    require_family(type(empty), empty.config)  # before weights are read
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
     load_base(base, parent)
     if device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.learner.critic import TorchCritic
 from lockstep.learner.learner import TorchLearner, base_model
 from lockstep.models import ResolvedModel
+from lockstep.models.decoder import context_of
 from lockstep.noise.targets import Targets
 from lockstep.plan.choice import MemoryPlan
 from lockstep.sync.transports import CopySync, SharedSync
@@ -39,8 +40,7 @@ class Policy:
     @property
     def context(self) -> int | None:
         """Longest sequence that the model takes."""
-        config: Any = base_model(self.model).config.get_text_config()
-        return getattr(config, "max_position_embeddings", None)
+        return context_of(base_model(self.model).config)
 
 
 @dataclass(frozen=True, slots=True)

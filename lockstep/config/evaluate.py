@@ -39,8 +39,8 @@ class EvalMode(Section):
     @property
     def numbers(self) -> tuple[str, ...]:
         """The estimates in force, headline first. Example: ("avg@8", "pass@8", "maj@8")"""
-        if self.estimates:
-            return tuple(self.estimates)
+        if self.estimates:  # of one reply the mean, the majority and any of them are one number, with one name
+            return tuple(dict.fromkeys(re.sub(r"^(avg|maj)@1$", "pass@1", number) for number in self.estimates))
         if self.samples == 1:
             return ("pass@1",)
         own = [self.name] if _ESTIMATE.fullmatch(self.name) else []

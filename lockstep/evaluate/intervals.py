@@ -190,22 +190,44 @@ def item_points(n: int) -> float:
 
 
 def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """The smallest true difference (as a share) that a paired test of n items finds with probability `power`.
+    """The smallest true difference (as a share, to 0.0001) that `mcnemar` finds in n items with probability `power`.
 
-    `changing` is the share of items that change in either direction. None if even all of them changing the same way
-    would not be found so often. Source: Connor 1987, Biometrics 43:207: solve
-    d sqrt(n) = z_alpha sqrt(changing) + z_power sqrt(changing - d²) for d.
+    `changing` is the share of items that change in either direction. None if even all of them changing the same way would not
+    be found so often. Exact: the number that changes is binomial, and so is that of the ones that rise among them.
     """
     if n <= 0 or not 0 < changing <= 1 or not 0.5 <= power < 1:
         raise EvaluationError(
             f"{n} items of which a share of {changing} changes, power {power}", where="smallest detectable difference"
         )
-    a = _z(1 - alpha) * math.sqrt(changing / n)
-    b2 = _z(2 * power - 1) ** 2 / n
-    # (d - a)² = b² (changing - d²): a quadratic in d, of which the larger root is meant.
-    root = a * a - (1 + b2) * (a * a - b2 * changing)
-    d = (a + math.sqrt(max(0.0, root))) / (1 + b2)
-    return d if d <= changing else None
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    away = 6 * math.sqrt(n * changing * (1 - changing))
+    counts = range(max(0, math.floor(n * changing - away)), min(n, math.ceil(n * changing + away)) + 1)
+    weighed = [(float(_binomial(logs, n, np.array([k]), changing)[0]), k, _least_rises(logs, k, alpha)) for k in counts]
+
+    def found(difference: float) -> float:
+        rise = (1 + difference / changing) / 2
+        return sum(w * float(_binomial(logs, k, np.arange(least, k + 1), rise).sum()) for w, k, least in weighed)
+
+    low, high = 0.0, changing
+    if found(high) < power:
+        return None
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if found(middle) >= power else (middle, high)
+    return high
+
+
+def _binomial(logs: Floats, n: int, counts: NDArray[np.int64], share: float) -> Floats:
+    """Probabilities of so many of n; `logs` are those of the factorials."""
+    certain = np.finfo(np.float64).tiny
+    chances = counts * math.log(max(share, certain)) + (n - counts) * math.log(max(1 - share, certain))
+    return np.asarray(np.exp(logs[n] - logs[counts] - logs[n - counts] + chances), dtype=np.float64)
+
+
+def _least_rises(logs: Floats, changed: int, alpha: float) -> int:
+    """So many of the changed items must rise for `mcnemar` to call it an effect; more than there are if none do."""
+    tails = _binomial(logs, changed, np.arange(changed + 1), 0.5)[::-1].cumsum()
+    return changed + 1 - int((2 * tails < alpha).sum())
 
 
 def resolution(n: int, changing: float = 0.2) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluate.alarms import untrained_alarm
+from lockstep.evaluate.brief import default_estimate
 from lockstep.evaluate.compare import Comparison, compare, power_line
 from lockstep.evaluate.intervals import item_points
 from lockstep.types import Estimate, Score
@@ -82,7 +83,8 @@ def estimate_line(one: Estimate) -> str:
 
 def score_line(score: Score) -> str:
     """All numbers of a score, each with its standard error and interval, and what one item is worth."""
-    numbers = score.estimates or (Estimate("accuracy", score.accuracy, None, score.low, score.high, score.items),)
+    name = default_estimate(score.samples)
+    numbers = score.estimates or (Estimate(name, score.accuracy, None, score.low, score.high, score.items),)
     shown = ", ".join(estimate_line(one) for one in numbers)
     return f"{shown}; {score.items} items, 1 item = {item_points(score.items):.2g} points"
 

@@ -18,7 +18,9 @@ from lockstep.export.shards import SHARD_BYTES, write_sharded
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
 from lockstep.models.folder import check_config, check_weights, missing_weights
 from lockstep.models.foreign import Foreign, Kind
+from lockstep.models.load import structure
 from lockstep.models.torch_files import joined, module_states
+from lockstep.models.weights import named_weights
 
 RECORD = "lockstep_import.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -196,14 +198,11 @@ def _require_peft(folder: Path) -> None:
 def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Names and shapes of the model's published checkpoints, tied weights once; and whether head and embedding are one."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     wrong = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
     try:
-        settings: Any = AutoConfig.from_pretrained(config, local_files_only=True)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(settings)
+        model: Any = structure(config)
     except (*wrong, StrictDataclassError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ModelError(
@@ -211,9 +210,9 @@ def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
             where=str(config),
             fix="give the config.json of the model that was trained, with --config",
         ) from error
-    weights = dict(revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()}))
+    weights = dict(revert_weight_conversion(model, dict(named_weights(model))))
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}, bool(
-        settings.get_text_config().tie_word_embeddings
+        model.config.get_text_config().tie_word_embeddings
     )
 
 

@@ -2,7 +2,8 @@
 
     python -m lockstep.export.check REQUEST.json ANSWER.json
 
-Of Lockstep nothing is used but the fingerprint: model, tokenizer and adapter are loaded as any reader of the folder loads them.
+Of Lockstep nothing is used but the fingerprint and what it covers: model, tokenizer and adapter are loaded as any reader of
+the folder loads them.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def answer(request: Request) -> Answer:
 
 
 def _fingerprint(model: Any) -> str:
+    from lockstep.models.weights import named_weights
     from lockstep.sync.fingerprint import fingerprint
 
-    return fingerprint((name, parameter.detach()) for name, parameter in model.named_parameters()).combined
+    return fingerprint(named_weights(model)).combined
 
 
 def _with_adapter(model: Any, folder: str) -> tuple[Any, list[str]]:

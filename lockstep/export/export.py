@@ -210,7 +210,7 @@ def _with_base(expected: Expected, target: Target, request: Request) -> Expected
     return replace(
         expected,
         names=frozenset() if request.base else frozenset(_published(base, weights)),
-        parameters=sum(tensor.numel() for tensor in weights.values()),
+        parameters=sum(parameter.numel() for parameter in base.parameters()),
         tied=is_tied(base),
         base=wide_logprobs(base, request.sequences),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, ExportError
-from lockstep.models.folder import INDEX, read_json
+from lockstep.models.folder import IMPLEMENTATIONS, INDEX, read_json
 
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 NOT_OURS = (
@@ -87,6 +87,10 @@ def _change(config: dict[str, Any], dtype: str, own_code: bool) -> list[str]:
     if config.get(name) != dtype:
         changed.append(f"{name}: {config.get(name)} → {dtype}")
         config[name] = dtype
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in IMPLEMENTATIONS:
+            if part.pop(name, None) is not None:
+                changed.append(f"{name}: removed, it is a setting of the machine that wrote it")
     if config.pop("quantization_config", None) is not None:
         changed.append("quantization_config: removed, the weights are plain")
     return changed

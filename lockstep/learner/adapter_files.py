@@ -11,8 +11,9 @@ beside -B₀.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from lockstep.types import WeightStream
 
 CONFIG, TENSORS, BASE = ADAPTER_CONFIG, ADAPTER_TENSORS, "adapter_base.json"
 PREFIX = "base_model.model."
+_PLAIN = re.compile(r"[\w.\\^$-]*")
+"""An expression that cannot take long: nothing in it repeats."""
+_PART = re.compile(r"(lora|vera|oft|boft|hra|hada|lokr|ia3|miss|delora|randlora)_")
+"""How PEFT's names of an adapter's parameters begin."""
 _MODULES = (".lora_A", ".lora_B")
 """Parts that PEFT's files name with a .weight at the end."""
 
@@ -129,8 +134,38 @@ def read_adapter(folder: Path) -> AdapterFolder:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{TENSORS} cannot be read: {error}", where=str(folder)) from error
     base, residual = read_base(folder)
+    _require_sane(config, tensors, folder)
     live = live_tensors(tensors, residual=bool(residual))
     return AdapterFolder(folder, config, live, base, residual)
+
+
+def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise ModelError for a rank that no tensor has, which would take memory, and for expressions that may take for ever."""
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    ranks = {"r": config.get("r"), **(patterns[0] if isinstance(patterns[0], dict) else {})}
+    for name, rank in ranks.items():
+        if rank is not None and not (isinstance(rank, int) and 0 <= rank <= largest):
+            raise ModelError(
+                f"{CONFIG} gives {name} a rank of {str(rank)[:40]}, and the largest of its tensors has {largest} rows",
+                where=str(folder),
+                fix="save the adapter again: config and tensors must belong together",
+            )
+    listed = [config.get(name) or () for name in ("modules_to_save", "layers_pattern")]
+    words = [str(word) for words in (*patterns, *listed) for word in ([words] if isinstance(words, str) else words)]
+    if strange := [word for word in words if not _PLAIN.fullmatch(word)]:
+        raise ModelError(
+            f"{CONFIG} chooses modules by the expression {strange[0][:80]!r}, and such are not followed",
+            where=str(folder),
+            fix="name the modules there",
+        )
+
+
+def layers_of(names: Iterable[str]) -> list[str]:
+    """The layers that the names of an adapter's tensors belong to, whatever its config says: full names."""
+    parts = (name.removeprefix(PREFIX).split(".") for name in names)
+    ends = ((part, next((i for i, word in enumerate(part) if _PART.match(word)), None)) for part in parts)
+    return sorted({".".join(part[:end]) for part, end in ends if end})
 
 
 def read_base(folder: Path) -> tuple[Base | None, str]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.config.adapter import RESIDUAL_INITS
 from lockstep.errors import ModelError
-from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, read_adapter
+from lockstep.learner.adapter_files import AdapterFolder, Base, check_base, file_name, layers_of, read_adapter
 from lockstep.learner.adapter_start import START_A, START_B
 from lockstep.models.weights import load_weights, named_weights
 
@@ -137,6 +137,10 @@ def _config(found: AdapterFolder) -> Any:
         )
     config: Any = PeftConfig.from_pretrained(str(found.path))
     config.inference_mode = True
+    config.target_modules = layers_of(file_name(name) for name in found.weights)
+    for name in ("exclude_modules", "layers_to_transform", "layers_pattern"):  # the tensors say which layers
+        if getattr(config, name, None):
+            setattr(config, name, None)
     if isinstance(config, LoraConfig):
         config.init_lora_weights = True
         config._register_custom_module({torch.nn.Linear: LoraLinear})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ModelError
 from lockstep.models.nf4 import Nf4Linear
-from lockstep.models.weights import active_adapter, clean_name, named_weights
+from lockstep.models.weights import active_adapter, clean_name, named_weights, stored_buffers
 from lockstep.sync.merged import merged
 from lockstep.types import WeightStream
 
@@ -59,7 +59,7 @@ def base_names(model: nn.Module) -> list[str]:
     )
     return [
         clean_name(name)
-        for name, _ in model.named_parameters()
+        for name, _ in (*model.named_parameters(), *stored_buffers(model))
         if not any(part in of_adapters for part in name.split("."))
     ]
 

@@ -110,7 +110,7 @@ def require_unchanged(before: Fingerprints, after: Fingerprints) -> str:
     if changed:
         raise LearnerError(
             f"{len(changed)} frozen weights changed in this run, the first is {changed[0]}",
-            where="the base under the adapter",
+            where="weights that training leaves as they are",
             fix="use no checkpoint of this run: they fit a base that no longer is; report what ran beside the training",
         )
     return f"base unchanged: {len(before.tensors)} frozen tensors, fingerprint {before.combined} at start and end"

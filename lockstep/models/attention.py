@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def lockstep_attention(
     *,
     scaling: float | None = None,
     layout: Layout | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | Literal["unsaid"] | None = "unsaid",
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -71,7 +71,9 @@ def lockstep_attention(
             fix="call it through the learner or the engine, or load it again with another attention implementation",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kind = AttentionKind(scale, sliding_window, softcap, s_aux)
+    if sliding_window == "unsaid":  # the family leaves it to the mask, which is made for all layers alike (PhiMoE)
+        sliding_window = getattr(getattr(module, "config", None), "sliding_window", None)
+    kind = AttentionKind(scale, sliding_window or None, softcap, s_aux)  # 0 is none, too (Qwen2-MoE)
     layer: int = module.layer_idx  # type: ignore[assignment]
     return layout.attend(layer, query[0], key[0], value[0], kind)[None], None
 

@@ -11,6 +11,21 @@ from lockstep.models.attention import require_attention_only
 from lockstep.models.heads import Head, head_of
 
 
+def context_of(config: Any) -> int | None:
+    """Longest sequence that a model takes; None if its config does not say.
+
+    LongRoPE (Phi-3, Phi-4) has other frequencies for all of a sequence once it is longer than the original context. Keys that
+    an engine holds, or that a long and a short reply share, can have only one of them: such a model takes sequences up to there.
+    """
+    text = config.get_text_config()
+    lengths = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type") == "longrope":
+            lengths.append(one.get("original_max_position_embeddings"))
+    return min((int(length) for length in lengths if length), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A causal language model taken apart. Example: module(input_ids=…).last_hidden_state, then head.logits(…)."""
@@ -40,5 +55,5 @@ class Decoder:
             config.num_hidden_layers,
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            int(getattr(config, "max_position_embeddings", 0) or 0),
+            context_of(config) or 0,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetens
 """PEFT's files of an adapter."""
 MXFP4 = "mxfp4"
 """The one quantisation that is read: see mxfp4.py."""
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""Settings of the machine that wrote a config.json: they say how to compute, not what, and are not followed."""
+MOST = {"layers": 10_000, "layer": 10_000, "blocks": 10_000, "experts": 100_000}
+"""Of what a config counts, by the last word of the name: each becomes objects in memory before a size is looked at."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -25,6 +30,7 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
     if not (folder / "config.json").is_file():
         raise _no_config(folder, where)
     config = read_json(folder / "config.json")
+    _refuse_countless(config, where)
     if "auto_map" in config and not trust_remote_code and not _known_to_transformers(config.get("model_type")):
         raise ModelError(
             "the model needs Python code that comes with it, and running that is off",
@@ -40,6 +46,17 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
             where=where,
             fix="name the unquantised version of this model, or dequantise it into a folder",
         )
+
+
+def _refuse_countless(config: dict[str, Any], where: str) -> None:
+    """Raise ModelError for a number of layers or experts that no model has: to make them would take all memory."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _refuse_countless(value, where)
+        elif isinstance(value, (int, float)) and value > MOST.get(name.rpartition("_")[2], math.inf):
+            raise ModelError(
+                f"config.json says {name} = {value:.3g}, which no model has", where=where, fix="fetch the model again"
+            )
 
 
 def check_weights(folder: Path, where: str) -> None:

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
+from lockstep.models.folder import IMPLEMENTATIONS
 from lockstep.models.mxfp4 import is_mxfp4, read_weights
 from lockstep.models.resolve import ResolvedModel
+from lockstep.models.stored import stored_parameters
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +23,9 @@ log = logging.getLogger(__name__)
 
 MOST_NAMED = 5
 """Parameter names that a message lists; it counts the others."""
+
+ROOM = 2**26
+"""Parameters that a config may describe beyond those in the files until what is missing is named instead."""
 
 LONGEST_REASON = 300
 """Characters of another library's message that are passed on; the whole of it is in the chained exception."""
@@ -68,21 +75,22 @@ def load_model(
     Raises:
         ModelError: it cannot be read, or the files lack parameters, which would otherwise be random.
     """
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM  # its annotations do not know output_loading_info
     try:
-        with _quiet():
+        with quiet():
+            empty: Any = structure(resolved.path, resolved.trust_remote_code)
+            _refuse_absurd(resolved, sum(parameter.numel() for parameter in empty.parameters()))
             source: dict[str, Any] = {"pretrained_model_name_or_path": resolved.path}
             if is_mxfp4(resolved.path):
-                auto, source = _dequantised(resolved, dtype)
-            model, report = auto.from_pretrained(
+                weights = dict(read_weights(resolved.path, dtype))
+                source = {"pretrained_model_name_or_path": None, "state_dict": weights}
+            kind: Any = type(empty)  # its annotations do not know output_loading_info
+            model, report = kind.from_pretrained(
                 **source,
+                config=empty.config,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
-                trust_remote_code=resolved.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are named below
             )
@@ -99,18 +107,31 @@ def load_model(
     return placed
 
 
-def _dequantised(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model's class, and the arguments with which it loads an MXFP4 checkpoint as one of plain weights."""
+def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder on the meta device, without memory for its weights. Raises whatever transformers makes of its config.
+
+    Which attention and which kernels for experts config.json asks for never matters: here that is said by whoever loads.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    trust = resolved.trust_remote_code
-    config = AutoConfig.from_pretrained(resolved.path, local_files_only=True, trust_remote_code=trust)
-    del config.quantization_config
-    with torch.device("meta"):  # a state dict is taken by the class itself, not by AutoModel
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust))
-    weights = dict(read_weights(resolved.path, dtype))
-    return kind, {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    for part in parts_of(config):
+        for name in IMPLEMENTATIONS:
+            setattr(part, f"{name}_internal", None)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """A config of transformers and those inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict"):
+            yield from parts_of(value)
 
 
 def _generation(resolved: ResolvedModel) -> Any:
@@ -131,6 +152,17 @@ def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
         )
 
 
+def _refuse_absurd(resolved: ResolvedModel, described: int) -> None:
+    """Before memory is taken for what the files do not hold."""
+    stored = stored_parameters(resolved.path)
+    if stored is not None and described > 2 * stored + ROOM:
+        raise ModelError(
+            f"config.json describes {described:,} parameters, the files hold {stored:,}",
+            where=str(resolved.path),
+            fix="fetch the model again; config.json and *.safetensors must belong together",
+        )
+
+
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MOST_NAMED])}{more})"
@@ -141,7 +173,8 @@ def _unreadable() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    return (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+    lying = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+    return (OSError, ValueError, ImportError, RuntimeError, *lying, SafetensorError, StrictDataclassError)
 
 
 def _one_line(error: Exception) -> str:
@@ -150,7 +183,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and load reports of transformers; its settings are global, so they are put back."""
     import transformers
 

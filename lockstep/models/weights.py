@@ -1,5 +1,6 @@
 """The weights of a model as a stream of names and tensors: what is sent to an engine, fingerprinted and saved.
 
+Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3, GLM-4-MoE).
 Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
 `<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because a right A and B under a wrong
 scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. Of several adapters the stream has the
@@ -8,6 +9,7 @@ active one alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +37,27 @@ def active_adapter(model: nn.Module) -> str | None:
 
 
 def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightStream:
-    """Every parameter once (tied weights under their first name), then the adapters' scalings. Tensors are the live ones."""
+    """Every parameter and stored buffer once (tied weights under their first name), then the adapters' scalings.
+
+    Tensors are the live ones.
+    """
     contents = _contents(model)
-    for name, parameter in contents.parameters:
-        if parameter.requires_grad or not trainable_only:
-            yield name, parameter.detach()
+    for name, tensor in contents.tensors:
+        if tensor.requires_grad or not trainable_only:
+            yield name, tensor.detach()
     for name, scaling in contents.scalings.items():
         yield f"{name}.lora_scaling", torch.tensor([float(scaling[contents.adapter])], dtype=torch.float64)
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """Names of weights that training never changes."""
-    return frozenset(name for name, parameter in _contents(model).parameters if not parameter.requires_grad)
+    return frozenset(name for name, tensor in _contents(model).tensors if not tensor.requires_grad)
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a checkpoint, under torch's names. Others are made from the config, such as frequencies."""
+    stored = module.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
 
 
 def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
@@ -58,7 +69,7 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
     for name, tensor in weights:
         if not taken:  # a stream may be empty, where the weights are shared
             contents = _contents(model)
-            own = dict(contents.parameters)
+            own = dict(contents.tensors)
         scaling = contents.scalings.get(name.removesuffix(".lora_scaling")) if name.endswith(".lora_scaling") else None
         if scaling is not None:
             scaling[contents.adapter] = float(tensor.item())
@@ -87,7 +98,8 @@ def clean_name(name: str, adapter: str = "default") -> str:
 class _Contents:
     """What a model holds, under the checkpoint's names; of several adapters the active one alone."""
 
-    parameters: list[tuple[str, nn.Parameter]]
+    tensors: list[tuple[str, Tensor]]
+    """Parameters and stored buffers."""
     scalings: dict[str, dict[str, float]]
     """Of the LoRA layers: a factor for each adapter."""
     adapter: str
@@ -101,14 +113,18 @@ def _contents(model: nn.Module) -> _Contents:
     found = _Contents([], {}, active or "")
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
+        held = module._parameters
+        if module._buffers:
+            held = held | {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in held.items():
+            if tensor is None or id(tensor) in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(id(tensor))
             name = f"{path}.{key}" if path else key
             owner = next((part for part in name.split(".") if part in adapters), None) if adapters else None
-            if owner is None or owner == active:
-                found.parameters.append((clean_name(name, owner or "default") if adapters else name, parameter))
+            # A method's own buffers are made again from its seed or the base (VeRA, DeLoRA).
+            if owner is None or (owner == active and key in module._parameters):
+                found.tensors.append((clean_name(name, owner or "default") if adapters else name, tensor))
         scaling: Any = getattr(module, "scaling", None) if active and "lora_A" in module._modules else None
         if scaling is not None and active in scaling:
             found.scalings[clean_name(path)] = scaling

@@ -12,6 +12,9 @@ element of the model's precision, and a width below stands for its bytes: h hidd
 
 With recompute = selective, the outputs of the layers' norms and the product are made again: their inputs are left, h and 2i. With
 full, only the layer's input is left, and one layer at a time has the rest.
+
+Where attention has sinks, a cap or a window no fused kernel serves (and of short sequences on a CPU) the scores are tensors
+[heads, queries, keys], which grow with the square of the length: see `scores`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from lockstep.plan.shapes import ModelShape
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 FP32 = 4
+SMALL = 2**16
+"""Queries × keys up to which a CPU multiplies the matrices outright (models.attention.SMALL)."""
 STREAM = 7 * 8
 """Of a stream: tokens and positions, both again with padding, and of those with loss row, target and sequence."""
 
@@ -54,6 +59,35 @@ class PerToken:
     """At most, on top, while one layer runs backwards."""
     forward: float
     """At most while a layer runs in a forward pass that keeps nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Attention whose scores are tensors. Bytes per pair of query and key, all heads."""
+
+    layers: int
+    """That have such; 0 where a fused kernel serves all."""
+    whole: bool
+    """Of replies behind a shared prompt too: a window alone is a mask there, which the kernels take."""
+    kept: float
+    """Of one layer, until the backward pass."""
+    working: float
+    """While a layer runs, forwards or backwards."""
+
+
+def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], longest: int) -> Scores:
+    """What attention over sequences of up to `longest` tokens takes beside what `per_token` counts.
+
+    Kept are the probabilities in fp32, again as they are rounded for the product with the values, and the tanh of capped scores.
+    At work are two such tensors in fp32 and the product in the model's precision, or with a cap or sinks three in fp32.
+    """
+    whole = shape.softcap or shape.sinks or (device == "cpu" and (longest - 1) ** 2 <= SMALL)
+    narrow = shape.window is not None and (device == "cpu" or shape.window < longest)
+    rounded = layers.element if layers.element < FP32 else 0
+    kept = FP32 + FP32 * shape.softcap + rounded
+    working = 3 * FP32 if shape.softcap or shape.sinks else 2 * FP32 + rounded
+    count = shape.layers if whole else shape.windowed * narrow
+    return Scores(count, whole, float(shape.heads * kept), float(shape.heads * working))
 
 
 def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerToken:

@@ -45,7 +45,7 @@ def misfits(recipe: Recipe) -> list[LockstepError]:
         model = meta_model(folder)
     except ModelError:
         return found
-    checks: list[Callable[[Recipe, PreTrainedModel], None]] = [_adapter, _numerics, _noise, _context]
+    checks: list[Callable[[Recipe, PreTrainedModel], None]] = [_family, _adapter, _numerics, _noise, _context]
     return found + [error for check in checks for error in _raised(lambda check=check: check(recipe, model))]  # type: ignore[misc]
 
 
@@ -80,6 +80,12 @@ def _best(recipe: Recipe) -> None:
         )
 
 
+def _family(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.plan.family import require_family
+
+    require_family(type(model), model.config)
+
+
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     from lockstep.learner.adapter_start import refuse_small
     from lockstep.learner.adapter_targets import choose_targets
@@ -106,7 +112,9 @@ def _noise(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def _context(recipe: Recipe, model: PreTrainedModel) -> None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from lockstep.models.decoder import context_of
+
+    context = context_of(model.config)
     if context is None:
         return
     rows = recipe.sft.max_tokens if recipe.sft is not None else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from lockstep.config.schema import AdamW, Muon, PythonOptimizer, Recipe
-from lockstep.plan.activations import FP32, Layers
+from lockstep.plan.activations import FP32, Layers, Scores, scores
 from lockstep.plan.adapter import adapter_size, packed_parameters
 from lockstep.plan.copies import quantised_copies
 from lockstep.plan.shapes import ModelShape
@@ -85,6 +85,22 @@ class Job:
     def _tokens(self, samples: int) -> int:
         group = self.samples_per_prompt if self.share_prompts else 1
         return samples * self.response + -(-samples // group) * self.prompt
+
+    @property
+    def scores(self) -> Scores:
+        """Attention of the learner that no fused kernel runs."""
+        return scores(self.shape, self.layers, self.device, self.row or self.prompt + self.response)
+
+    def pairs(self, tokens: int) -> tuple[float, float]:
+        """Queries times keys in a stream of so many tokens: of all whose scores are kept, and of those that run at once."""
+        longest = self.row or self.prompt + self.response
+        if self.row or not self.share_prompts or self.samples_per_prompt == 1:
+            return float(tokens * longest), float(longest**2)
+        replies = self.response * longest * self.scores.whole
+        group = self.prompt + self.samples_per_prompt * self.response
+        together = min(self.samples_per_prompt, max(1.0, (tokens - self.prompt) / self.response))
+        kept = self.prompt**2 + self.samples_per_prompt * replies
+        return tokens / group * kept, max(float(self.prompt**2), together * replies)
 
     @property
     def trained_share(self) -> float:

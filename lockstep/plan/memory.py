@@ -83,10 +83,14 @@ def phases(job: Job, sizes: Sizes) -> tuple[Phase, ...]:
         static = (*static, Term("keys and values", job.vllm_cache))
     if job.extra_passes:
         found.append(Phase("log-probabilities", (*static, *forward_terms(job, rate, pass_tokens(job, sizes.tokens)))))
-    found.append(Phase("train", (*static, *train_terms(job, rate, tokens, job.trained))))
+    found.append(Phase("train", (*static, *train_terms(job, rate, tokens, job.trained, sizes.recompute))))
     found.append(Phase("optimizer", (*static, *optimizer_terms(job))))
     if job.critic == "own":
-        found.append(Phase("critic", (*static, *train_terms(job, rate, tokens, critic_trained(job), head=False))))
+        found.append(
+            Phase(
+                "critic", (*static, *train_terms(job, rate, tokens, critic_trained(job), sizes.recompute, head=False))
+            )
+        )
     found.append(Phase("sync and proof", (*static, *sync_terms(job))))
     found.append(Phase("save", static))
     return tuple(found)
@@ -162,6 +166,7 @@ def generate_terms(job: Job, slots: int) -> tuple[Term, ...]:
     stream = max(job.prompt, min(PREFILL_TOKENS, prompts * job.prompt))
     prefill = stream * per_token(job.shape, job.layers, "none").forward
     if job.device == "cpu":
+        prefill += _score_work(job, job.prompt**2)
         return cache, Term("prompts and sampling", prefill + 2 * FP32 * job.shape.vocab * slots)
     logits = float(job.element * job.shape.vocab)
     return cache, Term("prompts and sampling", prompts * logits + max(prefill, count * logits))
@@ -173,28 +178,33 @@ def forward_terms(job: Job, rate: PerToken, tokens: int) -> tuple[Term, ...]:
     In a layer; or in the head, beside one tile of logits, when of the layers only the states of the tokens with loss are left.
     """
     rows = tokens * job.samples_per_step * job.response / job.step_tokens
-    layer = (Term(f"forward pass of {tokens} tokens", tokens * rate.forward),)
+    scores = _score_work(job, job.pairs(tokens)[1])
+    layer = (Term(f"forward pass of {tokens} tokens", tokens * rate.forward + scores),)
     states = Term("states with loss", rows * (job.element * job.shape.hidden + HEAD_NUMBERS) + tokens * STREAM)
     head = (Term("logits", _logits(job, rows, CPU_FORWARD)), states)
     return max(layer, head, key=lambda terms: sum(term.bytes for term in terms))
 
 
-def train_terms(job: Job, rate: PerToken, tokens: int, trained: int, *, head: bool = True) -> tuple[Term, ...]:
+def train_terms(
+    job: Job, rate: PerToken, tokens: int, trained: int, recompute: Recompute, *, head: bool = True
+) -> tuple[Term, ...]:
     """The backward pass of the last of several micro-batches, or of the only one, where sums grow as activations go.
 
     The worst moment is the head's, when all activations are there, or the last layer's.
     """
+    pairs, at_once = job.pairs(tokens)
+    layer = job.scores.kept * pairs * bool(job.scores.layers)
+    matrices = 0.0 if recompute == "full" else job.scores.layers * layer
+    kept = tokens * rate.kept + matrices
     sums = float(FP32 * trained)
     if -(-job.update_tokens // tokens) == 1:
-        sums = max(0.0, sums - tokens * rate.kept)
-    work = tokens * rate.working + _layer_gradient(job)
+        sums = max(0.0, sums - kept)
+    work = tokens * rate.working + _layer_gradient(job) + _score_work(job, at_once) + layer * (recompute == "full")
     if head:
         work = max(work, _head_work(job, tokens))
-    return (
-        Term("gradient sums", sums),
-        Term(f"activations of {tokens} tokens", tokens * rate.kept),
-        Term("head and layer at work", work),
-    )
+    terms = [Term("gradient sums", sums), Term(f"activations of {tokens} tokens", tokens * rate.kept)]
+    terms += [Term(f"attention scores of {tokens} tokens", matrices)] if matrices else []
+    return (*terms, Term("head and layer at work", work))
 
 
 def optimizer_terms(job: Job) -> tuple[Term, ...]:
@@ -224,6 +234,11 @@ def _layer_gradient(job: Job) -> float:
         return 0.0
     matrix = job.shape.hidden * job.shape.intermediate * max(1, job.shape.experts)
     return float(job.element * (matrix + job.shape.head * job.shape.tied))
+
+
+def _score_work(job: Job, pairs: float) -> float:
+    """Scores of the layer that runs, if they are tensors."""
+    return job.scores.working * pairs * bool(job.scores.layers)
 
 
 def _head_work(job: Job, tokens: int) -> float:

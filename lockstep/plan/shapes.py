@@ -7,17 +7,14 @@ count, the meta device decides.
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ModelError
-from lockstep.models.folder import INDEX, read_json
-from lockstep.models.mxfp4 import BLOCKS, SCALES
+from lockstep.models.folder import read_json
+from lockstep.models.stored import stored_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,10 @@ class ModelShape:
     """Sliding-window layers see so many tokens."""
     windowed: int = 0
     """How many of the layers those are."""
+    softcap: bool = False
+    """Attention scores are capped (Gemma 2)."""
+    sinks: bool = False
+    """Each head has a score of its own in the softmax (gpt-oss)."""
 
     @property
     def query_size(self) -> int:
@@ -196,18 +197,15 @@ def measured_shape(folder: Path) -> ModelShape:
         raise ModelError(f"its sizes cannot be told: {error}", where=str(folder / "config.json")) from error
 
 
-def meta_model(folder: Path) -> Any:
+def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """A transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from lockstep.models.load import structure
 
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+        return structure(folder, trust_remote_code)
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"its sizes cannot be told: {reason}", where=str(folder / "config.json")) from error
+        raise ModelError(f"no model can be made of it: {reason}", where=str(folder / "config.json")) from error
 
 
 def shape_of_model(model: Any) -> ModelShape:
@@ -243,41 +241,9 @@ def shape_of_model(model: Any) -> ModelShape:
         qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in layer.named_modules()),
         window=window,
         windowed=windowed,
+        softcap=bool(words.get("attn_logit_softcapping")),
+        sinks=any(name.endswith("sinks") for name, _ in layer.named_parameters()),
     )
-
-
-def stored_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, from their headers alone; None if there are no such files."""
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-    else:
-        names = ["model.safetensors"]
-    if not names or not all((folder / name).is_file() for name in names):
-        return None
-    return sum(_elements(folder / name) for name in names)
-
-
-def _elements(path: Path) -> int:
-    """Elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        header = file.read(min(length, path.stat().st_size))
-    try:
-        tensors = json.loads(header)
-        return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"its header cannot be read: {error}", where=str(path), fix="fetch the model again: the file is cut off"
-        ) from error
-
-
-def _numbers(name: str, entry: Mapping[str, Any]) -> int:
-    """Parameters in one stored tensor: MXFP4 packs two into a byte, and its scales are none."""
-    count: int = math.prod(entry["shape"])
-    if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
-        return 2 * count if name.endswith(BLOCKS) else 0
-    return count
 
 
 # --- from a config --------------------------------------------------------------------------------------------------
@@ -314,6 +280,8 @@ def _sizes(config: Mapping[str, Any], family: _Family) -> ModelShape:
         qk_norm=family.qk_norm,
         window=window,
         windowed=windowed,
+        softcap=bool(config.get("attn_logit_softcapping", 50.0 if config["model_type"] == "gemma2" else None)),
+        sinks=family.sinks,
     )
 
 
@@ -341,10 +309,11 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, int]:
         return None, 0
     if kinds is not None:
         windowed = list(kinds).count("sliding_attention")
-    elif config["model_type"] in ("mistral", "mixtral"):
-        windowed = layers
-    else:  # Gemma 2 and gpt-oss alternate, Gemma 3 has one layer of full attention in six
+    elif config["model_type"].startswith(("gemma", "gpt_oss")):
+        # Gemma 2 and gpt-oss alternate, Gemma 3 has one layer of full attention in six.
         windowed = layers - layers // int(config.get("sliding_window_pattern") or 2)
+    else:
+        windowed = layers
     return (int(window), windowed) if windowed else (None, 0)
 
 

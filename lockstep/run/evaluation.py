@@ -139,6 +139,5 @@ def score_metrics(name: str, score: Score) -> Metrics:
         numbers["boxed"] = r.boxed_rate
     if r.unparsed_rate is not None:
         numbers["unparsed"] = r.unparsed_rate
-    if score.samples > 1:
-        numbers |= {one.name: one.value for one in score.estimates}
+    numbers |= {one.name: one.value for one in score.estimates}
     return {f"eval/{name}/{key}": value for key, value in numbers.items()}

@@ -5,9 +5,11 @@ The fingerprint of a tensor is the sum over its elements of
     (bits_i + 1) · r(i)   mod 2^64,   r(i) = a[i mod 4096] · b[i div 4096]
 
 where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
-splitmix64 of fixed keys. All r(i) are odd, so a change of a single element always changes the sum. The sum adds over
-shards; name, dtype and shape are mixed in afterwards. The keys are fixed, so a fingerprint is the identity of weights
-across runs and checkpoints. It guards against mistakes and faults, not against an adversary, who could make a collision.
+splitmix64 of fixed keys. Of 8-byte elements, the very first apart, bits_i is bits ^ bits >> 32: the highest bit times an odd
+number is the same in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one,
+so a change of a single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in
+afterwards. The keys are fixed, so a fingerprint is the identity of weights across runs and checkpoints. It guards against
+mistakes and faults, not against an adversary, who could make a collision.
 """
 
 from __future__ import annotations
@@ -193,7 +195,7 @@ class _Sums:
     def add(self, tensor: Tensor) -> None:
         """Raises SyncError unless it is dense, real and not quantised."""
         place, self._count = self._count, self._count + 1
-        _check(tensor)
+        tensor = _bits(tensor, 0)
         if tensor.device.type == "cpu" and tensor.numel() <= FEW:
             self._known[place] = _short_sum(tensor)
         elif _kernels(tensor.device) and 0 < tensor.numel() <= LARGEST:
@@ -203,7 +205,7 @@ class _Sums:
             if self._bytes > HELD:
                 self._launch()
         else:
-            self._summed.append(((place,), _device_sum(tensor, 0, None)[None]))
+            self._summed.append(((place,), _flat_sum(tensor.reshape(-1), 0)[None]))
 
     def totals(self) -> list[int]:
         """Of all tensors in the order of `add`, as signed numbers."""
@@ -235,7 +237,7 @@ def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _short_sum(tensor: Tensor) -> int:
     """Of a few elements on the CPU: Python's integers are quicker than a handful of operations."""
-    bits: list[int] = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]).tolist()
+    bits: list[int] = tensor.reshape(-1).tolist()
     whole = 1 << 8 * tensor.element_size()
     return sum((value % whole + 1) * _odd(KEY_A, place) for place, value in enumerate(bits)) * _odd(KEY_B, 0) & MASK
 
@@ -248,8 +250,7 @@ def _odd(key: int, index: int) -> int:
 @torch.no_grad()
 def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
     """Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
-    _check(shard)
-    bits = shard.detach().view(INTEGERS[shard.element_size()])
+    bits = _bits(shard, offset)
     if row_length is None:
         return _flat_sum(bits.reshape(-1), offset)
     if bits.dim() != 2 or bits.shape[1] > row_length:
@@ -276,12 +277,20 @@ def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
     return total
 
 
-def _check(tensor: Tensor) -> None:
+def _bits(tensor: Tensor, offset: int) -> Tensor:
+    """A shard, whose first element is number `offset`, as integers. Raises SyncError as fingerprint_tensor does."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
         raise SyncError(
             f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",
             fix="send dense tensors of real numbers",
         )
+    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+    if tensor.element_size() == 8 and tensor.numel():
+        first, start = (0,) * bits.dim(), bits
+        bits = bits ^ _shift(bits, 32)
+        if not offset:  # a single number, as an adapter's scaling, has the fingerprint that it always had
+            bits[first] = start[first]
+    return bits
 
 
 def _kernels(device: torch.device) -> Any | None:

@@ -36,7 +36,11 @@ NOISE = (
 )  # fmt: skip
 
 EVAL = (
-    MetricInfo("eval/<mode>/accuracy", "share of items", "Held-out accuracy in a decoding mode. What the run is for."),
+    MetricInfo(
+        "eval/<mode>/accuracy",
+        "share of items",
+        "Held-out accuracy in a decoding mode: the first of its numbers, pass@1 of one reply. What the run is for.",
+    ),
     MetricInfo("eval/<mode>/low", "share of items", "Lower end of its 95 % interval."),
     MetricInfo("eval/<mode>/high", "share of items", "Upper end of its 95 % interval."),
     MetricInfo("eval/<mode>/se", "share of items", "Standard error of the accuracy, over items."),
@@ -70,7 +74,8 @@ EVAL = (
     MetricInfo(
         "eval/<mode>/<estimate>",
         "share of items",
-        "Of modes with several samples: avg@n (their mean), pass@k (any of k is right, unbiased), maj@n (the majority's answer).",
+        "The mode's numbers: pass@1 of one reply; of n, avg@n (their mean), pass@k (any of k is right, unbiased) and maj@n (the "
+        "majority's answer).",
     ),
     MetricInfo("task/<task>/reward", "reward", "Mean reward of one task's replies."),
     MetricInfo("task/<task>/correct", "share of replies", "Solved replies or episodes of one task of a mix."),

@@ -42,6 +42,7 @@ def test_names_that_promise_something_are_held_to_it(settings: dict[str, Any], s
 def test_the_headline_is_what_the_name_says_or_the_mean() -> None:
     eight = {"temperature": 0.6, "samples": 8}
     assert EvalMode().numbers == ("pass@1",)
+    assert EvalMode(estimates=["avg@1", "maj@1"]).numbers == ("pass@1",), "one number, one name"
     assert EvalMode(name="sampled", **eight).numbers == ("avg@8", "pass@8", "maj@8")
     assert EvalMode(name="maj@8", **eight).numbers == ("maj@8", "avg@8", "pass@8")
     assert EvalMode(name="x", estimates=["pass@2", "avg@8"], **eight).numbers == ("pass@2", "avg@8")

@@ -27,6 +27,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "gpt-oss": ("GptOss", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -45,9 +55,10 @@ def family(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_exported_under_its_published_names(name: str, adapter: bool, tmp_path: Path) -> None:
     model = family(tmp_path / "model", name)
-    run = trained(tmp_path, model, NO_EVAL, "steps=1", *(LORA if adapter else ()))
+    narrow = ("model.dtype=bf16",) if name == "glm4-moe" else ()  # whose buffer is kept in fp32
+    run = trained(tmp_path, model, NO_EVAL, "steps=1", *narrow, *(LORA if adapter else ()))
     done = export(find_target(str(run.path)), tmp_path / "out", check=check.answer)
-    assert done.verified.trained.max <= EXACT
+    assert done.verified.trained.max <= (done.verified.tolerance.max if narrow else EXACT)
     names = []
     for folder in (model, tmp_path / "out"):
         with safe_open(folder / "model.safetensors", "pt") as file:

@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from lockstep.models.attention import NAME
+from lockstep.models.weights import stored_buffers
 
 VOCAB = 300
 WINDOW = 8
@@ -56,6 +57,16 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma3": _make("Gemma3", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "gpt-oss": _make("GptOss", head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": _make("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "glm4-moe": _make(  # a stored buffer decides which experts a token is sent to
+        "Glm4Moe",
+        head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "cohere": _make("Cohere", logit_scale=0.5),
     "granite": _make("Granite", logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.5),
     "phi": _make("Phi"),  # a head with a bias
@@ -68,9 +79,9 @@ def plain(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, att
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = FAMILIES[family]()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.2 * torch.randn_like(parameter)
+        for tensor in (*model.parameters(), *(buffer for _, buffer in stored_buffers(model))):
+            if tensor.dim() == 1:
+                tensor.data += 0.2 * torch.randn_like(tensor)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return _with_attention(model.eval(), attention)

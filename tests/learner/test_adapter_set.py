@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter
+from lockstep.config.adapter import NoAdapter
 from lockstep.config.schema import Lora, OtherPeft
 from lockstep.errors import EngineError, ModelError
 from lockstep.learner.adapter_files import BASE, Base, save_adapter
@@ -77,6 +79,51 @@ def test_each_is_what_it_was_alone_in_any_order(folders: dict[str, Path]) -> Non
     assert fingerprint(named_weights(base)).combined != fingerprint(named_weights(adapters.model)).combined
     adapters.activate(None)
     assert fingerprint(named_weights(base)) == fingerprint(named_weights(adapters.model)), "the base is as it was"
+
+
+ENDLESS = "(.*.*.*.*)*x_nowhere"
+"""An expression that takes time exponential in a name's length."""
+
+
+def spoil(folder: Path, **entries: object) -> AdapterTarget:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    found = find_adapter(folder)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("targets", [ENDLESS, [f"re:{ENDLESS}"]])
+def test_the_tensors_say_which_layers_have_adapters(folders: dict[str, Path], targets: object) -> None:
+    found = spoil(folders["small"], target_modules=targets, exclude_modules=ENDLESS)
+    adapters = empty_set()
+    adapters.attach("small", folders["small"])
+    adapters.activate("small")
+    torch.testing.assert_close(logprobs_of(adapters.model, IDS), said(folders["small"]), rtol=0, atol=1e-4)
+    del found.config["exclude_modules"]  # type: ignore[attr-defined]
+    settings: Any = adapter_settings(found, NoAdapter())
+    assert settings.targets == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+    attach(plain("llama"), settings, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"r": 10**9}, "rank of 1000000000"),
+        ({"r": "many"}, "rank of many"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "q_proj a rank of 1000000000"),
+        ({"rank_pattern": {ENDLESS: 4}}, "are not followed"),
+        ({"modules_to_save": [ENDLESS]}, "are not followed"),
+    ],
+)
+def test_a_config_that_takes_memory_or_time_without_end_is_refused(
+    folders: dict[str, Path], entries: dict[str, object], says: str
+) -> None:
+    found = spoil(folders["small"], **entries)
+    with pytest.raises(ModelError, match=says):
+        empty_set().attach("small", folders["small"])
+    with pytest.raises(ModelError, match=r"cannot be rebuilt from its settings: (r is|it uses)"):
+        adapter_settings(found, NoAdapter())
 
 
 def test_the_stream_has_the_active_adapter_alone(folders: dict[str, Path]) -> None:

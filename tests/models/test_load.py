@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lockstep.config.schema import Model
 from lockstep.errors import ModelError
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as REGISTERED
+from lockstep.plan.shapes import meta_model
 
 
 @pytest.fixture
@@ -45,6 +47,40 @@ def test_attention_is_the_one_asked_for(resolved: ResolvedModel) -> None:
     assert load_model(resolved, dtype=torch.float32, attention=REGISTERED).config._attn_implementation == REGISTERED
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(resolved, dtype=torch.float32, attention="no_such_attention")
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", "some-org/some-kernels", {"": "eager"}, 3])
+@pytest.mark.parametrize("name", ["_attn_implementation", "_experts_implementation", "_attn_implementation_internal"])
+def test_what_config_json_says_of_it_never_matters(resolved: ResolvedModel, name: str, value: object) -> None:
+    rewrite(resolved.path / "config.json", **{name: value})
+    assert meta_model(resolved.path).config.model_type == "llama"
+    model = load_model(resolved, dtype=torch.float32, attention=REGISTERED)
+    assert model.config._attn_implementation == REGISTERED
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1e\+09"),
+        ({"text_config": {"num_layers": 10**9}}, r"num_layers = 1e\+09"),
+        ({"num_local_experts": 10**9}, r"num_local_experts = 1e\+09"),
+    ],
+)
+def test_numbers_without_end_are_refused_before_anything_is_made(
+    resolved: ResolvedModel, entries: dict[str, object], says: str
+) -> None:
+    rewrite(resolved.path / "config.json", **entries)
+    with pytest.raises(ModelError, match=says):
+        resolve(Model(path=str(resolved.path)))
+
+
+@pytest.mark.parametrize("entries", [{"vocab_size": 10**10}, {"hidden_size": 2**20}, {"intermediate_size": 10**12}])
+def test_sizes_that_no_file_holds_take_no_memory(resolved: ResolvedModel, entries: dict[str, object]) -> None:
+    rewrite(resolved.path / "config.json", **entries)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=r"config.json describes [\d,]+ parameters, the files hold [\d,]+"):
+        load_model(resolved, dtype=torch.float32)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
 def test_a_missing_tensor_is_an_error_not_a_random_one(resolved: ResolvedModel) -> None:
@@ -81,9 +117,9 @@ def test_a_tensor_that_no_parameter_takes_is_reported(
 
 def test_damaged_weights_are_an_error_that_names_the_folder(resolved: ResolvedModel) -> None:
     (resolved.path / "model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+    with pytest.raises(ModelError, match="header cannot be read") as caught:
         load_model(resolved, dtype=torch.float32)
-    assert caught.value.where == str(resolved.path)
+    assert caught.value.where == str(resolved.path / "model.safetensors")
 
 
 def test_loading_prints_nothing_and_leaves_the_settings_of_transformers(

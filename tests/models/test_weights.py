@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import nn
 
 from lockstep.config.schema import Lora
 from lockstep.errors import SyncError
+from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import attach
+from lockstep.learner.merge import merged_weights
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
-from tests.learner.models import plain
+from lockstep.sync.fingerprint import fingerprint
+from tests.learner.models import logprobs_of, plain, tokens
 
 
 def adapted(seed: int = 0, family: str = "llama-tied") -> nn.Module:
@@ -72,6 +76,34 @@ def test_a_stream_makes_another_model_the_same():
     for (name, a), (_, b) in zip(source.named_parameters(), target.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert [parameter.data_ptr() for parameter in target.parameters()] == pointers, "copied in place"
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_stored_buffer_belongs_to_the_model(adapter: bool, tmp_path: Path):
+    """Two models that differ in the correction of a router's scores alone answer differently: they are two models."""
+    source: Any = plain("glm4-moe")
+    target = copy.deepcopy(source)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    target.get_buffer(name).copy_(source.get_buffer(name).flip(0))
+    ids = tokens(40, 1)
+    assert (logprobs_of(source, ids) - logprobs_of(target, ids)).abs().mean() > 0.05
+    assert Base.of(source, "one").fingerprint != Base.of(target, "other").fingerprint
+    if adapter:
+        settings: Any = Lora(rank=4, targets=["q_proj"])
+        source, target = attach(source, settings, 0), attach(target, settings, 0)
+    assert name in frozen_names(source)
+    assert name not in dict(named_weights(source, trainable_only=True))
+    assert fingerprint(named_weights(source)) != fingerprint(named_weights(target))
+    load_weights(target, named_weights(source))
+    assert fingerprint(named_weights(source)) == fingerprint(named_weights(target))
+    assert torch.equal(logprobs_of(source, ids), logprobs_of(target, ids))
+    assert name in dict(merged_weights(source))
+
+
+def test_buffers_made_from_the_config_do_not():
+    model = plain("llama")
+    assert [name for name, _ in model.named_buffers()]
+    assert {name for name, _ in named_weights(model)} == {name for name, _ in model.named_parameters()}
 
 
 def test_a_stream_carries_adapters_and_their_scaling():

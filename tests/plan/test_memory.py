@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from lockstep.config.load import load
+from lockstep.errors import DoesNotFitError
 from lockstep.plan import job as jobs
 from lockstep.plan import memory
 from lockstep.plan.activations import STREAM, Layers, Recompute, per_token
+from lockstep.plan.choice import plan_memory
 from lockstep.plan.job import GIB, Job, job_of
 from lockstep.plan.memory import Sizes, Term, cache_bytes, pass_tokens, peak, phases, stream_tokens
 from lockstep.plan.shapes import ModelShape, shape_of_model
+from lockstep.types import Batch
 from tests.plan import learners
 from tests.plan.counting import LiveBytes
 from tests.plan.test_floors import LARGE, SMALL, _qwen
@@ -37,16 +40,16 @@ def terms(job: Job, phase: str, sizes: Sizes = Sizes(16384, "none", 512)) -> dic
 
 
 # --- against the learner --------------------------------------------------------------------------------------------
-def update_peak(model: Any, recipe: Any, lengths: list[int]) -> float:
+def update_peak(model: Any, recipe: Any, batch: Batch) -> float:
     """Bytes at the worst moment of the second update, when moments exist."""
     _, learner = learners.learner(model, recipe)  # built outside: what it holds is added below
     held = sum(t.nbytes for t in learner.optimizer.tensors().values()) + sum(
         p.nbytes for p in learner.model.parameters()
     )
     with LiveBytes() as live:
-        learner.update(learners.batch(lengths), learners.loss)
+        learner.update(batch, learners.loss)
         live.peak = live.now
-        learner.update(learners.batch(lengths), learners.loss)
+        learner.update(batch, learners.loss)
     return held + live.peak
 
 
@@ -81,7 +84,77 @@ def test_the_peak_of_an_update(dtype: torch.dtype, recompute: Recompute, adapter
     predicted = train.bytes
     if recompute != "full":  # a CPU's attention joins its pieces into one more copy of the output
         predicted += stream_tokens(planned, micro) * shape.layers * dtype.itemsize * shape.query_size
-    assert predicted == pytest.approx(update_peak(model, recipe, [length] * count), rel=0.1)
+    assert predicted == pytest.approx(update_peak(model, recipe, learners.batch([length] * count)), rel=0.1)
+
+
+WINDOW: dict[str, object] = {"sliding_window": 64}
+SCORED: dict[str, tuple[str, dict[str, object]]] = {
+    "caps": ("Gemma2", WINDOW | {"query_pre_attn_scalar": 32}),
+    "sinks": ("GptOss", WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "windows": ("Mistral", WINDOW),
+    "short": ("Llama", {}),  # a CPU multiplies short sequences outright
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "dtype", "recompute", "shared"),
+    [
+        ("caps", 512, torch.bfloat16, "none", False),
+        ("caps", 1024, torch.float32, "none", False),
+        ("caps", 1024, torch.bfloat16, "full", False),
+        ("caps", 512, torch.float32, "none", True),
+        ("sinks", 512, torch.bfloat16, "none", False),
+        ("sinks", 1024, torch.float32, "none", False),
+        ("sinks", 512, torch.float32, "none", True),
+        ("windows", 1024, torch.bfloat16, "none", False),
+        ("windows", 1024, torch.bfloat16, "full", False),
+        ("windows", 1024, torch.float32, "none", True),
+        ("short", 200, torch.float32, "none", False),
+    ],
+)
+def test_scores_that_are_tensors_are_counted(
+    kind: str, length: int, dtype: torch.dtype, recompute: Recompute, shared: bool
+) -> None:
+    """Of four sequences of so many tokens, or of two prompts with two replies each, which are half of that."""
+    family, more = SCORED[kind]
+    model = learners.tiny(family, dtype, **more)
+    reply = length // 2 if shared else 1
+    recipe = learners.recipe(
+        f"model.dtype={'bf16' if dtype == torch.bfloat16 else 'fp32'}",
+        f"update={{recompute: {recompute}, tokens_per_microbatch: 100000, share_prompts: {str(shared).lower()}}}",
+        "prompts_per_step=2",
+        "samples_per_prompt=2",
+        f"rollout={{max_tokens: {reply}, slots: 1}}",
+    )
+    planned = job_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - reply, passes=False)
+    train = terms(planned, "train", Sizes(100000, recompute, 1))
+    batch = learners.batch([length - reply] * 4, reply)
+    if shared:
+        first, _, third, _ = batch.sequences
+        batch = replace(batch, sequences=(first, replace(first), third, replace(third)))
+    measured = update_peak(model, recipe, batch)
+    assert sum(train.values()) == pytest.approx(
+        measured, rel=0.2 if shared or recompute == "full" or kind == "sinks" else 0.1
+    )
+    scores = sum(size for name, size in train.items() if "scores" in name)
+    assert recompute == "full" or scores > 0.2 * measured, "without them the plan would be far off"
+
+
+def test_the_scores_of_gpt_oss_by_hand() -> None:
+    """Two tensors a layer, fp32 and bf16, [64 heads, tokens, 768 keys]; and a model that they alone keep off a GPU is refused."""
+    shape = replace(SMALL, heads=64, layers=24, sinks=True)
+    planned = job(shape, "update.share_prompts=false")
+    found = terms(planned, "train")
+    assert found["attention scores of 16384 tokens"] == 24 * 64 * 16384 * 768 * (4 + 2)
+    assert "attention scores of 16384 tokens" not in terms(job(SMALL), "train")
+    wide = replace(shape, sinks=False, window=1024, windowed=12)
+    assert job(wide).scores.layers == 0, "windows wider than the sequences are none to the kernels"
+    assert job(replace(wide, window=512)).scores.layers == 12
+    many = load([*GPU, "rollout.max_tokens=8192", "update={recompute: none, share_prompts: false}"])
+    plain = plan_memory(many, replace(shape, sinks=False), "cuda", H200, prompt_tokens=256, passes=False)
+    assert plain.fits
+    with pytest.raises(DoesNotFitError, match="attention scores of"):
+        plan_memory(many, shape, "cuda", H200, prompt_tokens=256, passes=False)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from lockstep.errors import EngineError, LockstepError
+from lockstep.models.weights import named_weights
 from lockstep.numerics.spec import Scale
 from lockstep.rollout.requests import check_clean, check_groups, check_idle
 from lockstep.rollout.vllm.environment import prepare
@@ -194,7 +195,7 @@ class VllmEngine:
     def share(self, model: torch.nn.Module) -> list[str]:
         """Make the model's parameters views of vLLM's: see layout.share. Call before anything keeps the old tensors."""
         version = self.version
-        self.load(((name, parameter.detach()) for name, parameter in model.named_parameters()), 0)
+        self.load(named_weights(model), 0)
         self.version = version
         names = share(model, self.weights())
         torch.cuda.empty_cache()  # of the tensors that nobody holds any more

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.errors import EngineError
+from lockstep.models.weights import stored_buffers
 from lockstep.types import WeightStream
 
 FIX = "set rollout.engine=native, which runs any decoder of transformers"
@@ -98,7 +99,7 @@ def share(model: nn.Module, views: WeightStream) -> list[str]:
     Names, shapes and dtypes must be equal and so must the values: nothing is copied. Raises EngineError otherwise, before
     anything is changed.
     """
-    engine, own = dict(views), dict(model.named_parameters())
+    engine, own = dict(views), dict(model.named_parameters()) | dict(stored_buffers(model))
     if missing := sorted(engine.keys() ^ own.keys()):
         raise EngineError(
             f"only one side has {', '.join(missing[:5])} ({len(missing)} in all)", where="rollout.vllm", fix=FIX

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config.schema import Recipe
 from lockstep.config.vllm import quantised_numerics
+from lockstep.models.decoder import context_of
 
 PROMPT_ROOM = 8192
 """Prompt tokens that fit by default beside the longest reply."""
@@ -46,7 +47,7 @@ def settings_of(
     """`config` is transformers' configuration of the model; `gpu_bytes` the memory of the whole GPU."""
     vllm, text = recipe.rollout.vllm, config.get_text_config()
     length = vllm.max_model_len or default_length(
-        max(recipe.rollout.max_tokens, recipe.eval.max_tokens or 0), getattr(text, "max_position_embeddings", None)
+        max(recipe.rollout.max_tokens, recipe.eval.max_tokens or 0), context_of(config)
     )
     if vllm.kv_cache_gib is not None:
         cache = int(vllm.kv_cache_gib * GIB)

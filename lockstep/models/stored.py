@@ -1,0 +1,48 @@
+"""How many parameters a folder's weight files hold, from their headers alone. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ModelError
+from lockstep.models.folder import INDEX, read_json
+from lockstep.models.mxfp4 import BLOCKS, SCALES
+
+
+def stored_parameters(folder: Path) -> int | None:
+    """Elements of all tensors in a folder's safetensors files, from their headers alone; None if there are no such files."""
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    else:
+        names = ["model.safetensors"]
+    if not names or not all((folder / name).is_file() for name in names):
+        return None
+    return sum(_elements(folder / name) for name in names)
+
+
+def _elements(path: Path) -> int:
+    """Elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        header = file.read(min(length, path.stat().st_size))
+    try:
+        tensors = json.loads(header)
+        return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"its header cannot be read: {error}", where=str(path), fix="fetch the model again: the file is cut off"
+        ) from error
+
+
+def _numbers(name: str, entry: Mapping[str, Any]) -> int:
+    """Parameters in one stored tensor: MXFP4 packs two into a byte, and its scales are none."""
+    count: int = math.prod(entry["shape"])
+    if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
+        return 2 * count if name.endswith(BLOCKS) else 0
+    return count

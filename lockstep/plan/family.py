@@ -1,0 +1,139 @@
+"""Whether a model's family is computed here as plain transformers computes it, found out on a small random copy of it.
+
+A family may mix tokens otherwise than a layout says, or take positions, masks or heads that are not passed on: it would train and
+sample wrongly without a word. So each start asks, on the CPU in fp32, for one sequence alone, two in one stream, two replies of
+one prompt, and what the engine scores and samples; every answer must be transformers' own within rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import LockstepError, ModelError
+from lockstep.learner.learner import hidden_states, plain_logprobs
+from lockstep.learner.packing import number_tokens, streams
+from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.attention import require_attention_only
+from lockstep.models.decoder import context_of
+from lockstep.models.heads import head_of, token_logprobs
+from lockstep.models.small import CONTEXT, random_model, small_config
+from lockstep.rollout.native import NativeEngine
+from lockstep.types import Request, Sampling, TokenIds, TrainSequence
+
+TOLERANCE = 1e-3
+"""Nats between two implementations of the same weights in fp32, at most."""
+SAMPLED = 4
+"""Tokens of a reply that the engine draws."""
+ASIDE = ("_name_or_path", "dtype", "architectures")
+"""Settings that change nothing here."""
+CHOOSE = "choose a model of a family that is served (docs/models.md)"
+_passed: set[str] = set()
+"""Structures that this process has found right."""
+
+
+def require_family(kind: type[nn.Module], config: Any) -> None:
+    """Raise ModelError, naming the family and the check, unless models of this class and config are computed rightly here.
+
+    A structure that passed is not asked again in this process.
+    """
+    family = f"{config.model_type} ({kind.__name__})"
+    try:
+        small = small_config(config)
+        words = {name: value for name, value in small.to_dict().items() if name not in ASIDE}
+        if (key := f"{family} {json.dumps(words, sort_keys=True, default=str)}") in _passed:
+            return
+        plain: Any = random_model(kind, small, "eager")
+        require_attention_only(plain)
+        length = min(context_of(small) or CONTEXT, CONTEXT // 2)
+        a, b = _ids(length, 1), _ids(length // 2, 2)
+        expected = {ids: _plain(plain, ids) for ids in (a, b, (*b, *a[: length // 3]), (*b, *a[3 : length // 2]))}
+    except ModelError:
+        raise
+    except Exception as error:  # a config may be wrong in any way, and a family may need what a small copy lacks
+        what = (
+            f"no small copy of {family} can be made and computed by plain transformers, so nothing proves it right here"
+        )
+        raise ModelError(f"{what}: {_one_line(error)}", where="model", fix=CHOOSE) from error
+    try:
+        ours = random_model(kind, small, ATTENTION)
+        ours.load_state_dict(plain.state_dict())
+        for check, found, wanted in _checks(ours, plain, expected):
+            gap = float((torch.tensor(found, dtype=torch.float64) - wanted).abs().max())
+            if not gap <= TOLERANCE:
+                raise ModelError(
+                    f"{family} is not computed here as by transformers: {check} is off by {gap:.2g} nats",
+                    where="model",
+                    fix=CHOOSE,
+                )
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a layer makes of streams that it was not written for
+        raise ModelError(
+            f"{family} cannot be computed on packed sequences: {_one_line(error)}", where="model", fix=CHOOSE
+        ) from error
+    _passed.add(key)
+
+
+@torch.no_grad()
+def _checks(
+    ours: nn.Module, plain: nn.Module, expected: dict[TokenIds, Tensor]
+) -> Iterator[tuple[str, Sequence[float], Tensor]]:
+    """Each check's name, what was computed here, and by transformers."""
+    a, b, *replies = expected
+    budget = sum(map(len, expected))
+    yield "one sequence", plain_logprobs(ours, [a], budget)[0], expected[a]
+    for ids, found in zip((b, a), plain_logprobs(ours, [b, a], budget), strict=True):
+        yield "one of two packed sequences", found, expected[ids]
+    for ids, found in zip(replies, _sharing(ours, b, replies), strict=True):
+        yield "one of two replies that share a prompt", found, expected[ids][len(b) - 1 :]
+    engine = NativeEngine(ours, slots=2, stop_ids=frozenset(), decode=str)
+    engine.load(iter(()), 0)
+    for ids, found in zip((a, b), engine.score([a, b]), strict=True):
+        yield "what the engine scores", found, expected[ids]
+    sampling = Sampling(SAMPLED, ignore_eos=True)
+    prompts = (b, b, a[: len(a) - SAMPLED])
+    engine.submit([Request(str(i), ids, str(len(ids)), i, sampling, 0) for i, ids in enumerate(prompts)])
+    for done in engine.completed():
+        ids = (*done.request.prompt_ids, *done.ids)
+        yield "what the engine samples", done.logprobs, _plain(plain, ids)[-SAMPLED:]
+
+
+def _sharing(model: Any, prompt: TokenIds, whole: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+    """Log-probabilities of what follows a prompt that is processed once."""
+    replies = [ids[len(prompt) :] for ids in whole]
+    none = [(0.0,) * len(reply) for reply in replies]
+    sequences = [
+        TrainSequence(prompt, reply, (True,) * len(reply), zeros, zeros, 0.0, 0)
+        for reply, zeros in zip(replies, none, strict=True)
+    ]
+    packed = streams(sequences, sum(map(len, whole)), share_prompts=True, device=torch.device("cpu"))
+    decoder, head = model.get_decoder(), head_of(model)
+    return number_tokens(
+        sequences,
+        packed,
+        lambda one: token_logprobs(head, hidden_states(decoder, one), one.targets_R, entropy=False)[0],
+    )
+
+
+@torch.no_grad()
+def _plain(model: Any, ids: TokenIds) -> Tensor:
+    """Log-probability of every token but the first, by transformers' own forward pass."""
+    ids_1T = torch.tensor([ids])
+    logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+    return logprobs_TV.gather(-1, ids_1T[0, 1:, None])[:, 0]
+
+
+def _ids(count: int, seed: int) -> TokenIds:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 256, (count,), generator=generator).tolist())
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, LockstepError):
+        return error.what
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

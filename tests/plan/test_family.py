@@ -1,0 +1,134 @@
+"""Every causal family of transformers is computed as plain transformers does, or refused by name before a run has a folder."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import lockstep.plan.family as module
+from lockstep.cli import main
+from lockstep.errors import ModelError
+from lockstep.loops.start import start_run
+from lockstep.models.decoder import context_of
+from lockstep.models.small import ORIGINAL, WINDOW, random_model, small_config
+from lockstep.plan.family import require_family
+from tests.loops.runs import recipe, words
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + place / 48 for place in range(48)],
+    "long_factor": [1.0 + place for place in range(48)],
+    "original_max_position_embeddings": 4096,
+}
+UNSAID: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 2},
+}
+"""What a family's default config leaves out, and its published models say."""
+SERVED = {
+    "llama": {},
+    "qwen2_moe": {},  # its window is 0, which is none
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "phi3": {"rope_parameters": LONGROPE, "max_position_embeddings": 131072},
+    "phimoe": {"sliding_window": 2048},
+    "glm4_moe": {},
+}
+REFUSED = {
+    "doge": "one sequence is off by",
+    "bert": "one sequence is off by",
+    "bart": "two packed sequences is off by",
+    "bloom": "bloom .BloomForCausalLM.",
+    "codegen": "codegen .CodeGenForCausalLM.",
+    "deepseek_v3": "deepseek_v3 .DeepseekV3ForCausalLM. cannot be computed on packed sequences",
+    "nemotron": "called without a token layout",
+    "gemma4_text": "gemma4_text .Gemma4ForCausalLM.",
+    "mamba": "recurrent layers",
+}
+
+
+def of(family: str, **settings: object) -> tuple[Any, Any]:
+    config = CONFIG_MAPPING[family](**(UNSAID.get(family, {}) | settings))
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[attr-defined]
+    return kind[0] if isinstance(kind, (tuple, list)) else kind, config
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_families_that_are_served_pass(family: str) -> None:
+    require_family(*of(family, **SERVED[family]))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_are_computed_otherwise_are_refused_by_name(family: str) -> None:
+    with pytest.raises(ModelError, match=REFUSED[family]) as caught:
+        require_family(*of(family))
+    assert "docs/models.md" in caught.value.fix or "attention in every layer" in caught.value.fix
+
+
+def test_the_small_copy_keeps_what_matters() -> None:
+    _, config = of("gemma2")
+    small = small_config(config)
+    assert (config.sliding_window, config.num_hidden_layers) == (4096, 26), "the config itself is left alone"
+    assert small.sliding_window == WINDOW
+    assert set(small.layer_types) == {"full_attention", "sliding_attention"}
+    assert (small.num_attention_heads, small.num_key_value_heads) == (4, 2)
+    _, config = of("phi3", **SERVED["phi3"])
+    small = small_config(config)
+    assert small.rope_parameters["original_max_position_embeddings"] == ORIGINAL
+    assert small.max_position_embeddings == 32 * ORIGINAL
+    assert len(small.rope_parameters["long_factor"]) == 8
+    assert (context_of(config), context_of(small)) == (4096, ORIGINAL)
+
+
+@pytest.mark.parametrize("wrong", ["window", "cap", "scale"])
+def test_an_attention_that_forgets_something_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the same check, with a model that is told other settings than the plain one."""
+
+    def told(kind: Any, config: Any, attention: str) -> Any:
+        if attention != "eager":
+            config.sliding_window = None if wrong == "window" else config.sliding_window
+            config.attn_logit_softcapping = None if wrong == "cap" else config.attn_logit_softcapping
+            config.query_pre_attn_scalar *= 2 if wrong == "scale" else 1
+        return random_model(kind, config, attention)
+
+    monkeypatch.setattr(module, "random_model", told)
+    monkeypatch.setattr(module, "_passed", set())
+    with pytest.raises(ModelError, match=r"gemma2 .* is off by .* nats"):
+        require_family(*of("gemma2"))
+
+
+def test_a_run_is_refused_before_it_has_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bloom"
+    folder.mkdir()
+    for path in tiny_model_dir.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = {"model_type": "bloom", "vocab_size": 640, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"bloom \(BloomForCausalLM\)"):
+        start_run(recipe(tmp_path, folder))
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", *words(tmp_path, folder)]) == ModelError.exit_code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_causal_family_is_right_or_refused(family: str) -> None:
+    try:
+        kind, config = of(family)
+    except Exception:
+        pytest.skip("transformers makes no default config of it")
+    with suppress(ModelError):  # any other error fails
+        require_family(kind, config)
