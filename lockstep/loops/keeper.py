@@ -12,6 +12,7 @@ from lockstep.loops.disk import check_first
 from lockstep.loops.journal import Clock, Journal
 from lockstep.loops.parts import Parts
 from lockstep.loops.state import save_checkpoint
+from lockstep.track.jsonl import number
 from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Proof
 
@@ -19,9 +20,9 @@ from lockstep.types import Metrics, Proof
 class Keeper:
     """Saves checkpoints and remembers which step was best by the recipe's metric."""
 
-    def __init__(self, parts: Parts, recipe: Recipe, journal: Journal) -> None:
+    def __init__(self, parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
         self._parts, self._recipe, self._journal = parts, recipe, journal
-        self._best: tuple[float, int] | None = best_so_far(recipe, journal)
+        self._best: tuple[float, int] | None = best_so_far(recipe, journal, start)
 
     def note(self, step: int, metrics: Metrics) -> bool:
         """True if these are the best weights so far and so must be saved."""
@@ -48,9 +49,9 @@ class Keeper:
         self._journal.add(step, {"time/save": clock.seconds["time/save"]})
 
     def _save(self, step: int, proof: Proof) -> None:
-        best = self._best[1] if self._best else None
+        best, rows = self._best, self._journal.writer.rows
         first = not any(info.complete for info in list_checkpoints(self._journal.run.path))
-        path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)
+        path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best, rows)
         self._journal.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
         if step == self._recipe.steps and best is None and (name := self._recipe.save.keep_best):
             self._journal.warn(
@@ -60,13 +61,20 @@ class Keeper:
             self._journal.warn(warning, step=step)
 
 
-def best_so_far(recipe: Recipe, journal: Journal) -> tuple[float, int] | None:
-    """The best step of the records that a resumed run continues, among those whose checkpoint was completed."""
+def best_so_far(recipe: Recipe, journal: Journal, start: int) -> tuple[float, int] | None:
+    """The best value and step so far, as the checkpoint has them that a run goes on from."""
+    infos = {info.step: info for info in list_checkpoints(journal.run.path) if info.complete}
     name = recipe.save.keep_best
-    if name is None:
+    if name is None or start not in infos:
         return None
-    saved = {info.step for info in list_checkpoints(journal.run.path) if info.complete}
-    rows = [
-        (row.metrics[name], row.step) for row in read_metrics(journal.run) if name in row.metrics and row.step in saved
-    ]
-    return max(rows, key=lambda row: (row[0], -row[1])) if rows else None
+    match infos[start].meta.get("best", "unknown"):
+        case [value, int(step)] if step in infos:
+            return number(value), step
+        case [_, int(step)]:
+            journal.warn(f"save.keep_best: the best checkpoint so far, of step {step}, is not there", step=start)
+            return None
+        case None:
+            return None
+    # a checkpoint of an older version
+    rows = [row for row in read_metrics(journal.run) if name in row.metrics and row.step in infos and row.step <= start]
+    return max(((row.metrics[name], row.step) for row in rows), key=lambda row: (row[0], -row[1]), default=None)

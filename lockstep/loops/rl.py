@@ -38,7 +38,7 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
     proof = prove_at_start(parts, journal, start)
     for line in probe_lines(parts, recipe):
         journal.say(line)
-    keeper, targets = Keeper(parts, recipe, journal), noise_targets(parts, recipe)
+    keeper, targets = Keeper(parts, recipe, journal, start), noise_targets(parts, recipe)
     watch = Watch(recipe, journal, start, parts.policy.resolved.path)
     due = set(evaluation_steps(recipe))
     with StopRequest() as stop:

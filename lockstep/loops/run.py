@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from lockstep.data.questions import data_hash
 from lockstep.doctor.check import Check
 from lockstep.doctor.run import require_machine
 from lockstep.envs.driver import plays
-from lockstep.errors import CheckpointError, HealthStop, LockstepError
+from lockstep.errors import CheckpointError, HealthStop, LockstepError, StorageError
 from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
@@ -36,7 +37,7 @@ from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
 from lockstep.loops.selftest import check_purity
 from lockstep.loops.sft_rows import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
-from lockstep.loops.state import read_weights, restore
+from lockstep.loops.state import read_weights, recipe_hash, require_own_recipe, require_own_rows, restore
 from lockstep.loops.warm import Parent, pinned
 from lockstep.loops.watch import last_evaluated
 from lockstep.plan.batch import batch_lines
@@ -56,7 +57,8 @@ def start_run(recipe: Recipe) -> RunDirectory:
     warned = require_machine(recipe)
     require_fit(recipe)
     recipe = with_steps(pinned_rivals(pinned(recipe)))
-    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
+    facts = {**manifest_facts(), "recipe": recipe_hash(recipe)}
+    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
     with run:
         _run(run, recipe, None, warned)
     return run
@@ -67,15 +69,20 @@ def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool =
 
     `health`: overrides of settings of health, which change no number of the run; they stay with it.
     """
-    if health:  # a mistake in them must not cost an attempt
-        load([str(RunDirectory.open(path).recipe_path), *health])
+    _own_recipe(RunDirectory.open(path), health)  # a mistake must not cost an attempt
     run = RunDirectory.resume(path, manifest_facts())
     with run:
-        recipe = load([str(run.recipe_path), *health])
+        recipe = _own_recipe(run, health)
         if health:
             run.replace_recipe(dump(recipe))
         _run(run, recipe, _newest(run, allow_fallback), require_machine(recipe))
     return run
+
+
+def _own_recipe(run: RunDirectory, health: Sequence[str]) -> Recipe:
+    recipe = load([str(run.recipe_path), *health])
+    require_own_recipe(run, recipe)
+    return recipe
 
 
 def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
@@ -91,6 +98,8 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
             where=str(run.checkpoints_path),
             fix=f"put it back, or go on {begin} with --allow-fallback",
         )
+    if info is not None:
+        require_own_rows(run, info)
     return info
 
 
@@ -123,8 +132,9 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         require_unchanged(parts.policy.model, base, journal)
         _finish(run, parts, recipe, journal)
     except LockstepError as error:
-        journal.event("stopped", str(error), error=type(error).__name__)
-        journal.say(f"stopped: {error}")
+        with suppress(StorageError):  # the error itself, if the disk is full
+            journal.event("stopped", str(error), error=type(error).__name__)
+            journal.say(f"stopped: {error}")
         if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
             journal.say(f"report: {write_report(run.path)}")
         raise

@@ -30,7 +30,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
     """
     sft = settings_of(recipe)
     proof = prove_at_start(parts, journal, start)
-    keeper, watch = Keeper(parts, recipe, journal), Watch(recipe, journal, start, parts.policy.resolved.path)
+    keeper, watch = Keeper(parts, recipe, journal, start), Watch(recipe, journal, start, parts.policy.resolved.path)
     scored, validated = set(evaluation_steps(recipe)), set(validation_steps(recipe)) if rows.validation else set()
     with StopRequest() as stop:
         if start in scored | validated:

@@ -13,10 +13,12 @@ from lockstep.checkpoint.state import CheckpointState, ModelFiles, read_state, s
 from lockstep.checkpoint.store import CheckpointInfo, prune
 from lockstep.config.load import dump
 from lockstep.config.schema import Health, Recipe
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.learner.adapter_files import live_tensors, read_base, saved_tensors, saved_texts
 from lockstep.learner.adapters import facts_of
 from lockstep.sync.fingerprint import fingerprint
+from lockstep.track.jsonl import Prefix, strict
+from lockstep.track.rundir import RunDirectory
 from lockstep.types import Proof
 
 if TYPE_CHECKING:
@@ -32,8 +34,19 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 
 
-def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: Proof, best: int | None) -> Path:
-    """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep."""
+def save_checkpoint(
+    run: Path,
+    parts: Parts,
+    recipe: Recipe,
+    step: int,
+    proof: Proof,
+    best: tuple[float, int] | None,
+    rows: Prefix | None = None,
+) -> Path:
+    """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep.
+
+    `best`: the highest value of save.keep_best so far, and its step. `rows`: metrics.jsonl up to this step.
+    """
     adapter = recipe.adapter.kind != "none"
     meta: dict[str, Any] = {
         "counters": parts.learner.counters(),
@@ -44,6 +57,8 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
         "computes": recipe.numerics.model_dump(mode="json"),
         "model": recipe.model.path,
         "adapter": recipe.adapter.kind,
+        "rows": strict(rows),
+        "best": strict(best),
     }
     optimizer = parts.learner.optimizer.tensors()
     if parts.critic is not None:
@@ -55,8 +70,35 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     source = None if adapter else parts.policy.resolved.path
     path = save_state(run, state, ModelFiles(weights, texts, source), overwrite=True)  # type: ignore[arg-type]
-    prune(run, recipe.save.keep_last, best)
+    prune(run, recipe.save.keep_last, best[1] if best else None)
     return path
+
+
+def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
+    """Raise RunDirectoryError if recipe.yaml is not the one that the run was started with, settings of health apart."""
+    began = run.manifest().get("recipe")
+    if began is not None and began != recipe_hash(recipe):
+        raise RunDirectoryError(
+            "was edited after the run began: its settings are those of another run",
+            where=str(run.recipe_path),
+            fix="put it back as it was, or start a new run with it: lockstep train",
+        )
+
+
+def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
+    """Raise RunDirectoryError if metrics.jsonl does not begin with the rows that were there when `info` was saved."""
+    saved = info.meta.get("rows")  # checkpoints of older versions have none
+    if not isinstance(saved, Mapping):
+        return
+    rows = Prefix(saved["bytes"], saved["sha256"])  # type: ignore[arg-type]
+    if not rows.begins(run.metrics_path):
+        size = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
+        short = f"{rows.bytes - size} of {rows.bytes} bytes are missing" if size < rows.bytes else "rows were changed"
+        raise RunDirectoryError(
+            f"does not hold the rows that were written up to step {info.step}: {short}",
+            where=str(run.metrics_path),
+            fix=f"put the file back as it was, or begin another run from these weights: warm_start={info.path}",
+        )
 
 
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], CheckpointState]:

@@ -91,7 +91,7 @@ def storing(path: Path) -> Iterator[None]:
         folder = next(parent for parent in path.absolute().parents if parent.is_dir())
         free = f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free there"
         raise StorageError(
-            f"cannot be written: {error.strerror or error}; {free}",
+            f"cannot be written: {os.strerror(error.errno) if error.errno else error}; {free}",
             where=str(path),
             fix="free space, or make the folder writable, then resume or repeat; what was written before is complete",
         ) from error
