@@ -15,7 +15,8 @@
     │   ├── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
     │   └── ExportError        an export is not the model that trained                 exit 6
     ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
-    │   └── RunLockedError     another process writes there                            exit 6
+    │   ├── RunLockedError     another process writes there                            exit 6
+    │   └── StorageError       the disk is full, or refuses to be written              exit 6
     ├── EvaluationError        an evaluation cannot be made, or two not be compared    exit 7
     ├── MachineError           this machine cannot run the recipe; says all reasons    exit 8
     ├── HealthStop             the run stopped itself; says why and what to do         exit 3
@@ -26,6 +27,8 @@ A message says what happened, where (file, row, setting path, sample id), and wh
 """
 
 from __future__ import annotations
+
+from lockstep.text import visible
 
 
 class LockstepError(Exception):
@@ -38,8 +41,9 @@ class LockstepError(Exception):
         super().__init__(what, where, fix)
 
     def __str__(self) -> str:
+        """The whole message, with control characters shown as \\x1b and the like: names and texts of files stand in it."""
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  to fix: {self.fix}" if self.fix else text
+        return visible(f"{text}\n  to fix: {self.fix}" if self.fix else text)
 
 
 class ConfigError(LockstepError):
@@ -54,7 +58,7 @@ class ConfigError(LockstepError):
     def __str__(self) -> str:
         head = f"{len(self.mistakes)} mistake{'s' if len(self.mistakes) != 1 else ''}"
         lines = [f"{head} in {self.where}:" if self.where else f"{head}:", *(f"  {line}" for line in self.mistakes)]
-        return "\n".join([*lines, f"  to fix: {self.fix}"] if self.fix else lines)
+        return visible("\n".join([*lines, f"  to fix: {self.fix}"] if self.fix else lines))
 
 
 class DoesNotFitError(ConfigError):
@@ -129,6 +133,10 @@ class RunDirectoryError(LockstepError):
 
 class RunLockedError(RunDirectoryError):
     """Another process writes in the run directory."""
+
+
+class StorageError(RunDirectoryError):
+    """The disk refuses a file: it is full, or read-only. What was written before is complete, so the run can be resumed."""
 
 
 class EvaluationError(LockstepError):

@@ -6,13 +6,14 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from lockstep.chat.limits import beyond_limits
 from lockstep.config.schema import Chat
 from lockstep.errors import ChatError
 from lockstep.types import Message, TokenIds
+from lockstep.user_code import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,9 @@ _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:'([^'\n]*)'|"([^"\n]*)")\s*\)"""
 _DATE_ANY = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE_REPLY = "lockstepprobereply"
+_LONGEST_TEMPLATE = 1_000_000
+_within_limits: set[tuple[str, str, bool, str]] = set()
+"""Templates, roles, switch and variables that were rendered within limits."""
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -45,6 +49,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
             where=where(tokenizer),
             fix="choose the instruct version of the model, or put a chat_template.jinja beside its tokenizer files",
         )
+    if len(template) > _LONGEST_TEMPLATE:
+        raise ChatError(f"the chat template has {len(template):,} characters", where=where(tokenizer), fix="correct it")
     return template
 
 
@@ -58,7 +64,13 @@ def freeze_date(template: str, place: str = "chat template") -> str:
 
     def literal(match: re.Match[str]) -> str:
         spec = match.group(1) if match.group(1) is not None else match.group(2)
-        return '"' + FIXED_DATE.strftime(spec).replace("\\", "\\\\").replace('"', '\\"') + '"'
+        try:
+            text = FIXED_DATE.strftime(spec)
+        except (ValueError, MemoryError) as error:
+            raise ChatError(
+                f"{spec!r} is no format of a date: {error}", where=place, fix="correct the template"
+            ) from error
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     frozen = _DATE_CALL.sub(literal, template)
     if _DATE_ANY.search(frozen):
@@ -161,16 +173,28 @@ def apply(
 ) -> Any:
     """The tokenizer's own apply_chat_template; `how` are its switches. The only call of it.
 
-    Raises ChatError if the template refuses the turns.
+    Raises ChatError if the template refuses the turns, or exceeds the limits of lockstep.chat.limits: these hold for the
+    first rendering of each sequence of roles.
     """
     # Typed as Any: its result is text, a list or a mapping, by its switches; the callers below know which.
     call: Any = tokenizer.apply_chat_template
+    plain, roles = [dict(turn) for turn in turns], ", ".join(turn["role"] for turn in turns)
+    generate = how.get("add_generation_prompt", False)
+    kind = (template, roles, generate, str(kwargs))
+    if kind not in _within_limits:
+        text = partial(call, plain, chat_template=template, tokenize=False, add_generation_prompt=generate, **kwargs)
+        if exceeded := beyond_limits(text):
+            raise ChatError(
+                f"the chat template was given up: {exceeded}",
+                where=where(tokenizer),
+                fix="give the model another template",
+            )
+        _within_limits.add(kind)
     try:
-        return call([dict(turn) for turn in turns], chat_template=template, **how, **kwargs)
-    except (TemplateError, TypeError) as error:
-        roles = ", ".join(turn["role"] for turn in turns)
+        return call(plain, chat_template=template, **how, **kwargs)
+    except Exception as error:  # a template may raise whatever Python can
         raise ChatError(
-            f"the chat template refused turns of {roles}: {error}",
+            f"the chat template refused turns of {roles}: {describe(error, None)}",
             where=where(tokenizer),
             fix="change chat.system, chat.examples or the task's messages to what this model's template accepts",
         ) from error

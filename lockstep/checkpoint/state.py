@@ -144,7 +144,10 @@ def _copy_beside(source: Path, folder: Path) -> None:
 def _plain_config(path: Path) -> str:
     """A model's config.json without word of quantised weights: those that are saved beside it are plain."""
     text = path.read_text(encoding="utf-8")
-    config = json.loads(text)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="correct the model's folder") from error
     if "quantization_config" not in config:
         return text
     del config["quantization_config"]

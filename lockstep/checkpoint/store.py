@@ -19,6 +19,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, ValidationError
 
 from lockstep.checkpoint.manifest import commit, read_manifest, verify
 from lockstep.config.schema import Json
@@ -276,14 +279,43 @@ def _inspect(path: Path) -> CheckpointInfo:
     return CheckpointInfo(step, path, complete=True, bytes=manifest.bytes, meta=meta)
 
 
+class _Facts(dict[str, Json]):
+    """A JSON object of a checkpoint's state, in which a missing entry is a damaged checkpoint and not a KeyError."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        fix = "choose another checkpoint: Lockstep did not write this one as it is"
+        raise CorruptCheckpointError(f"{STATE}: it has no {key!r}", where="the checkpoint", fix=fix)
+
+
+class _Meta(BaseModel):
+    """The types of those entries of a run's checkpoint that are read again."""
+
+    counters: dict[str, int] = {}
+    critic: dict[str, int] = {}
+    carried: dict[str, Any] = {}
+    computes: dict[str, Any] = {}
+    fingerprint: str = ""
+    recipe: str = ""
+    numerics: str = ""
+    model: str = ""
+    adapter: str = ""
+    rows: dict[str, int | str] = {}
+    best: tuple[float | str, int] | None = None
+
+
 def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
     path = folder / STATE
     try:
         if path.stat().st_size > LARGEST_STATE:
             raise ValueError(f"{path.stat().st_size} bytes")
-        data = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes(), object_hook=_Facts)
         if not isinstance(data, dict) or data.keys() != {"step", "meta"} or not isinstance(data["meta"], dict):
             raise ValueError("its fields are not step and meta")
+        _Meta.model_validate(data["meta"])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{STATE}: cannot be read ({error})", where=str(folder)) from error
     return data["step"], data["meta"]

@@ -20,10 +20,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
-from lockstep.config.mistakes import Attempt, explain
+from lockstep.config.mistakes import Attempt, explain, secrets
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
 from lockstep.errors import ConfigError
+from lockstep.text import hide_secrets
 
 BUILT_IN = Path(__file__).parents[2] / "recipes"
 """Recipes of the repository, known by their name without .yaml."""
@@ -39,7 +40,7 @@ def load(args: Sequence[str], model: type[Recipe] = Recipe) -> Recipe:
     draft = _Draft(model)
     for arg in args:
         draft.take(arg)
-    where = quoted(" ".join(args), limit=100).strip('"')
+    where = quoted(hide_secrets(" ".join(args)), limit=100).strip('"')
     if draft.unread:  # what else looks wrong may be right once the file is read
         raise ConfigError(draft.mistakes, where=where)
     return _validate(model, draft.tree, draft.origins, [*draft.mistakes, *draft.dropped()], where)
@@ -267,10 +268,11 @@ def _validate(
         # as JSON, because strict JSON is what a recipe means: no number for a text, but a list for a tuple
         recipe = model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise ConfigError([*mistakes, *explain(attempt, error)], where=where) from None
+        found = [hide_secrets(line) for line in (*mistakes, *explain(attempt, error))]
+        raise ConfigError(found, where=where) from None
     if refused:
         mistakes = [*mistakes, *explain(attempt, None)]
-    if mistakes:
+    if mistakes := [hide_secrets(line) for line in mistakes] + secrets(attempt):
         raise ConfigError(mistakes, where=where)
     return recipe
 

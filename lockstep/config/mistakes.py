@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from lockstep.config.help import groups, item_annotation, variants
 from lockstep.config.schema import TAG, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, quoted
+from lockstep.text import hide_secrets, secret_in
 
 OURS: Mapping[str, tuple[str, ...]] = {
     "steps": ("max_steps", "total_training_steps"),
@@ -134,10 +135,31 @@ def explain(attempt: Attempt, error: ValidationError | None) -> list[str]:
     return lines or [one_line(detail["msg"]) for detail in details]
 
 
+def secrets(attempt: Attempt) -> list[str]:
+    """One line for each address that holds what looks like a secret: recipes are stored, shown and passed on."""
+    return [
+        f"{_prefix(attempt, at)}{dotted(at)}: {name} in an address looks like a secret, and a recipe is stored and shown; "
+        "take it out, and give it as an environment variable (a judge's key_env names one)"
+        for at, name in _addresses(attempt.data, ())
+    ]
+
+
+def _addresses(value: object, at: At) -> Iterator[tuple[At, str]]:
+    if isinstance(value, str) and (name := secret_in(value)):
+        yield at, name
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _addresses(item, (*at, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _addresses(item, (*at, index))
+
+
 def _line(attempt: Attempt, mistakes: list[_Mistake]) -> str:
     at = mistakes[0].at
     reason = " or ".join(dict.fromkeys(mistake.reason for mistake in mistakes))
     found, value = _lookup(attempt.given, at)
+    value = hide_secrets(value) if isinstance(value, str) else value
     shown = f" = {quoted(value)}" if found and mistakes[0].shows_value else ""
     return f"{_prefix(attempt, at)}{dotted(at)}{shown}: {reason}"
 

@@ -7,7 +7,9 @@ reads the same to everybody, and no file of a kilobyte unfolds into a gigabyte.
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +43,10 @@ class Document:
 def read(path: Path) -> Document:
     """Parse a file. Raises ConfigError (one line, file:line) if it cannot be read as YAML of at most 1 MB in UTF-8."""
     try:
-        with path.open("rb") as file:
+        # a pipe without a writer would be waited for
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError([f"{path}: no plain file; write the recipe into one"])
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None

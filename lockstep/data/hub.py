@@ -11,6 +11,7 @@ from lockstep.errors import DataError
 from lockstep.hub import Kind, network_errors, plain_errors
 
 CARD = "README.md"
+CARD_BYTES = 2_000_000
 FIRST = (CARD, ".gitattributes")
 """Fetched to learn the commit; every repository has the second."""
 
@@ -58,9 +59,15 @@ def open_repo(repo: str, revision: str | None, where: str) -> Repo:
                 names = []
     if not names:
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    card = folder / CARD
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    return Repo(repo, folder.name, tuple(sorted(names)), text)
+    return Repo(repo, folder.name, tuple(sorted(names)), read_card(folder))
+
+
+def read_card(folder: Path) -> str:
+    """The beginning of a folder's data card, where its front matter is; "" if it has none."""
+    if not (folder / CARD).is_file():
+        return ""
+    with (folder / CARD).open("rb") as file:
+        return file.read(CARD_BYTES).decode("utf-8", "replace")
 
 
 def fetch(repo: Repo, names: Sequence[str]) -> tuple[Path, ...]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
-import yaml
-
 from lockstep.config.data import FILE_SUFFIXES, Data
+from lockstep.config.text import parse
+from lockstep.data.hub import read_card
 from lockstep.data.presets import PRESETS, completed
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -118,8 +118,7 @@ def _no_such(text: str, path: Path, where: str) -> DataError:
 
 def _of_folder(path: Path, data: Data, where: str) -> Located:
     names = _files_below(path, where)
-    card = (path / "README.md").read_text(encoding="utf-8", errors="replace") if (path / "README.md").is_file() else ""
-    chosen = choose_files(names, card, data, f"{where} = {data.source}")
+    chosen = choose_files(names, read_card(path), data, f"{where} = {data.source}")
     files = tuple(path / name for name in chosen)
     return Located(path.resolve().name, data.source, files, chosen, data=data)
 
@@ -191,7 +190,7 @@ def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tup
             where=where,
             fix="give another source; of a hub data set that is a script try revision: refs/convert/parquet",
         )
-    configs = _configs(card)
+    configs = _configs(card, where)
     if configs:
         splits = _patterns(_config(configs, data.subset, where), where)
         by_split = {split: _matching(readable, patterns) for split, patterns in splits.items()}
@@ -213,19 +212,30 @@ def _is_data(name: str) -> bool:
     return not name.endswith((*known, ".manifest.json"))
 
 
-def _configs(card: str) -> list[dict[str, object]]:
-    """The list `configs` of a data card's front matter; [] if there is none."""
-    front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", card, re.DOTALL)
-    try:
-        tree = yaml.safe_load(front[1]) if front else None
-    except yaml.YAMLError:  # a card is written by hand, and the files are there without it
+def _configs(card: str, where: str) -> Sequence[Mapping[str, object]]:
+    """The list `configs` of a data card's front matter; [] if there is none.
+
+    Raises DataError for configs that cannot be read: without them other files might be taken.
+    """
+    front = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", card, re.DOTALL)
+    if front is None:
         return []
+    try:
+        tree = parse(front[1], "README.md").value
+    except ConfigError as error:
+        if not re.search(r"^configs[ \t]*:", front[1], re.MULTILINE):
+            return []  # a card is written by hand, and the files are there without it
+        raise DataError(
+            f"the configs of its data card cannot be read: {error.mistakes[0]}",
+            where=where,
+            fix="give an hf:// path instead",
+        ) from error
     configs = tree.get("configs") if isinstance(tree, dict) else None
     found = configs if isinstance(configs, list) else []
     return [config for config in found if isinstance(config, dict) and config.get("data_files")]
 
 
-def _config(configs: list[dict[str, object]], subset: str | None, where: str) -> dict[str, object]:
+def _config(configs: Sequence[Mapping[str, object]], subset: str | None, where: str) -> Mapping[str, object]:
     names = [str(config.get("config_name", "default")) for config in configs]
     if subset is None and "default" in names:
         subset = "default"
@@ -242,7 +252,7 @@ def _config(configs: list[dict[str, object]], subset: str | None, where: str) ->
     return configs[names.index(subset)]
 
 
-def _patterns(config: dict[str, object], where: str) -> dict[str, list[str]]:
+def _patterns(config: Mapping[str, object], where: str) -> dict[str, list[str]]:
     """File patterns by split."""
     base = str(config.get("data_dir") or "").strip("/")
     files = config["data_files"]

@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.data.columns import kind_of
 from lockstep.errors import DataError
 from lockstep.user_code import describe, load_object
 
+BATCH_BYTES, MOST_ROWS = 256 << 20, 256
+"""Of a parquet file held at once."""
 FIELD_LIMIT = 16 << 20
 """Longest field of a csv file, in characters."""
 
@@ -35,6 +37,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 
     Raises DataError if the file is of another kind, or a parquet file is damaged.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise DataError("is no plain file", where=str(path), fix="write the rows into a file")
     match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl(path)
@@ -155,14 +159,29 @@ def _parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(number, values, "", path, number)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            for group in range(file.num_row_groups):
+                rows = _batch_rows(file.metadata.row_group(group))
+                for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
+                    if batch.nbytes > BATCH_BYTES and batch.num_rows == 1:
+                        raise pa.ArrowInvalid(f"a row of {batch.nbytes:,} bytes, more than {BATCH_BYTES:,}")
+                    for values in batch.to_pylist():
+                        number += 1
+                        yield Row(number, values, "", path, number)
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"the parquet file cannot be read after row {number}: {reason}",
             where=str(path),
             fix="write or copy it again",
         ) from error
+
+
+def _batch_rows(group: Any) -> int:
+    """Rows that are held at once: few enough for BATCH_BYTES, even if all have a column's largest value.
+
+    A dictionary stands in the file once, however many rows name one of its values: kilobytes may unfold into gigabytes.
+    """
+    columns = [group.column(i) for i in range(group.num_columns)]
+    mean = sum(column.total_uncompressed_size for column in columns) / max(1, group.num_rows)
+    shared = sum(c.total_uncompressed_size for c in columns if any("DICTIONARY" in one for one in c.encodings))
+    return max(1, min(MOST_ROWS, int(BATCH_BYTES / max(1, mean, shared))))

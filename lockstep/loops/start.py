@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from lockstep.config.schema import Recipe, Sft
 from lockstep.data.questions import data_hash
 from lockstep.doctor.check import Check
 from lockstep.doctor.run import require_machine
-from lockstep.errors import CheckpointError, HealthStop, LockstepError
+from lockstep.errors import CheckpointError, HealthStop, LockstepError, StorageError
 from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
@@ -39,7 +40,7 @@ from lockstep.report.html import write_report
 from lockstep.run.evaluation import final_table
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
-from lockstep.run.state import restore
+from lockstep.run.state import recipe_hash, require_own_recipe, require_own_rows, restore
 from lockstep.track.rundir import RunDirectory, manifest_facts
 from lockstep.track.sinks import check_installed
 from lockstep.track.writer import read_events, read_metrics
@@ -52,7 +53,8 @@ def start_run(recipe: Recipe) -> RunDirectory:
     warned = require_machine(recipe)
     require_fit(recipe)
     recipe = with_steps(pinned_rivals(pinned(recipe)))
-    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
+    facts = {**manifest_facts(), "recipe": recipe_hash(recipe)}
+    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
     with run:
         _run(run, recipe, None, warned)
     return run
@@ -63,15 +65,20 @@ def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool =
 
     `health`: overrides of settings of health, which change no number of the run; they stay with it.
     """
-    if health:  # a mistake in them must not cost an attempt
-        load([str(RunDirectory.open(path).recipe_path), *health])
+    _own_recipe(RunDirectory.open(path), health)  # a mistake must not cost an attempt
     run = RunDirectory.resume(path, manifest_facts())
     with run:
-        recipe = load([str(run.recipe_path), *health])
+        recipe = _own_recipe(run, health)
         if health:
             run.replace_recipe(dump(recipe))
         _run(run, recipe, _newest(run, allow_fallback), require_machine(recipe))
     return run
+
+
+def _own_recipe(run: RunDirectory, health: Sequence[str]) -> Recipe:
+    recipe = load([str(run.recipe_path), *health])
+    require_own_recipe(run, recipe)
+    return recipe
 
 
 def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
@@ -87,6 +94,8 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
             where=str(run.checkpoints_path),
             fix=f"put it back, or go on {begin} with --allow-fallback",
         )
+    if info is not None:
+        require_own_rows(run, info)
     return info
 
 
@@ -122,8 +131,9 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
             logger.say(line)
         _finish(run, parts, recipe, logger)
     except LockstepError as error:
-        logger.event("stopped", str(error), error=type(error).__name__)
-        logger.say(f"stopped: {error}")
+        with suppress(StorageError):  # the error itself, if the disk is full
+            logger.event("stopped", str(error), error=type(error).__name__)
+            logger.say(f"stopped: {error}")
         if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
             logger.say(f"report: {write_report(run.path)}")
         raise

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
+from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
-from lockstep.errors import EvaluationError, RunDirectoryError
+from lockstep.config.text import parse
+from lockstep.errors import ConfigError, EvaluationError, RunDirectoryError
 from lockstep.evaluate.records import read_score
 from lockstep.evaluate.table import Row, comparison_table
 from lockstep.track.catalogue import Judge
@@ -150,9 +149,12 @@ def _compare(scores: Sequence[Score], notes: list[str]) -> list[Row]:
 
 def _recipe(text: str, notes: list[str]) -> Recipe | None:
     try:
-        return Recipe.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, ValidationError) as error:
-        notes.append(f"recipe.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
+        tree = parse(text, "recipe.yaml").value
+        if not isinstance(tree, dict):
+            raise ConfigError(["it is no mapping of settings"])
+        return load_mapping(tree)
+    except ConfigError as error:
+        notes.append(f"recipe.yaml is not a recipe of this version: {error.mistakes[0]}")
         return None
 
 

@@ -12,6 +12,7 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import HealthStop
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.run.state import save_checkpoint
+from lockstep.track.jsonl import number
 from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Proof
 
@@ -19,9 +20,9 @@ from lockstep.types import Metrics, Proof
 class Checkpointer:
     """Saves checkpoints and remembers which step was best by the recipe's metric."""
 
-    def __init__(self, parts: Parts, recipe: Recipe, logger: RunLogger) -> None:
-        self._parts, self._recipe, self._journal = parts, recipe, logger
-        self._best: tuple[float, int] | None = best_so_far(recipe, logger)
+    def __init__(self, parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
+        self._parts, self._recipe, self._logger = parts, recipe, logger
+        self._best: tuple[float, int] | None = best_so_far(recipe, logger, start)
 
     def note(self, step: int, metrics: Metrics) -> bool:
         """True if these are the best weights so far and so must be saved."""
@@ -37,7 +38,7 @@ class Checkpointer:
         try:
             yield
         except HealthStop:
-            if step and all(info.step != step for info in list_checkpoints(self._journal.run.path)):
+            if step and all(info.step != step for info in list_checkpoints(self._logger.run.path)):
                 self.save(step, proof, clock)
             raise
 
@@ -45,28 +46,35 @@ class Checkpointer:
         """Write the checkpoint of a step whose record is written already, and add to that how long it took."""
         with clock("save"):
             self._save(step, proof)
-        self._journal.add(step, {"time/save": clock.seconds["time/save"]})
+        self._logger.add(step, {"time/save": clock.seconds["time/save"]})
 
     def _save(self, step: int, proof: Proof) -> None:
-        best = self._best[1] if self._best else None
-        first = not any(info.complete for info in list_checkpoints(self._journal.run.path))
-        path = save_checkpoint(self._journal.run.path, self._parts, self._recipe, step, proof, best)
-        self._journal.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+        best, rows = self._best, self._logger.writer.rows
+        first = not any(info.complete for info in list_checkpoints(self._logger.run.path))
+        path = save_checkpoint(self._logger.run.path, self._parts, self._recipe, step, proof, best, rows)
+        self._logger.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
         if step == self._recipe.steps and best is None and (name := self._recipe.save.keep_best):
-            self._journal.warn(
+            self._logger.warn(
                 f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step
             )
         if first and (warning := check_first(self._recipe, self._parts.policy.resolved.path, path)):
-            self._journal.warn(warning, step=step)
+            self._logger.warn(warning, step=step)
 
 
-def best_so_far(recipe: Recipe, logger: RunLogger) -> tuple[float, int] | None:
-    """The best step of the records that a resumed run continues, among those whose checkpoint was completed."""
+def best_so_far(recipe: Recipe, logger: RunLogger, start: int) -> tuple[float, int] | None:
+    """The best value and step so far, as the checkpoint has them that a run goes on from."""
+    infos = {info.step: info for info in list_checkpoints(logger.run.path) if info.complete}
     name = recipe.save.keep_best
-    if name is None:
+    if name is None or start not in infos:
         return None
-    saved = {info.step for info in list_checkpoints(logger.run.path) if info.complete}
-    rows = [
-        (row.metrics[name], row.step) for row in read_metrics(logger.run) if name in row.metrics and row.step in saved
-    ]
-    return max(rows, key=lambda row: (row[0], -row[1])) if rows else None
+    match infos[start].meta.get("best", "unknown"):
+        case [value, int(step)] if step in infos:
+            return number(value), step
+        case [_, int(step)]:
+            logger.warn(f"save.keep_best: the best checkpoint so far, of step {step}, is not there", step=start)
+            return None
+        case None:
+            return None
+    # a checkpoint of an older version
+    rows = [row for row in read_metrics(logger.run) if name in row.metrics and row.step in infos and row.step <= start]
+    return max(((row.metrics[name], row.step) for row in rows), key=lambda row: (row[0], -row[1]), default=None)

@@ -45,7 +45,7 @@ class Session:
     ) -> None:
         self._parts, self._recipe, self._logger, self._start = parts, recipe, logger, start
         self._monitor = Monitor(recipe, logger, start, parts.policy.resolved.path)
-        self._checkpointer = Checkpointer(parts, recipe, logger)
+        self._checkpointer = Checkpointer(parts, recipe, logger, start)
         self._measures = [
             *measures,
             Measure("evaluate", frozenset(evaluation_steps(recipe)), self._evaluate),

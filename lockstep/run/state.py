@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.state import CheckpointState, ModelFiles, save_state
-from lockstep.checkpoint.store import prune
+from lockstep.checkpoint.store import CheckpointInfo, prune
 from lockstep.config.load import dump
 from lockstep.config.schema import Health, Recipe
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.track.jsonl import Prefix, strict
+from lockstep.track.rundir import RunDirectory
 from lockstep.types import Proof
 
 if TYPE_CHECKING:
@@ -27,8 +29,19 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 
 
-def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: Proof, best: int | None) -> Path:
-    """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep."""
+def save_checkpoint(
+    run: Path,
+    parts: Parts,
+    recipe: Recipe,
+    step: int,
+    proof: Proof,
+    best: tuple[float, int] | None,
+    rows: Prefix | None = None,
+) -> Path:
+    """Write the checkpoint of `step` trained steps, then delete those that the recipe does not keep.
+
+    `best`: the highest value of save.keep_best so far, and its step. `rows`: metrics.jsonl up to this step.
+    """
     learner = parts.learner.save()
     meta: dict[str, Any] = {
         "counters": learner.counters,
@@ -39,6 +52,8 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
         "computes": recipe.numerics.model_dump(mode="json"),
         "model": recipe.model.path,
         "adapter": recipe.adapter.kind,
+        "rows": strict(rows),
+        "best": strict(best),
     }
     optimizer = dict(learner.optimizer)
     if parts.critic is not None:
@@ -47,8 +62,35 @@ def save_checkpoint(run: Path, parts: Parts, recipe: Recipe, step: int, proof: P
     state = CheckpointState(step, learner.weights, optimizer, meta)
     source = parts.policy.resolved.path if recipe.adapter.kind == "none" else None
     path = save_state(run, state, ModelFiles(learner.file, learner.texts, source), overwrite=True)
-    prune(run, recipe.save.keep_last, best)
+    prune(run, recipe.save.keep_last, best[1] if best else None)
     return path
+
+
+def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
+    """Raise RunDirectoryError if recipe.yaml is not the one that the run was started with, settings of health apart."""
+    began = run.manifest().get("recipe")
+    if began is not None and began != recipe_hash(recipe):
+        raise RunDirectoryError(
+            "was edited after the run began: its settings are those of another run",
+            where=str(run.recipe_path),
+            fix="put it back as it was, or start a new run with it: lockstep train",
+        )
+
+
+def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
+    """Raise RunDirectoryError if metrics.jsonl does not begin with the rows that were there when `info` was saved."""
+    saved = info.meta.get("rows")  # checkpoints of older versions have none
+    if not isinstance(saved, Mapping):
+        return
+    rows = Prefix(saved["bytes"], saved["sha256"])
+    if not rows.begins(run.metrics_path):
+        size = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
+        short = f"{rows.bytes - size} of {rows.bytes} bytes are missing" if size < rows.bytes else "rows were changed"
+        raise RunDirectoryError(
+            f"does not hold the rows that were written up to step {info.step}: {short}",
+            where=str(run.metrics_path),
+            fix=f"put the file back as it was, or begin another run from these weights: warm_start={info.path}",
+        )
 
 
 def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:

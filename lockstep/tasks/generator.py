@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
-from lockstep.errors import TaskError
+from lockstep.errors import MachineError, TaskError
 from lockstep.seeds import seed_for
 from lockstep.tasks.watchdog import Alive, HungError, run_watched
 from lockstep.types import Message, Prompt
@@ -113,7 +113,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
             where=where,
             fix="change task.settings: there may be no such question (base_conversion between equal bases never ends)",
         ) from error
-    except TaskError:
+    except (TaskError, MachineError):
         raise
     except Exception as error:
         raise TaskError(

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from lockstep.track.catalogue import Judge
+from lockstep.track.files import Appender
 from lockstep.track.text import one_line, plain_table, visible
 from lockstep.track.writer import StepRecord
 
@@ -60,7 +61,7 @@ LEAST_TIME_S = 0.05
 class Console:
     """Prints a run's progress and appends it to `log` (log.txt; None writes none). Messages are plain text, not markup.
 
-    A reader that goes away (`| head`) ends the printing, not the run; log.txt goes on and says so.
+    A reader that goes away (`| head`) or a full disk behind the output ends the printing, not the run; log.txt goes on and says so.
     `terminal` forces or forbids the progress bar; None asks the stream. `clock` is in seconds.
     """
 
@@ -75,7 +76,7 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._clock = clock
-        self._log = None if log is None else log.open("a", encoding="utf-8")
+        self._log = None if log is None else Appender(log)
         self._printing = True
         self._progress: Progress | None = None
         self._total = 0
@@ -134,8 +135,8 @@ class Console:
     def _emit(self, text: str) -> None:
         if self._log is not None:
             stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            self._log.write("".join(f"{stamp}  {line}\n" for line in text.split("\n")))
-            self._log.flush()
+            lines = "".join(f"{stamp}  {line}\n" for line in text.split("\n"))
+            self._log.append(lines.encode("utf-8", "backslashreplace"), flush=False)
         if not self._printing:
             return
         try:
@@ -144,10 +145,12 @@ class Console:
             else:
                 self._stream.write(encodable(text, self._stream) + "\n")
                 self._stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
             self._printing, self._progress = False, None
             _discard(self._stream)
-            self._emit("nobody reads the output any more: from here on only this file is written")
+            gone = isinstance(error, BrokenPipeError)
+            why = "nobody reads the output any more" if gone else f"the output cannot be written ({error.strerror})"
+            self._emit(f"{why}: from here on only this file is written")
 
 
 def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import lockstep
+from lockstep.text import SECRET_NAME, hide_secrets
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "huggingface-hub", "numpy", "pyarrow", "pydantic",
@@ -25,8 +26,7 @@ PACKAGES = (
 )  # fmt: skip
 """Distributions whose versions can change a result, or the reading of one."""
 
-SECRET_NAME = re.compile(r"(?i)(^|[-_.])(token|secret|passwd|password|api[-_]?key|key|credentials?|authorization)$")
-SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}|(?<=://)[^/@\s]+(?=@)")
+SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}")
 GIT_SECONDS = 20
 CHANGED_SHOWN = 50
 
@@ -54,18 +54,18 @@ def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def mask(command: Sequence[str]) -> list[str]:
-    """The command with secrets replaced: `--token X`, `a.api_key=X`, hf_… tokens, user:password@ in addresses."""
+    """The command with secrets replaced: `--token X`, `a.api_key=X`, hf_… tokens, passwords and keys in addresses."""
     shown: list[str] = []
     hide_next = False
     for word in command:
         name, equals, _ = word.partition("=")
         if hide_next and not word.startswith("-"):
             shown.append("***")
-        elif equals and SECRET_NAME.search(name):
+        elif equals and SECRET_NAME.fullmatch(name.lstrip("-")):
             shown.append(f"{name}=***")
         else:
-            shown.append(SECRET_TEXT.sub("***", word))
-        hide_next = word.startswith("-") and not equals and bool(SECRET_NAME.search(word))
+            shown.append(SECRET_TEXT.sub("***", hide_secrets(word)))
+        hide_next = word.startswith("-") and not equals and bool(SECRET_NAME.fullmatch(word.lstrip("-")))
     return shown
 
 

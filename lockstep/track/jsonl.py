@@ -5,15 +5,17 @@ JSON has no NaN and no infinity; they are written as the strings "nan", "inf" an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
+from lockstep.track.files import Appender, read_plain
 
 NON_FINITE = {"nan", "inf", "-inf"}
 
@@ -54,10 +56,18 @@ def number(value: object) -> float:
     raise TypeError(f"not a number: {value!r}")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """json.loads that raises ValueError for every text that it cannot read, one that is nested too deep as well."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def read_json(path: Path) -> Any:
     """The content of one JSON file. Raises RunDirectoryError if it is missing or broken."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(read_plain(path))
     except OSError as error:
         raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except ValueError as error:
@@ -69,9 +79,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
     A missing file is an empty one. Raises RunDirectoryError, naming the line, if any other line is broken.
     """
-    if not path.exists():
-        return []
-    body, rest = _split(path.read_bytes())
+    body, rest = _split(_content(path))
     records: list[dict[str, Any]] = []
     for index, line in enumerate(body.split(b"\n")[:-1], start=1):
         record = _parse(line)
@@ -81,6 +89,19 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         records.append(record)
     last = _parse(rest)
     return records if last is None else [*records, last]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The lines of a file up to some moment: a file that only grows begins with them for ever. Example: Prefix(5120, "9f…")"""
+
+    bytes: int
+    sha256: str
+
+    def begins(self, path: Path) -> bool:
+        """True if the file still begins with these bytes. Raises RunDirectoryError if it cannot be read."""
+        content = _content(path)
+        return len(content) >= self.bytes and hashlib.sha256(content[: self.bytes]).hexdigest() == self.sha256
 
 
 class JsonlFile:
@@ -93,21 +114,24 @@ class JsonlFile:
         self.path = path
         self.torn = _mend(path)
         """Bytes that were moved aside when the file was opened."""
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        content = _content(path)
+        self._bytes, self._digest = len(content), hashlib.sha256(content)
+        self._file = Appender(path)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Add one line, in one write, and flush it to disk. Raises OSError."""
-        if self._descriptor is None:
-            raise ValueError(f"{self.path} is closed")
-        line = memoryview(dumps(record).encode() + b"\n")
-        while line:
-            line = line[os.write(self._descriptor, line) :]
-        os.fsync(self._descriptor)
+        """Add one line and flush it to disk; one that does not fit leaves nothing behind. Raises StorageError."""
+        line = dumps(record).encode() + b"\n"
+        self._file.append(line)
+        self._bytes += len(line)
+        self._digest.update(line)
+
+    @property
+    def prefix(self) -> Prefix:
+        """Everything that the file holds now."""
+        return Prefix(self._bytes, self._digest.hexdigest())
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.close()
 
     def __enter__(self) -> JsonlFile:
         return self
@@ -116,15 +140,25 @@ class JsonlFile:
         self.close()
 
 
+def _content(path: Path) -> bytes:
+    """A missing file is an empty one."""
+    try:
+        return read_plain(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """What ends in a newline, and the rest."""
+    """The part that ends in a newline, and the rest."""
     end = data.rfind(b"\n") + 1
     return data[:end], data[end:]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
@@ -132,19 +166,21 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _mend(path: Path) -> int:
     """Make the file end in a newline; returns the bytes moved to `<name>.torn`."""
-    if not path.exists():
-        return 0
-    body, rest = _split(path.read_bytes())
+    body, rest = _split(_content(path))
     if not rest:
         return 0
     if _parse(rest) is not None:
-        with path.open("ab") as file:
-            file.write(b"\n")
+        _append(path, b"\n")
         return 0
     # The copy is made first: if this process is killed in between, the line is copied twice and nothing is lost.
-    with path.with_name(f"{path.name}.torn").open("ab") as aside:
-        aside.write(rest + b"\n")
-        aside.flush()
-        os.fsync(aside.fileno())
+    _append(path.with_name(f"{path.name}.torn"), rest + b"\n")
     os.truncate(path, len(body))
     return len(rest)
+
+
+def _append(path: Path, data: bytes) -> None:
+    file = Appender(path)
+    try:
+        file.append(data)
+    finally:
+        file.close()

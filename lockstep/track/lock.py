@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import RunDirectoryError, RunLockedError
+from lockstep.track.files import open_plain, read_plain, storing
+from lockstep.track.jsonl import parse_json
 
 SAME_START_S = 2.0
 """Two readings of one process's start time may differ by this much (the clock may be set in between)."""
@@ -44,7 +46,7 @@ class Holder:
             return None
         try:
             return abs(float(psutil.Process(self.pid).create_time()) - self.started) <= SAME_START_S
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two for what is no process's number
             return False
         except psutil.AccessDenied:
             return True
@@ -59,7 +61,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RunDirectoryError(f"the lock cannot be opened: {error.strerror}", where=str(path)) from error
         try:
@@ -82,9 +84,10 @@ class Lock:
             raise _locked(self.path, before)  # the file system granted a lock that it does not enforce
         since = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         me = Holder(socket.gethostname(), os.getpid(), psutil.Process().create_time(), since)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(me)).encode() + b"\n", 0)
-        os.fsync(descriptor)
+        with storing(self.path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(me)).encode() + b"\n", 0)
+            os.fsync(descriptor)
         return before
 
     def release(self) -> None:
@@ -106,9 +109,9 @@ class Lock:
 def read_holder(path: Path) -> Holder | None:
     """Who is named in a lock file; None if it is missing, empty, or was cut off while being written."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(read_plain(path))
         return Holder(str(facts["host"]), int(facts["pid"]), float(facts["started"]), str(facts["since"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import RunDirectoryError
-from lockstep.track.files import atomic_path
-from lockstep.track.jsonl import dumps, number
+from lockstep.track.files import atomic_path, open_plain
+from lockstep.track.jsonl import dumps, number, parse_json
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Group, Message, Rollout
 
@@ -83,12 +83,15 @@ def write_rollouts(
     path = rollout_path(run, step)
     path.parent.mkdir(exist_ok=True)
     with atomic_path(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
     return path
 
 
 def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
-    """The rollouts of a step, groups and samples in order. Raises RunDirectoryError if not stored, or damaged."""
+    """The rollouts of a step, groups and samples in order. Raises RunDirectoryError if not stored, or damaged.
+
+    Each page has a checksum, which is verified: a flipped bit would else be another reward or token that still reads well.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,10 +101,16 @@ def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
         fix = f"choose one of the {len(steps)} stored steps, {steps[0]} to {steps[-1]}" if steps else "none are stored"
         raise RunDirectoryError(f"no rollouts of step {step}", where=str(run.path), fix=fix)
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise RunDirectoryError(f"cannot be read: {error}", where=str(path)) from error
-    return [_from_row(row) for row in table.to_pylist()]
+        with os.fdopen(open_plain(path), "rb") as file:
+            table = pq.read_table(file, page_checksum_verification=True, partitioning=None)
+        if table.schema.remove_metadata() != _schema():
+            raise ValueError(f"its columns are not those of rollouts: {', '.join(table.schema.names)[:200]}")
+        return [_from_row(row) for row in table.to_pylist()]
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunDirectoryError(
+            f"cannot be read: {reason}", where=str(path), fix="restore it from a copy, or remove it to do without it"
+        ) from error
 
 
 def _row(rollout: Rollout, advantage: float) -> dict[str, object]:
@@ -130,8 +139,9 @@ def _row(rollout: Rollout, advantage: float) -> dict[str, object]:
 
 def _from_row(row: Mapping[str, Any]) -> RolloutRow:
     lists = {name: tuple(row[name]) for name in ("prompt_ids", "ids", "logprobs", "trained")}
-    metrics = {name: number(value) for name, value in json.loads(row["metrics"]).items()}
-    return RolloutRow(**{**row, **lists, "messages": tuple(json.loads(row["messages"])), "metrics": metrics})
+    metrics = {name: number(value) for name, value in parse_json(row["metrics"]).items()}
+    messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in parse_json(row["messages"]))
+    return RolloutRow(**{**row, **lists, "messages": messages, "metrics": metrics})
 
 
 def _schema() -> pa.Schema:

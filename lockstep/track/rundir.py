@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from lockstep.errors import RunDirectoryError
 from lockstep.track.facts import manifest_facts
-from lockstep.track.files import remove_temporary, write_atomic
+from lockstep.track.files import read_plain, remove_temporary, require_plain, write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.lock import Holder, Lock
 
@@ -25,6 +27,8 @@ FORMAT = 1
 """Of the layout; a directory of a newer format is refused."""
 LOCK, MANIFEST = "run.lock", "manifest.json"
 FOLDERS = ("rollouts", "scores", "checkpoints")
+FOREIGN = frozenset({"wandb", "tensorboard"})
+"""Folders of trackers, which nothing here reads; W&B keeps links in its own."""
 UNFINISHED = {LOCK, "recipe.yaml"}
 """What a creation that was killed may have left, besides empty folders; manifest.json is written last."""
 
@@ -66,9 +70,13 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run, to read. Raises RunDirectoryError if there is none that this version reads."""
+        """An existing run, to read.
+
+        Raises RunDirectoryError if there is none that this version reads, or a link or a pipe is among its files.
+        """
         path = Path(path)
         manifest = _read_manifest(path)
+        require_plain(path, skip=FOREIGN)
         return cls(path, None, attempt=len(manifest["attempts"]))
 
     @classmethod
@@ -78,7 +86,7 @@ class RunDirectory:
         Removes what interrupted writes left. Raises as `open`, and RunLockedError if another process writes there.
         """
         path = Path(path)
-        _read_manifest(path)
+        cls.open(path)
         lock = Lock(path / LOCK)
         try:
             current = _read_manifest(path)
@@ -136,9 +144,11 @@ class RunDirectory:
     def recipe_yaml(self) -> str:
         """The resolved recipe. Raises RunDirectoryError if it is gone."""
         try:
-            return self.recipe_path.read_text(encoding="utf-8")
+            return read_plain(self.recipe_path).decode()
         except OSError as error:
             raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(self.recipe_path)) from error
+        except UnicodeDecodeError as error:
+            raise RunDirectoryError("is not UTF-8", where=str(self.recipe_path)) from error
 
     def replace_recipe(self, recipe_yaml: str) -> None:
         """Put another resolved recipe in its place."""
@@ -187,6 +197,41 @@ class RunDirectory:
         write_atomic(self.manifest_path, dumps(manifest, indent=2) + "\n")
 
 
+class _Code(BaseModel):
+    commit: str | None = None
+    changed_files: int | None = None
+    why: str | None = None
+
+
+class _Gpu(BaseModel):
+    name: str
+    memory_gib: float
+
+
+class _Parent(BaseModel):
+    run: str
+    step: int
+    fingerprint: str
+    parent: _Parent | None = None
+
+
+class _Manifest(BaseModel):
+    """The types of those entries of manifest.json that are read again; it may have others."""
+
+    format: int
+    attempts: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    recipe: str | None = None
+    cwd: str | None = None
+    command: list[str] | None = None
+    formula: str | None = None
+    template_hash: str | None = None
+    code: _Code | None = None
+    cpu: dict[str, Any] | None = None
+    gpu: list[_Gpu] | None = None
+    packages: dict[str, Any] | None = None
+    parent: _Parent | None = None
+
+
 def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:
     """What may differ between the processes of one run; the rest stands once at the top of the manifest."""
     kept = facts if number > 1 else {key: facts[key] for key in ("time", "host", "pid", "command") if key in facts}
@@ -211,7 +256,7 @@ def _refuse_existing(path: Path) -> None:
 
 
 def _is_unfinished(entry: Path) -> bool:
-    if entry.name in FOLDERS and entry.is_dir():
+    if entry.name in FOLDERS and entry.is_dir() and not entry.is_symlink():
         return not any(entry.iterdir())
     return entry.name in UNFINISHED or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
 
@@ -225,8 +270,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
         raise RunDirectoryError("is not a run directory: it has no manifest.json", where=str(path), fix=fix)
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int) or not manifest.get("attempts"):
-        raise RunDirectoryError("is not a manifest of Lockstep", where=str(path / MANIFEST))
+    try:
+        _Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"is not a manifest of Lockstep: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise RunDirectoryError(what, where=str(path / MANIFEST), fix="restore it from a copy") from error
+    assert isinstance(manifest, dict)  # or it would not have been valid
     if manifest["format"] > FORMAT:
         what = f"has format {manifest['format']}; this version reads up to {FORMAT}"
         raise RunDirectoryError(what, where=str(path), fix="update lockstep")

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from lockstep.config.schema import Track
 from lockstep.errors import ConfigError
+from lockstep.track.files import read_plain, write_atomic
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Metrics, Tracker
 
@@ -108,11 +109,11 @@ class Wandb:
         identity = run.path / "wandb" / "run_id"
         identity.parent.mkdir(exist_ok=True)
         if not identity.exists():
-            identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+            write_atomic(identity, uuid.uuid4().hex[:12])
         options: dict[str, Any] = {
             "project": track.project,
             "name": run_name,
-            "id": identity.read_text(encoding="utf-8"),
+            "id": read_plain(identity).decode(),
             "resume": "allow" if run.attempt > 1 else None,
             "dir": str(run.path),
             "tags": track.tags or None,

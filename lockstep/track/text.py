@@ -1,23 +1,13 @@
-"""Text of unknown origin (model replies, file names) made safe to show."""
+"""Lines and tables of text that is safe to show, whatever its origin."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
 
-KEPT = {"\n", "\t"}
-HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Unicode categories that a terminal may act on, or that do not show: controls, direction marks, surrogates, …"""
+from lockstep.text import visible
 
-
-def visible(text: str) -> str:
-    """The text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
-
-    Newlines and tabs stay; so do all letters, marks and emoji of any script.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(c if c in KEPT or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+__all__ = ["cell_width", "one_line", "plain_table", "visible"]
 
 
 def one_line(text: str, width: int = 0) -> str:
@@ -41,10 +31,6 @@ def cell_width(text: str) -> int:
     """Columns that the text takes in a terminal: wide characters take two, combining marks none."""
     wide = {"W", "F"}
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in wide else 1 for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _pad(cell: str, width: int, right: bool) -> str:

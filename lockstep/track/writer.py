@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.errors import RunDirectoryError
-from lockstep.track.jsonl import JsonlFile, number, read_jsonl, strict
+from lockstep.track.jsonl import JsonlFile, Prefix, number, read_jsonl, strict
 from lockstep.track.rollouts import RolloutRow, read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Probe, Proof
@@ -19,15 +21,29 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _timed(text: str) -> str:
+    """Raises ValueError for what is no time of a time zone."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without its zone")
+    return text
+
+
+def _read_number(value: object) -> float:
+    try:
+        return number(value)
+    except (TypeError, OverflowError) as error:  # pydantic passes on ValueError alone
+        raise ValueError(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """The numbers of one step. Step 0 is the base model: evaluated, not trained."""
 
     step: int
     attempt: int
-    time: str
+    time: Annotated[str, AfterValidator(_timed)]
     """UTC, with milliseconds."""
-    metrics: dict[str, float]
+    metrics: dict[str, Annotated[float, BeforeValidator(_read_number)]]
     """By the names of `lockstep metrics list`."""
     proof: dict[str, Any] | None = None
     """lockstep.types.Proof in terms of JSON; `proof_from_json` reads it back."""
@@ -37,12 +53,17 @@ class StepRecord:
 class Event:
     """Something that happened. Example: Event("…", 2, "lock_taken_over", None, "process 4711 on node7 died", {})"""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     time: str
     attempt: int
     kind: str
     step: int | None
     message: str
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+_STEP, _EVENT = TypeAdapter(StepRecord), TypeAdapter(Event)
 
 
 class RunWriter:
@@ -67,15 +88,20 @@ class RunWriter:
                 self.event("torn_line", message, file=name, bytes=file.torn)
 
     def step(self, step: int, metrics: Mapping[str, float], proof: Proof | None = None) -> StepRecord:
-        """Append one row and return it; it is on disk then. Raises OSError; TypeError for a value that is no number."""
+        """Append one row and return it; it is on disk then. Raises StorageError; TypeError for a value that is no number."""
         values = {name: _as_float(name, value) for name, value in metrics.items()}
         shown = None if proof is None else {**strict(proof), "passed": proof.passed}
         record = StepRecord(step, self._attempt, _now(), values, shown)
         self._metrics.append(asdict(record))
         return record
 
+    @property
+    def rows(self) -> Prefix:
+        """All rows so far, for a checkpoint to remember."""
+        return self._metrics.prefix
+
     def event(self, kind: str, message: str = "", *, step: int | None = None, **facts: object) -> Event:
-        """Append one event; `facts` are whatever JSON can hold. Raises OSError, TypeError."""
+        """Append one event; `facts` are whatever JSON can hold. Raises StorageError, TypeError."""
         event = Event(_now(), self._attempt, kind, step, message, strict(facts))
         self._events.append(asdict(event))
         return event
@@ -99,11 +125,11 @@ def read_metrics(run: RunDirectory) -> list[StepRecord]:
     rows: list[StepRecord] = []
     for index, row in enumerate(read_jsonl(run.metrics_path), start=1):
         try:
-            metrics = {name: number(value) for name, value in row["metrics"].items()}
-            rows.append(StepRecord(int(row["step"]), int(row["attempt"]), str(row["time"]), metrics, row["proof"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            where = f"{run.metrics_path}:{index}"
-            raise RunDirectoryError(f"is not a row of metrics: {error!r}", where=where) from error
+            rows.append(_STEP.validate_python(row))
+            if rows[-1].proof is not None:
+                proof_from_json(rows[-1].proof)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _not_a("row of metrics", f"{run.metrics_path}:{index}", error) from error
     return lineage(rows)
 
 
@@ -131,9 +157,9 @@ def read_events(run: RunDirectory) -> list[Event]:
     events: list[Event] = []
     for index, row in enumerate(read_jsonl(run.events_path), start=1):
         try:
-            events.append(Event(**row))
-        except TypeError as error:
-            raise RunDirectoryError(f"is not an event: {error!r}", where=f"{run.events_path}:{index}") from error
+            events.append(_EVENT.validate_python(row))
+        except ValidationError as error:
+            raise _not_a("event", f"{run.events_path}:{index}", error) from error
     return events
 
 
@@ -151,6 +177,14 @@ def proof_from_json(row: Mapping[str, Any]) -> Proof:
         probe=None if probe is None else Probe(int(probe["tokens"]), *(number(probe[key]) for key in kept)),
         seconds=number(row["seconds"]),
     )
+
+
+def _not_a(noun: str, where: str, error: Exception) -> RunDirectoryError:
+    reason = repr(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return RunDirectoryError(f"is no {noun}: {reason}", where=where, fix="restore the file from a copy")
 
 
 def _merge(before: StepRecord, after: StepRecord) -> StepRecord:

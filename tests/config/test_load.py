@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,9 @@ def test_keys_of_free_mappings_may_be_numbers() -> None:
     task = load(["task.settings.0=a", "task.settings.0=b"]).task
     assert isinstance(task, ReasoningGymTask)
     assert task.settings == {"0": "b"}
+
+
+def test_a_pipe_as_recipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(ConfigError, match="no plain file"):
+        load([str(tmp_path / "recipe.yaml")])

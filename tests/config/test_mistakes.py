@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from lockstep.config.help import groups
-from lockstep.config.load import load, load_mapping
+from lockstep.config.load import dump, load, load_mapping
 from lockstep.config.mistakes import ELSEWHERE, OURS
 from lockstep.config.schema import NumericVerifier, PythonVerifier, Recipe
 from lockstep.errors import ConfigError
@@ -293,3 +293,31 @@ def test_a_source_of_the_wrong_form_names_the_right_one() -> None:
 def test_a_run_takes_one_gpu_and_no_recipe_asks_for_more():
     assert mistakes("device=cuda:1") == ['device = "cuda:1": must be auto or cpu or cuda; did you mean cuda?']
     assert mistakes("gpus=2") == ["gpus = 2: no such setting"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://judge.example/v1?key=HUSH", "https://judge.example/v1?v=2&api-key=HUSH", "http://me:HUSH@judge/v1",
+        "https://a/b?X-Amz-Signature=HUSH", "https://a/b?sig=HUSH&x=1", "https://a/#access_token=HUSH",
+        "https://a/b?accessKey=HUSH", "hf://user:HUSH@datasets/a/b",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("setting", ["task.verifier.url", "task.data.source"])
+def test_a_secret_in_an_address_is_refused_and_not_repeated(setting: str, address: str) -> None:
+    judge = ["task={kind: file, data: a.jsonl, verifier: {kind: judge, url: 'http://judge/v1', model: m}}"]
+    with pytest.raises(ConfigError, match=setting) as caught:
+        load([*judge, f"{setting}={address}"])
+    assert "HUSH" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["https://judge.example/v1?api-version=2&keyword=a&design=b", "http://localhost:8000/v1?key="]
+)
+def test_an_address_without_a_secret_is_taken(address: str) -> None:
+    recipe = load([f"task={{kind: file, data: a.jsonl, verifier: {{kind: judge, url: '{address}', model: m}}}}"])
+    assert address in dump(recipe)
+
+
+def test_a_text_that_speaks_of_keys_is_no_address() -> None:
+    load(["chat.system=Call https://host/v1?key=YOURS to look it up."])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,29 @@ def test_a_folder_laid_out_like_a_hub_data_set(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_files_of_a_split_by_their_names(names: list[str], split: str | None, chosen: list[str]) -> None:
     assert list(choose_files(names, "", Data(source="a/b", split=split), "here")) == chosen
+
+
+LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    "front",
+    [LAUGHS + "configs:\n- config_name: *j\n  data_files: main/*\n", "configs: " + "[" * 5000, "configs: {a: 1\n"],
+    ids=["aliases", "nested", "torn"],
+)
+def test_configs_of_a_card_that_cannot_be_read_are_refused(front: str) -> None:
+    """With other files in their place the run would train on other data; aliases unfold into gigabytes."""
+    with pytest.raises(DataError, match=r"configs of its data card cannot be read: README\.md:\d+: (.|\n)* hf://"):
+        choose_files(["main/train.jsonl"], f"---\n{front}\n---\n", Data(source="a/b"), "data")
+
+
+def test_the_card_of_many_empty_lines_is_read_at_once() -> None:
+    assert choose_files(["a.jsonl"], "---" + "\n" * 1_000_000, Data(source="a/b"), "data") == ("a.jsonl",)
+
+
+def test_a_pipe_among_data_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"train\.jsonl: is no plain file"):
+        open_rows(Data(source=str(tmp_path)), where="data").prompts()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -191,3 +193,24 @@ def test_any_text_is_a_source_or_refused_with_a_reason(text):
     except (ValidationError, DataError) as error:
         said = str(error)
     assert "Value error" in said or "to fix: " in said
+
+
+UNFOLD = """
+import resource, sys
+from pathlib import Path
+from lockstep.data.sources import read_rows
+from lockstep.errors import DataError
+import psutil, pyarrow.parquet
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (3 << 30), -1))
+print(sum(len(row.values["prompt"]) for row in read_rows(Path(sys.argv[1]))))
+"""
+
+
+def test_a_parquet_file_of_a_kilobyte_does_not_unfold_into_gigabytes(tmp_path):
+    """One value of 9 MB stands in its dictionary, and a thousand rows name it."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 9_000_000]))
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"prompt": column}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    done = subprocess.run([sys.executable, "-c", UNFOLD, str(path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "9000000000\n", done.stderr

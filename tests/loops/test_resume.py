@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from lockstep.errors import (
     DataError,
     EvaluationError,
     Interrupted,
+    RunDirectoryError,
     RunLockedError,
 )
 from lockstep.evaluate.records import read_score, score_path
@@ -37,6 +39,7 @@ from tests.loops.runs import (
     terminate_in,
     trained,
     weights,
+    words,
     write_held,
 )
 
@@ -121,12 +124,124 @@ def test_a_finished_run_resumes_to_itself(tmp_path: Path, tiny_model_dir: Path) 
     assert (weights(again, 3), numbers(again)) == before
 
 
-def test_an_edited_recipe_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
-    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, step=2)
+@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(r"\n  lr: .*\n", "\n  lr: 0.5\n"), (r"\nseed: 5\n", "\nseed: 6\n"), (r"\nsteps: 3\n", "\nsteps: 4\n")],
+)
+def test_an_edited_recipe_is_refused_before_the_first_checkpoint_too(
+    tmp_path: Path, tiny_model_dir: Path, old: str, new: str, checkpoints: bool
+) -> None:
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, step=1)
+    if not checkpoints:
+        shutil.rmtree(path / "checkpoints")
+        (path / "events.jsonl").unlink()
     text = (path / "recipe.yaml").read_text()
-    (path / "recipe.yaml").write_text(re.sub(r"\n  lr: .*\n", "\n  lr: 0.5\n", text))
-    with pytest.raises(CheckpointError, match="saved under another recipe"):
+    (path / "recipe.yaml").write_text(re.sub(old, new, text))
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"recipe\.yaml: was edited after the run began"):
         resume_run(path)
+    assert (path / "manifest.json").read_bytes() == before, "the refused resume counts as no attempt"
+    (path / "recipe.yaml").write_text(text)
+    assert resume_run(path, ["health.clipping=off"]).path == path
+
+
+CHANGES = {
+    "shortened": lambda lines: lines[:-3],
+    "gone": lambda lines: [],
+    "a row less": lambda lines: [line for line in lines if '"step": 1,' not in line],
+    "another number": lambda lines: [re.sub(r'"reward/mean": [0-9.]+', '"reward/mean": 0.125', one) for one in lines],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_that_are_not_those_that_were_written_are_refused(
+    tmp_path: Path, tiny_model_dir: Path, change: str
+) -> None:
+    path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "save.keep_best=reward/mean", "save.keep_last=1", step=2)
+    file = path / "metrics.jsonl"
+    content, kept = file.read_text(), sorted((path / "checkpoints").iterdir())
+    changed = "".join(CHANGES[change](content.splitlines(keepends=True)))
+    assert changed != content
+    file.write_text(changed)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: does not hold the rows .* up to step 2") as caught:
+        resume_run(path)
+    assert f"warm_start={path}/checkpoints/step_000002" in caught.value.fix
+    assert sorted((path / "checkpoints").iterdir()) == kept
+    file.write_text(content)
+    assert resume_run(path).path == path
+
+
+def test_the_best_checkpoint_is_known_from_the_state(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Rows that came after a checkpoint are not of the weights that a resume goes on with, and cannot be the best."""
+    keep = (NO_EVAL, "save.keep_best=reward/mean", "save.keep_last=1", "steps=4")
+    unbroken = trained(tmp_path, tiny_model_dir, *keep, "name=unbroken")
+    path = stopped(tmp_path, tiny_model_dir, *keep, step=2)
+    with RunDirectory.open(path).metrics_path.open("a") as file:  # a killed attempt had come further
+        row = {"step": 3, "attempt": 1, "time": "2026-01-01T00:00:00Z", "metrics": {"reward/mean": 9.0}, "proof": None}
+        file.write(json.dumps(row) + "\n")
+    run = resume_run(path)
+    assert same(run, unbroken, 4)
+    there = [[info.step for info in list_checkpoints(one.path)] for one in (run, unbroken)]
+    assert there[0] == there[1]
+
+
+FILLS_THE_DISK = '''
+
+import shutil
+
+
+def fills(prompt, reply):
+    """Fill the disk of the run once its first step is logged."""
+    runs = Path(__file__).parent / "runs"
+    small = shutil.disk_usage(runs).total < 1 << 30  # ours, and never the machine's
+    if small and "  step 1/" in (runs / "run" / "log.txt").read_text() and not (runs / "filler").exists():
+        with open(runs / "filler", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 20)):
+                    pass
+            except OSError:
+                pass
+    return grade(prompt, reply)
+'''
+
+
+def test_a_disk_that_fills_up_in_a_run_is_told_and_the_run_goes_on_later(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A 300 MiB file system of our own, in a user namespace where that is allowed."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    settings = (NO_EVAL, f"task.verifier.path={tmp_path}/grader.py:fills")
+    arguments = words(tmp_path, tiny_model_dir, *settings)
+    with (tmp_path / "grader.py").open("a") as file:
+        file.write(FILLS_THE_DISK)
+    (tmp_path / "runs").mkdir()
+    script = """
+        mount -t tmpfs -o size=300m tmpfs "$0/runs" || exit 99
+        "$@"; code=$?
+        rm "$0/runs/filler" && cp -r "$0/runs/run" "$0/copy"; exit $code
+    """
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        script,
+        str(tmp_path),
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 6, done.stderr
+    assert re.search(
+        r"lockstep: \S+/runs/run/\S+: cannot be written: No space left on device; [0-9.]+ MiB are", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    (tmp_path / "copy").rename(tmp_path / "runs" / "run")
+    run = resume_run(tmp_path / "runs" / "run")
+    assert same(run, trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken"), 3)
 
 
 def test_another_base_model_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,14 @@ from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import RunWriter, StepRecord
 from tests.evaluate.scores import score
 from tests.track.runs import FACTS, HOSTILE, RECIPE, finished_run, group, metrics, proof, write_steps
+
+LAUGHS = (
+    "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n"
+    + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghij")
+    )
+    + "name: *j\n"
+)
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 OPTIONAL_END = {"li", "p", "td", "tr", "th"}
@@ -258,3 +267,19 @@ def test_hostile_text_in_every_place_stays_text(tmp_path: Path) -> None:
     assert "script" not in page.tags
     assert "img" not in page.tags
     assert "<script>, step 1: 0.5" in page.text
+
+
+@pytest.mark.parametrize("text", [LAUGHS, "a: [" * 5000, "- 1\n", ""], ids=["aliases", "nested", "a list", "empty"])
+def test_a_stored_recipe_that_is_none_is_a_note_on_the_page(tmp_path: Path, text: str) -> None:
+    path = finished_run(tmp_path / "run", steps=13)
+    (path / "recipe.yaml").write_text(text)
+    assert "recipe.yaml is not a recipe of this version" in Page(write_report(path).read_text()).text
+
+
+def test_a_page_shows_what_a_resume_refuses(tmp_path: Path) -> None:
+    """Scores with a link in their place are not read from elsewhere."""
+    path = finished_run(tmp_path / "run", steps=13)
+    (path / "report.html").symlink_to(tmp_path / "diary.txt")
+    with pytest.raises(RunDirectoryError, match=r"report\.html: is a symbolic link"):
+        write_report(path)
+    assert not (tmp_path / "diary.txt").exists()

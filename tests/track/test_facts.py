@@ -62,6 +62,8 @@ def test_outside_of_git_the_reason_is_recorded(tmp_path: Path) -> None:
         (["task.path=https://me:pw@host/x.jsonl"], ["task.path=https://***@host/x.jsonl"]),
         (["--token", "--resume"], ["--token", "--resume"]),
         (["train", "recipe.yaml", "seed=1"], ["train", "recipe.yaml", "seed=1"]),
+        (["a.url=https://judge/v1?v=2&api_key=hush#x"], ["a.url=https://judge/v1?v=2&api_key=***#x"]),
+        (["https://me:hush@host/a"], ["https://***@host/a"]),
     ],
 )
 def test_secrets_on_the_command_line_are_masked_and_settings_are_not(words: list[str], shown: list[str]) -> None:

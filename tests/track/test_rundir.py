@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import RunDirectoryError, RunLockedError
+from lockstep.errors import RunDirectoryError, RunLockedError, StorageError
 from lockstep.track.files import atomic_path, write_atomic
 from lockstep.track.rundir import RunDirectory
 from tests.track.runs import FACTS, RECIPE
@@ -151,7 +151,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
             temporary.write_text('{"a"')
             (tmp_path / "missing").read_text()
 
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StorageError, match="No such file"):
         write_half()
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]

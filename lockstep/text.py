@@ -1,0 +1,49 @@
+"""Text of unknown origin (model replies, file names) made safe to show."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from urllib.parse import parse_qsl, urlsplit
+
+KEPT = {"\n", "\t"}
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories that a terminal may act on, or that do not show: controls, direction marks, surrogates, …"""
+
+_SECRET = r"(?:[\w.-]{0,200}[-_.])?(?:(?:api|access)?[-_]?key|\w{0,20}token|secret|passwd|password|pwd|credentials?|auth|authorization|sig|signature)"
+SECRET_NAME = re.compile(rf"(?i){_SECRET}")
+"""Whole names of settings, options and query fields whose values are not to be shown."""
+_IN_ADDRESS = re.compile(rf"(?i)(://)[^/?#@\s]+(?=@)|([?&;#]{_SECRET}=)[^&;#\s\"']+")
+
+
+def secret_in(text: str) -> str:
+    """The name of what looks like a secret in an address (scheme://…): a query field, or a password; "" if nothing does."""
+    if not re.match(r"[A-Za-z][\w+.-]*://\S+$", text):
+        return ""
+    try:
+        parts = urlsplit(text)
+    except ValueError:  # no address after all
+        return ""
+    if "@" in parts.netloc:
+        return "user and password"
+    fields = parse_qsl(f"{parts.query}&{parts.fragment}")
+    return next((name for name, value in fields if value and SECRET_NAME.fullmatch(name)), "")
+
+
+def hide_secrets(text: str) -> str:
+    """The text with the secrets in its addresses replaced by ***."""
+    return _IN_ADDRESS.sub(lambda found: f"{found[1] or found[2]}***", text)
+
+
+def visible(text: str) -> str:
+    """The text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
+
+    Newlines and tabs stay; so do all letters, marks and emoji of any script.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in KEPT or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
