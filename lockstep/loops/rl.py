@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
+from lockstep.loops.checks import check_grading
 from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.precision import probe_lines
-from lockstep.loops.preflight import check_grading
 from lockstep.loops.sampling import draw_groups, round_prompts, spread
 from lockstep.loops.step_metrics import rollout_metrics
 from lockstep.loops.update import improve

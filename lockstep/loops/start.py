@@ -25,8 +25,8 @@ from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
 from lockstep.loops import sft
+from lockstep.loops.checks import check_purity, questions_hash, require_same_data, require_unchanged
 from lockstep.loops.precision import numerics_lines
-from lockstep.loops.preflight import check_purity, questions_hash, require_same_data, require_unchanged
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.schema import Recipe
 from lockstep.errors import HealthStop, TaskError
-from lockstep.loops.preflight import check_grading, check_purity
+from lockstep.loops.checks import check_grading, check_purity
 from lockstep.tasks.build import build_task
 from lockstep.tasks.file import FileRows
 from lockstep.track.writer import read_metrics
