@@ -120,8 +120,10 @@ def limit_requests(engine: Any, lengths: Sequence[int]) -> None:
     original = engine.submit
 
     def submit(self: Any, requests: Sequence[Any]) -> None:
-        limited = zip(requests, lengths, strict=True)
-        original(self, [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r, tokens in limited])
+        if len(requests) == len(lengths):  # others are of the checks before a run
+            limited = zip(requests, lengths, strict=True)
+            requests = [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r, tokens in limited]
+        original(self, requests)
 
     engine.submit = submit
 
