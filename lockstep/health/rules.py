@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "unscored", "reward/unscored", "above", "fixed",
         "the grader fails on part of the replies, and what is left is no fair sample of them",
-        "the `error` column of the rollouts says why; mend the verifier", "proposal",
+        "the `error` column of the rollouts says why; fix the verifier", "proposal",
     ),
     Rule(
         "reward_flat", "advantage/nonzero", "below", "fixed",

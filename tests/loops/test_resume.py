@@ -311,7 +311,7 @@ def test_a_run_does_not_go_on_over_other_data(tmp_path: Path, tiny_model_dir: Pa
     data = tmp_path / "sums.jsonl"
     before = data.read_text()
     data.write_text(before.replace("State the final answer", "Say"))
-    with pytest.raises(DataError, match="its questions are others than when the run began"):
+    with pytest.raises(DataError, match="the training prompts changed since the run started"):
         resume_run(path)
     data.write_text(before)
     assert resume_run(path).path == path

@@ -356,5 +356,5 @@ def test_a_resume_over_other_rows_is_refused(tmp_path: Path, tiny_model_dir: Pat
     run = sft_runs.trained(tmp_path, tiny_model_dir, *NO_EVAL)
     data = tmp_path / "rows.jsonl"
     data.write_text(data.read_text().replace("3", "4"))
-    with pytest.raises(DataError, match="its rows are others than when the run began"):
+    with pytest.raises(DataError, match="the training rows changed since the run started"):
         resume_run(run.path)
