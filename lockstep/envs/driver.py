@@ -30,7 +30,7 @@ from lockstep.types import (
     TokenIds,
     Turn,
 )
-from lockstep.verifiers.async_grading import Grading
+from lockstep.verifiers.beside import Grading
 
 WAIT_SECONDS = 1.0
 """How long is waited for an environment or a grade at a time, while the engine has nothing to do."""

@@ -30,7 +30,7 @@ from lockstep.types import (
     Score,
     Task,
 )
-from lockstep.verifiers.async_grading import Grading
+from lockstep.verifiers.beside import Grading
 
 
 def evaluate(

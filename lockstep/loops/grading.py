@@ -8,7 +8,7 @@ from types import TracebackType
 
 from lockstep.chat.chat import ChatFormat
 from lockstep.types import Completion, Group, Metrics, Prompt, Rollout, Task
-from lockstep.verifiers.async_grading import Grading
+from lockstep.verifiers.beside import Grading
 
 
 class Grader:

@@ -11,7 +11,7 @@ from lockstep.envs.driver import Ask, Played, PlayedTask, play
 from lockstep.loops.journal import Clock
 from lockstep.loops.rollouts import sampling_of
 from lockstep.types import Group, Metrics, Prompt, Rollout, RolloutEngine
-from lockstep.verifiers.async_grading import Grading
+from lockstep.verifiers.beside import Grading
 
 
 def play_groups(

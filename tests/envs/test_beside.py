@@ -15,8 +15,8 @@ from lockstep.evaluate import EvalPlan, evaluate
 from lockstep.tasks.build import build_task
 from lockstep.tasks.mixed import Mixed
 from lockstep.types import Grade, Prompt, Turn
-from lockstep.verifiers.async_grading import Grading
 from lockstep.verifiers.base import keep_in, workers_for, workers_of
+from lockstep.verifiers.beside import Grading
 from tests.chat.toy_tokenizers import chatml
 from tests.envs.played import asks, chat_of, engine_of
 from tests.evaluate.scores import PROOF

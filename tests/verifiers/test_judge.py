@@ -20,8 +20,8 @@ from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.evaluate.plan import verifier_label
 from lockstep.types import Prompt
-from lockstep.verifiers.async_grading import Grading
 from lockstep.verifiers.base import keep_in
+from lockstep.verifiers.beside import Grading
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.endpoint import _retry_after
 from lockstep.verifiers.judge import Judge, holds_verdict, objects, read_verdict

@@ -1,4 +1,4 @@
-"""Grade replies in the background while the engine samples the next ones.
+"""Grading beside other work: replies are graded while the engine samples the next ones.
 
 A grader that works in processes of its own is called from a few threads, which only wait for it; any other grades at once, where
 it is asked. A grade depends on the prompt and the reply alone, so it is the same in whatever order replies come.

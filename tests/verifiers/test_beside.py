@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EngineError, TaskError
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.async_grading import Grading
+from lockstep.verifiers.beside import Grading
 
 PROMPTS = [Prompt(f"p/{i}", (), str(i)) for i in range(6)]
 
