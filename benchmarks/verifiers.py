@@ -29,8 +29,8 @@ import psutil  # noqa: E402
 from lockstep.config import schema  # noqa: E402
 from lockstep.types import Prompt  # noqa: E402
 from lockstep.verifiers.base import Verifier  # noqa: E402
+from lockstep.verifiers.exact import Numeric  # noqa: E402
 from lockstep.verifiers.expression import Expression  # noqa: E402
-from lockstep.verifiers.numeric import Numeric  # noqa: E402
 from tests.verifiers.hostile import cases  # noqa: E402
 from tests.verifiers.pairs import Pair, pairs  # noqa: E402
 

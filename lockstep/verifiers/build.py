@@ -9,14 +9,13 @@ from lockstep.verifiers.base import Verifier
 from lockstep.verifiers.choice import Choice
 from lockstep.verifiers.code import Code
 from lockstep.verifiers.composite import Composite, WeightedPart
+from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.expression import Expression
 from lockstep.verifiers.judge import Judge
-from lockstep.verifiers.numeric import Numeric
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.regex import Regex, compile_pattern
 from lockstep.verifiers.sets import UnorderedSet
 from lockstep.verifiers.structured import StructuredJson
-from lockstep.verifiers.text import Text
 
 
 def build_verifier(settings: schema.Verifier) -> Verifier:

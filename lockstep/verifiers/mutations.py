@@ -17,15 +17,14 @@ from lockstep.verifiers.base import Verifier
 from lockstep.verifiers.choice import Choice
 from lockstep.verifiers.code import Code
 from lockstep.verifiers.composite import Composite
+from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.expression import Expression, spelling
 from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.normalise import close, normalise_text, parse_number
-from lockstep.verifiers.numeric import Numeric
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.regex import Regex
 from lockstep.verifiers.sets import UnorderedSet, split_items
 from lockstep.verifiers.structured import StructuredJson, read_json, same
-from lockstep.verifiers.text import Text
 
 COUNT = 20
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

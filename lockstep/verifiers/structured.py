@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 
 from lockstep.errors import TaskError
@@ -131,6 +131,20 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key comes twice")
     return found
+
+
+def load_schema(wanted: dict[str, Any]) -> Callable[[Any], object]:
+    """Load what answers calls in a worker: whether a value fits the schema, which may take exponential work.
+
+    Nothing is fetched: a reference to another document is an error. Raises TaskError if the schema is none, or jsonschema is
+    not installed.
+    """
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    check_schema(wanted)
+    validator = validator_for(wanted)(wanted, registry=Registry())
+    return lambda value: bool(validator.is_valid(value))
 
 
 def check_schema(wanted: dict[str, Any]) -> None:

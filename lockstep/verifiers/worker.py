@@ -209,9 +209,9 @@ def _load(work: dict[str, Any]) -> tuple[Handler, Path | None]:
 
             return symbolic.load(), None
         case "json":
-            from lockstep.verifiers import json_worker
+            from lockstep.verifiers import structured
 
-            return json_worker.load(work["schema"]), None
+            return structured.load_schema(work["schema"]), None
         case "python":
             from lockstep.verifiers import python
 

@@ -14,7 +14,7 @@ from lockstep.tasks.build import build_task
 from lockstep.tasks.file import FileRows
 from lockstep.track.writer import read_metrics
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.numeric import Numeric
+from lockstep.verifiers.exact import Numeric
 from tests.loops.runs import NO_EVAL, recipe, trained
 
 TASK = """

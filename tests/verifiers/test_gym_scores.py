@@ -95,7 +95,7 @@ def scores_are_those_of_the_data_set(dataset: str) -> None:
             except Exception:
                 ours = -1.0
             theirs = scorer().score(dataset, "{}", answer, item)
-            assert theirs == ours or (isinstance(theirs, str) and not 0 <= ours <= 1), (answer, ours, theirs)
+            assert theirs == ours or (isinstance(theirs, str) and ours < 1), (answer, ours, theirs)  # or a limit
 
 
 @pytest.mark.parametrize("dataset", SAME)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.types import Prompt
 from lockstep.verifiers.base import Verifier
-from lockstep.verifiers.numeric import Numeric
-from lockstep.verifiers.text import Text
+from lockstep.verifiers.exact import Numeric, Text
 
 PROMPT = Prompt("t/1", ({"role": "user", "content": "?"},), "42")
 N = 10**5

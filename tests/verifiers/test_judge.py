@@ -6,6 +6,7 @@ import datetime
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,8 @@ from pydantic import ValidationError
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.evaluate.plan import verifier_label
-from lockstep.rollout.grading import Grading
 from lockstep.types import Prompt
-from lockstep.verifiers.base import keep_in
+from lockstep.verifiers.base import CANCEL, keep_in
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.endpoint import _retry_after
 from lockstep.verifiers.judge import Judge, holds_verdict, objects, read_verdict
@@ -251,14 +251,14 @@ def test_lines_that_are_no_verdicts_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("mode", ["hang", "continue", "later_date"])
-def test_leaving_ends_requests_and_waits_at_once(server: Server, mode: str) -> None:
-    judge = server.judge(seconds=600, patience_seconds=3000)
-    with Grading(judge) as grading:
-        for number in range(12):
-            grading.submit(str(number), PROMPT, f"mode:{mode} {number}")
+def test_requests_and_waits_end_when_nobody_wants_the_grade(server: Server, mode: str) -> None:
+    judge, cancel = server.judge(seconds=600, patience_seconds=3000), threading.Event()
+    with ThreadPoolExecutor(12, initializer=CANCEL.set, initargs=(cancel,)) as pool:
+        grades = [pool.submit(judge.grade, PROMPT, f"mode:{mode} {number}") for number in range(12)]
         while not server.asked(mode):
             time.sleep(0.05)
-    assert "cancelled" in (grading.grade("0").error or "")
+        cancel.set()
+    assert all("cancelled" in (grade.result().error or "") for grade in grades)
 
 
 def test_no_more_requests_at_once_than_allowed(server: Server) -> None:

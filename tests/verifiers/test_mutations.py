@@ -12,12 +12,11 @@ from pydantic import TypeAdapter
 from lockstep.config import schema
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.build import build_verifier
+from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.mutations import COUNT, right_reply, wrong_replies
 from lockstep.verifiers.normalise import normalise_text
-from lockstep.verifiers.numeric import Numeric
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.selftest import oddities, self_test
-from lockstep.verifiers.text import Text
 
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"kind": "numeric"}, ["42", "0", "-3/4", "1", "0.5", "1e3", "50\\%", "-1", "1000000"]),

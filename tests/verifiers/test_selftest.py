@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers.numeric import Numeric
+from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.selftest import self_test
-from lockstep.verifiers.text import Text
 
 
 def ask(answer: str) -> Prompt:
