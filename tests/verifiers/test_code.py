@@ -85,6 +85,8 @@ ENDS = {
     "    [t.start() for t in ts]\n    [t.join() for t in ts]\n    time.sleep(600)\n",
     "daemonises": "import os\ndef f():\n    if os.fork(): os._exit(0)\n",
     "writes garbage": "import os\nfor n in range(3, 12):\n    try: os.write(n, b'{\"up\": false}\\n\\xff{[\\n' * 9)\n    except OSError: pass\ndef f(): return 2\n",
+    "nests its error": "import os\ntext = b'{\"error\": ' + b'[' * 700 + b']' * 700 + b'}\\n'\nfor n in range(3, 12):\n    try: os.write(n, text * 3)\n    except OSError: pass\ndef f(): return 2\n",
+    "nests its answer": "import os\ntext = b'{\"ok\": ' + b'[' * 900 + b']' * 900 + b'}\\n'\nfor n in range(3, 12):\n    try: os.write(n, text * 3)\n    except OSError: pass\ndef f(): return 2\n",
     "writes without end": "import os\ndef f():\n    while True:\n        for n in range(1, 12):\n            try: os.write(n, b'x' * 4096)\n            except OSError: pass\n",
     "quits": "def f(): raise SystemExit(0)\n",
 }
