@@ -161,13 +161,13 @@ class CodeVerifier(Section):
     cpu_seconds: int = Field(default=4, ge=1, le=600)
     """Processor time of one run of the program, in whole seconds."""
     wall_seconds: float = Field(default=20.0, gt=0, le=3600)
-    """Time for all tests of a reply together."""
+    """Time for all tests of a reply together; waits for a processor do not count."""
     memory_mib: int = Field(default=256, ge=16)
     """Memory of the program."""
     file_mib: int = Field(default=16, ge=1)
     """All files that the program writes; they are held in memory and go with it."""
     output_kib: int = Field(default=1024, ge=1)
-    """Longest output of one run."""
+    """Longest output of one run, beyond the expected output."""
     threads: int = Field(default=16, ge=1, le=1024)
     """Threads of the program. It can start no process."""
     tolerance: float = Field(default=1e-6, ge=0)

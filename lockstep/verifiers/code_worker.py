@@ -247,7 +247,8 @@ class Judge:
                     owned.discard(descriptor)
                     os.close(descriptor)
                 self._start(run)
-                data, most = case["input"].encode("utf-8", "replace"), self._output + len(case["output"].encode())
+                data, expected = (case[name].encode("utf-8", "replace") for name in ("input", "output"))
+                most = self._output + len(expected)
                 try:
                     run.tell({"code": code})
                     output = pump(input_write, data, output_read, self._clock.deadline, most, owned)
