@@ -11,19 +11,21 @@ from filelock import FileLock
 from lockstep.track.rundir import RunDirectory
 from tests.tiny import write_tiny_model
 
+LORA = ("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01")
 RUNS = {
-    "full": ("eval.every=2",),
-    "lora": ("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01", "eval.every=2", "save.keep_last=3"),
+    "plain": ("eval.enabled=false",),
+    "plain_lora": (*LORA, "eval.enabled=false"),
+    "lora": (*LORA, "eval.every=2", "save.keep_last=3"),
 }
-"""Overrides of the recipe of tests/loops/runs.py: three steps, evaluated at steps 0, 2 and 3."""
+"""Overrides of the recipe of tests/loops/runs.py, which has three steps; "lora" is evaluated at steps 0, 2 and 3."""
 
 
 class Gallery(NamedTuple):
     folder: Path
 
     def run(self, name: str) -> RunDirectory:
-        """The run of this name of RUNS, or "sft"; not to be written to. Its model is in `model` beside its `runs`."""
-        from tests.loops import runs, sft_runs
+        """The run of this name of RUNS; not to be written to."""
+        from tests.loops.runs import trained
 
         home = self.folder / name
         self.folder.mkdir(exist_ok=True)
@@ -31,8 +33,7 @@ class Gallery(NamedTuple):
             if not (home / "done").exists():
                 shutil.rmtree(home, ignore_errors=True)  # of a worker that failed amid it
                 write_tiny_model(home / "model")
-                make = sft_runs.trained if name == "sft" else runs.trained
-                make(home, home / "model", *RUNS.get(name, ()), f"name={name}")
+                trained(home, home / "model", *RUNS[name], f"name={name}")
                 (home / "done").touch()
         return RunDirectory.open(home / "runs" / name)
 

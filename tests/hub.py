@@ -126,7 +126,7 @@ def ask(hub_url: str, home: Path, *words: str, offline: bool = False, cwd: Path 
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "2"}
     done = subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=120, cwd=cwd
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=600, cwd=cwd
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-def interpreted(check: Callable[..., None], *given: str, seconds: float = 280) -> None:
+def interpreted(check: Callable[..., None], *given: str, seconds: float = 600) -> None:
     """Run a function of a test file under the interpreter; what it asserts is asserted here."""
     mended = "from tests.interpreter import mend; mend()"
     code = f"{mended}; from {check.__module__} import {check.__name__} as check; check(*{given!r})"

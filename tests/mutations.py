@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -97,15 +98,20 @@ def main(words: Sequence[str]) -> int:
                 shutil.copy(path, copy)
             copies.put(copy)
 
-        def run(mutation: Mutation) -> str:
+        def in_a_copy(work: Callable[[Path], str]) -> str:
             copy = copies.get()
             try:
-                return caught_by(mutation, copy)
+                return work(copy)
             finally:
                 copies.put(copy)
 
+        named = sorted({test for mutation in chosen for test in mutation.tests})
+        for failure in pool.map(lambda test: in_a_copy(partial(_first_failure, chosen=test)), named):
+            if failure:
+                raise RuntimeError(f"this fails without any mistake: {failure}")
+        caught = pool.map(lambda mutation: in_a_copy(partial(caught_by, mutation)), chosen)
         survived = 0
-        for mutation, test in zip(chosen, pool.map(run, chosen), strict=True):
+        for mutation, test in zip(chosen, caught, strict=True):
             survived += not test
             print(f"{'caught  ' if test else 'SURVIVED'}  {mutation.breaks}  {test.partition(' ')[2]}", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} caught")

@@ -23,7 +23,7 @@ PRESENT = sorted(path.stem for path in (ROOT / "lockstep" / "commands").glob("*.
 def shell(*args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(["-c", code] if code else ["-m", "lockstep"]), *args]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=600)
 
 
 def test_every_command_module_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +129,8 @@ def test_a_closed_pipe_ends_quietly(args: str) -> None:
     os.close(reader)
     command = [sys.executable, "-m", "lockstep", *args.split()]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env, timeout=60)
+    result = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env, timeout=600
+    )
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")

@@ -19,7 +19,7 @@ from lockstep.config.schema import Recipe
 from lockstep.types import Batch, TrainSequence
 from tests.algorithms.ragged import recipe
 from tests.learner.batches import learner_gradients, make_batch, plain_gradients, plain_inputs
-from tests.learner.models import plain, tokens, twin
+from tests.learner.models import tokens, twin, wide
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 LOSSES: dict[str, dict[str, Any]] = {
@@ -43,16 +43,8 @@ def recipe_of(mode: str, loss: str, correction: str, **update: Any) -> Recipe:
 
 
 @cache
-def wide() -> nn.Module:
-    """A two-layer Llama in float64 throughout: torch's RMS norm does not round as transformers' own does."""
-    model = plain("llama", dtype=torch.float64, attention="sdpa")
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(child.weight.numel(), eps=1e-6, dtype=torch.float64)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model
+def llama() -> nn.Module:
+    return wide("llama")
 
 
 @cache
@@ -62,7 +54,7 @@ def sequences() -> tuple[TrainSequence, ...]:
 
     def near(sequence: TrainSequence, spread: float) -> TrainSequence:
         everything = replace(sequence, trained=(True,) * len(sequence.ids), old_logprobs=None, ref_logprobs=None)
-        own = plain_inputs(wide(), everything, 1.0).logprobs_T.detach()
+        own = plain_inputs(llama(), everything, 1.0).logprobs_T.detach()
 
         def noisy(center: Tensor) -> Tensor:
             return center + spread * torch.randn(len(center), generator=generator, dtype=torch.float64)
@@ -90,7 +82,7 @@ def expected(mode: str, loss: str, correction: str) -> dict[str, Tensor]:
     """One sequence at a time through transformers and autograd: no packing, no micro-batches, no ranks."""
     objective = build_objective(recipe_of(mode, loss, correction))
     batch = Batch(weighed(sequences(), objective), kl_coef=KL_COEF)
-    return plain_gradients(wide(), batch, objective.loss)[1]
+    return plain_gradients(llama(), batch, objective.loss)[1]
 
 
 @given(
@@ -116,7 +108,7 @@ def test_the_gradient_does_not_depend_on_the_split(
         if start == end:
             continue
         part = Batch(whole[start:end], kl_coef=KL_COEF)
-        _, gradients = learner_gradients(twin(wide()), part, objective.loss, given_recipe)
+        _, gradients = learner_gradients(twin(llama()), part, objective.loss, given_recipe)
         total = {name: total[name] + grad if total else grad for name, grad in gradients.items()}
     theirs = expected(mode, loss, correction)
     assert total.keys() == theirs.keys()
@@ -134,7 +126,7 @@ def test_dividing_each_part_by_its_own_counts_would_be_seen(mode: str):
     total: dict[str, Tensor] = {}
     for part in (sequences()[:3], sequences()[3:]):
         batch = Batch(weighed(part, objective), kl_coef=KL_COEF)
-        _, gradients = learner_gradients(twin(wide()), batch, objective.loss, given_recipe)
+        _, gradients = learner_gradients(twin(llama()), batch, objective.loss, given_recipe)
         total = {name: total[name] + grad / 2 if total else grad / 2 for name, grad in gradients.items()}
     theirs = expected(mode, "clip", "none")
     assert max(float((total[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()) > 1e-2

@@ -184,5 +184,5 @@ def test_comparing_loads_no_torch(run: Path) -> None:
     script = (
         f"import sys; from lockstep.cli import main; main(['compare', {str(run)!r}]); sys.exit('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr

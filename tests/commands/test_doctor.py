@@ -34,7 +34,7 @@ def shell(*args: str, files: int | None = None, **environment: str) -> subproces
     command = [sys.executable, "-m", "lockstep", *args]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | NO_GPU | environment
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=env, timeout=120, preexec_fn=limit
+        command, capture_output=True, text=True, check=False, env=env, timeout=600, preexec_fn=limit
     )  # fmt: skip
 
 

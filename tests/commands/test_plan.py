@@ -42,5 +42,5 @@ def test_every_recipe_of_the_repository_has_a_plan(path: Path, capsys: pytest.Ca
 
 def test_no_model_is_loaded_or_even_looked_for() -> None:
     command = [sys.executable, "-m", "lockstep", "plan", "smoke", "model.path=nowhere/at-all"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -12,21 +12,14 @@ from lockstep.evaluate.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.text import visible
 from lockstep.types import ItemResult, Message, Prompt
-from tests.loops.runs import LORA, trained, words
-from tests.tiny import write_tiny_model
+from tests.gallery import Gallery
+from tests.loops.runs import LORA, words
 from tests.track.runs import HOSTILE
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sample")
-    write_tiny_model(folder / "model")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(home: Path) -> RunDirectory:
-    return trained(home, home / "model", *LORA)
+@pytest.fixture
+def run(gallery: Gallery) -> RunDirectory:
+    return gallery.run("lora")
 
 
 def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +47,8 @@ def test_temperature_and_target_change_the_replies(run: RunDirectory, capsys: py
     assert ", T=2, " in shown["hot"][0]
 
 
-def test_a_model_with_a_recipe(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = [str(home / "model"), "--recipe", *words(home, home / "model", *LORA), "rollout.max_tokens=2"]
+def test_a_model_with_a_recipe(home: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [str(model), "--recipe", *words(home, model, *LORA), "rollout.max_tokens=2"]
     assert main(["sample", *args, "-n", "1"]) == 0
     assert "2 tokens, cut off" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def shell(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep", *args]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=600)
 
 
 def test_sigterm_exits_75_and_a_fresh_process_goes_on(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_diff_makes_it_a_built_in_loss(tmp_path: Path) -> None:
         text=True,
         check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     losses, formula, settings = json.loads(done.stdout)

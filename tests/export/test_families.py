@@ -51,6 +51,7 @@ def family(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_exported_under_its_published_names(name: str, adapter: bool, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lockstep.models.gguf_facts import SPLITS, find_split
 from lockstep.models.gguf_writer import write_gguf
 from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
+from tests.gallery import Gallery
 from tests.learner.models import SMALL, logprobs_of, tokens
 from tests.loops.runs import LORA, NO_EVAL, trained
 from tests.tiny import VOCABULARY, write_tiny_model, write_tiny_tokenizer
@@ -85,9 +86,10 @@ def test_another_reader_sees_the_same_model(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs_of(found, IDS), logprobs_of(expected, IDS), rtol=0, atol=EXACT)
 
 
-def test_a_run_is_exported_and_proven(tiny_model_dir: Path, tmp_path: Path) -> None:
-    run = trained(tmp_path, tiny_model_dir, *LORA, NO_EVAL, "steps=2", "save.keep_last=1")
-    done = export(find_target(str(run.path)), tmp_path / "out", gguf=True, check=in_fresh_process)
+def test_a_run_is_exported_and_proven(gallery: Gallery, tmp_path: Path) -> None:
+    done = export(
+        find_target(str(gallery.run("plain_lora").path), step=3), tmp_path / "out", gguf=True, check=in_fresh_process
+    )
     assert done.verified.trained.max <= EXACT
     assert done.verified.base.mean > 1e-3
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -109,20 +111,16 @@ def test_a_bf16_run_is_bf16_in_the_file(tiny_model_dir: Path, tmp_path: Path) ->
     assert done.bytes < size < done.bytes + 60_000  # fp32 norms, tokenizer
 
 
-def test_rows_in_another_order_are_refused(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_another_order_are_refused(gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a writer without llama.cpp's reordering would make: the same numbers, another model."""
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
     monkeypatch.setattr(writer, "permute", lambda rows, heads: rows)
     with pytest.raises(ExportError, match="log-probabilities are off"):
-        gguf(run, tmp_path / "out")
+        gguf(gallery.run("plain"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_lost_chat_template_is_refused(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
+def test_a_lost_chat_template_is_refused(gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writer._add_vocabulary
 
     def without(target: Any, vocabulary: Any, folder: Path) -> None:
@@ -131,7 +129,7 @@ def test_a_lost_chat_template_is_refused(tiny_model_dir: Path, tmp_path: Path, m
 
     monkeypatch.setattr(writer, "_add_vocabulary", without)
     with pytest.raises(ExportError, match="ids of a chat"):
-        gguf(run, tmp_path / "out")
+        gguf(gallery.run("plain"), tmp_path / "out")
 
 
 # --- tokenizers -----------------------------------------------------------------------------------------------------

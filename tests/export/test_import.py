@@ -45,7 +45,7 @@ def verl(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(WORLD), str(trained), str(folder / "global_step_29" / "actor"), str(port)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     (folder / "latest_checkpointed_iteration.txt").write_text("29")
     return folder
 

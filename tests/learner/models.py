@@ -10,7 +10,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from lockstep.models.attention import NAME
-from lockstep.models.weights import stored_buffers
+from lockstep.models.weights import named_weights, stored_buffers
+from lockstep.types import Batch, Loss, Metrics, TokenIds, WeightStream
 
 VOCAB = 300
 WINDOW = 8
@@ -115,3 +116,31 @@ def tokens(count: int, seed: int, low: int = 3, high: int = VOCAB) -> tuple[int,
     """Random ids, special ones left out."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(low, high, (count,), generator=generator).tolist())
+
+
+class ByHand:
+    """A learner of a model that a test changes by hand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.version = model, 0
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        return [tuple(logprobs_of(self.model, ids).tolist()) for ids in sequences]
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics:
+        raise NotImplementedError
+
+    def weights(self) -> WeightStream:
+        return named_weights(self.model)
+
+
+def wide(family: str) -> nn.Module:
+    """In float64 throughout: transformers' own RMS norms round to fp32, torch's do not."""
+    model = plain(family, dtype=torch.float64, attention="sdpa")
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = nn.RMSNorm(child.weight.numel(), eps=1e-6, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model

@@ -132,5 +132,6 @@ def by_kernel() -> None:
         torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 def test_the_kernel_merges_as_torch_does():
     interpreted(by_kernel)

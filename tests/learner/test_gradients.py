@@ -18,7 +18,7 @@ from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.types import Batch, Loss, LossInput, LossOutput, TrainSequence
 from tests.learner.batches import learner_gradients, make_batch, plain_gradients, plain_inputs
-from tests.learner.models import plain, tokens, twin
+from tests.learner.models import plain, tokens, twin, wide
 
 
 def recipe(**update: object) -> Recipe:
@@ -28,18 +28,6 @@ def recipe(**update: object) -> Recipe:
 
 
 LOSS: Loss = build_objective(recipe()).loss
-
-
-def wide(family: str) -> nn.Module:
-    """In float64 throughout: transformers' own RMS norms round to fp32, torch's do not."""
-    model = plain(family, dtype=torch.float64, attention="sdpa")
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(child.weight.numel(), eps=1e-6, dtype=torch.float64)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model
 
 
 @cache

@@ -19,8 +19,8 @@ from lockstep.numerics.apply import numerics_of
 from lockstep.numerics.linear import Quantiser
 from lockstep.types import Loss
 from tests.learner.batches import learner_gradients, make_batch, plain_gradients
-from tests.learner.models import logprobs_of, plain, tokens, twin
-from tests.learner.test_gradients import closest, wide
+from tests.learner.models import logprobs_of, plain, tokens, twin, wide
+from tests.learner.test_gradients import closest
 from tests.numerics.models import largest_difference, quantised_reference
 from tests.numerics.test_linear import reference
 

@@ -159,34 +159,6 @@ def test_a_rate_of_zero_changes_no_weight():
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restored_optimizer_continues_bit_by_bit(dtype: torch.dtype):
-    def train(given: dict[str, nn.Parameter], optimizer: MasterOptimizer, steps: range) -> None:
-        for step in steps:
-            loss_of(given, step).backward()
-            optimizer.step(0.003)
-
-    unbroken = parameters(dtype)
-    optimizer = MasterOptimizer(unbroken, AdamW(weight_decay=0.1))
-    train(unbroken, optimizer, range(3))
-    saved = {name: t.clone() for name, t in optimizer.tensors().items()}
-    weights = {name: p.detach().clone() for name, p in unbroken.items()}
-    train(unbroken, optimizer, range(3, 6))
-
-    fresh = parameters(dtype)
-    with torch.no_grad():
-        for name, parameter in fresh.items():
-            parameter.copy_(weights[name])
-    resumed = MasterOptimizer(fresh, AdamW(weight_decay=0.1))
-    resumed.restore(saved)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.tensors().items())
-    train(fresh, resumed, range(3, 6))
-    ours, theirs = optimizer.tensors() | dict(unbroken), resumed.tensors() | dict(fresh)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert ("master.matrix" in saved) == (dtype == torch.bfloat16)
-
-
 def test_the_masters_hold_what_the_weights_cannot():
     """Restoring bf16 weights alone would lose the low bits of the masters."""
     given = parameters(torch.bfloat16)

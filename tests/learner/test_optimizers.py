@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.load import load, load_mapping
 from lockstep.config.schema import AdamW, Muon, Optimizer, PythonOptimizer
@@ -18,6 +18,7 @@ from lockstep.learner.optimizers import is_hidden_matrix
 from lockstep.learner.schedule import learning_rate
 from lockstep.plan.job import state_bytes
 from lockstep.plan.memory import optimizer_terms
+from tests.learner.test_optimizer import loss_of
 
 SHAPES = {"embed_tokens.weight": (6, 4), "q_proj.weight": (4, 3), "norm.weight": (5,), "up_proj.weight": (3, 8)}
 MATRICES = ("q_proj.weight", "up_proj.weight")
@@ -28,14 +29,6 @@ def parameters(
 ) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return {name: nn.Parameter(torch.randn(*shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
-
-
-def loss_of(given: dict[str, nn.Parameter], number: int) -> Tensor:
-    total = torch.zeros(())
-    for place, parameter in enumerate(given.values()):
-        target = torch.linspace(-2, 2 + number, parameter.numel()).view_as(parameter)
-        total = total + ((parameter.float() - target) ** 2).sum() * (1 + place)
-    return total
 
 
 # --- Muon -----------------------------------------------------------------------------------------------------------
@@ -174,10 +167,12 @@ def test_a_restored_optimizer_continues_bit_by_bit(own: Path, kind: str, dtype: 
             parameter.copy_(weights[name])
     resumed = MasterOptimizer(fresh, settings)
     resumed.restore(saved)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.tensors().items())
     train(fresh, resumed, range(3, 6))
     ours, theirs = optimizer.tensors() | dict(unbroken), resumed.tensors() | dict(fresh)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ("master.norm.weight" in saved) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

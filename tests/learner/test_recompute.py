@@ -129,5 +129,6 @@ def with_fused_layers() -> None:
         assert (results["none"][name] - grad).abs().max() < 1e-5 * grad.abs().max(), name
 
 
+@pytest.mark.slow
 def test_fused_layers_are_recomputed_by_their_kernels():
     interpreted(with_fused_layers)

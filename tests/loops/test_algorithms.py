@@ -48,6 +48,7 @@ def column(run: RunDirectory, name: str) -> list[float]:
     return [row.metrics[name] for row in read_metrics(run) if row.step]
 
 
+@pytest.mark.sampled("*-one-update", "grpo-*", "ppo-*")
 @pytest.mark.parametrize("updates", [(), SEVERAL], ids=["one-update", "four-updates"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_algorithm_trains(tmp_path: Path, tiny_model_dir: Path, kind: str, updates: tuple[str, ...]) -> None:
@@ -85,6 +86,7 @@ class Counting:
 IN_REWARD = ("algorithm.kind=reinforce_pp", "algorithm.kl.placement=reward", "algorithm.kl.estimator=k1")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("settings", "old", "reference"),
     [

@@ -10,6 +10,7 @@ import torch
 from lockstep.build.parts import Parts
 from lockstep.errors import LearnerError
 from lockstep.loops import start as running
+from tests.gallery import Gallery
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
 
@@ -27,8 +28,8 @@ def test_the_run_says_that_the_base_is_unchanged(
     assert ("singular value" in log) == (init == "pissa")
 
 
-def test_a_run_that_trains_everything_has_no_base(tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert events(trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1"), "base") == []
+def test_a_run_that_trains_everything_has_no_base(gallery: Gallery) -> None:
+    assert events(gallery.run("plain"), "base") == []
 
 
 def test_a_base_that_changed_stops_the_run(

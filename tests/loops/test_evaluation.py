@@ -15,9 +15,9 @@ from lockstep.evaluate.records import read_score, score_path
 from lockstep.loops.start import resume_run
 from lockstep.run.evaluation import computing
 from lockstep.scoring.targets import build_rig, find_target
-from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from lockstep.types import Forward
+from tests.gallery import Gallery
 from tests.loops.runs import LORA, events, recipe, trained, words
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [*command, "--recipe", str(tmp_path / "recipe.yaml"), *overrides, "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}, timeout=120,
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("greedy", "pass@4", "ood_probe.greedy", "ood_probe.pass@4"):
@@ -121,22 +121,8 @@ def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
             assert score.conditions == inside.conditions
 
 
-def test_evaluating_more_often_changes_no_weight(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """S0-13."""
-    often = trained(tmp_path, tiny_model_dir, "name=often", "eval.every=1", "eval.also=[{role: train, items: 4}]")
-    never = trained(tmp_path, tiny_model_dir, "name=never", "eval.enabled=false")
-    assert [row.proof["fingerprint"] for row in read_metrics(often) if row.step and row.proof] == [
-        row.proof["fingerprint"] for row in read_metrics(never) if row.step and row.proof
-    ]
-
-
-@pytest.fixture
-def finished(tmp_path: Path, tiny_model_dir: Path) -> RunDirectory:
-    return trained(tmp_path, tiny_model_dir, "steps=1", "eval.enabled=false")
-
-
-def test_other_numerics_are_on_within_and_off_afterwards(finished: RunDirectory) -> None:
-    rig = build_rig(find_target(str(finished.path)).recipe)
+def test_other_numerics_are_on_within_and_off_afterwards(gallery: Gallery) -> None:
+    rig = build_rig(find_target(str(gallery.run("plain").path)).recipe)
     rig.prove()
     sequence = [(5, 9, 300, 7, 8, 8)]
     plain = rig.engine.score(sequence)

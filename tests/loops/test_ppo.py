@@ -39,6 +39,7 @@ def column(run: RunDirectory, name: str) -> list[float]:
     return [row.metrics[name] for row in read_metrics(run) if name in row.metrics]
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @BACKBONES
 def test_a_stopped_ppo_run_goes_on_as_if_nothing_had_happened(
@@ -62,6 +63,7 @@ def test_a_resume_that_forgets_the_critic_would_be_noticed(
     assert not same(resume_run(path), unbroken, 5)
 
 
+@pytest.mark.sampled(2)
 @BACKBONES
 @pytest.mark.parametrize("kind", [FULL, LORA], ids=["full", "lora"])
 def test_the_critic_comes_to_know_what_can_be_known(

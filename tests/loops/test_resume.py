@@ -29,6 +29,7 @@ from lockstep.loops.start import resume_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
+from tests.gallery import Gallery
 from tests.loops.runs import (
     LORA,
     NO_EVAL,
@@ -109,16 +110,17 @@ def test_a_stop_in_the_last_step_leaves_the_evaluation_to_the_resume(tmp_path: P
     assert numbers(run) == numbers(unbroken)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path, tiny_model_dir: Path) -> None:
-    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken")
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, tiny_model_dir: Path, gallery: Gallery
+) -> None:
     settings = recipe(tmp_path, tiny_model_dir, NO_EVAL, "name=early")
     RunDirectory.create(tmp_path / "runs" / "early", dump(settings), {}).close()
     run = resume_run(tmp_path / "runs" / "early")
-    assert same(run, unbroken, 3)
+    assert same(run, gallery.run("plain"), 3)
 
 
-def test_a_finished_run_resumes_to_itself(tmp_path: Path, tiny_model_dir: Path) -> None:
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL)
+def test_a_finished_run_resumes_to_itself(tmp_path: Path, gallery: Gallery) -> None:
+    run = gallery.copy("plain", tmp_path / "run")
     before = weights(run, 3), numbers(run)
     again = resume_run(run.path)
     assert (weights(again, 3), numbers(again)) == before
@@ -336,7 +338,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     """The program that anyone can run, with few kills; its own table says what was compared."""
     command = [sys.executable, str(ROOT / "benchmarks" / "resume_kill9.py"), "--kills", "3", "--start", "warm"]
     result = subprocess.run(
-        [*command, "--work", str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+        [*command, "--work", str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "3 of 3 killed runs ended bit-equal to the unbroken one"

@@ -20,11 +20,12 @@ from lockstep.sync.fingerprint import fingerprint
 from lockstep.track.rollouts import read_rollouts, rollout_steps
 from lockstep.track.writer import proof_from_json, read_events, read_metrics
 from lockstep.types import WeightStream
+from tests.gallery import Gallery
 from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, recipe, trained, weights
 
 
-def test_a_finished_run_explains_itself(tmp_path: Path, tiny_model_dir: Path) -> None:
-    run = trained(tmp_path, tiny_model_dir, *LORA, "eval.every=2")
+def test_a_finished_run_explains_itself(gallery: Gallery) -> None:
+    run = gallery.run("lora")
     names = {"recipe.yaml", "manifest.json", "metrics.jsonl", "events.jsonl", "log.txt", "report.html"}
     assert names <= {path.name for path in run.path.iterdir()}
     rows = read_metrics(run)
@@ -44,7 +45,7 @@ def test_a_finished_run_explains_itself(tmp_path: Path, tiny_model_dir: Path) ->
     }
     assert scores[3, "greedy"].conditions.weights == proofs[3].fingerprint
     assert rows[2].metrics["eval/sampled/accuracy"] == scores[2, "sampled"].accuracy
-    assert [info.step for info in list_checkpoints(run.path)] == [2, 3]
+    assert [info.step for info in list_checkpoints(run.path)] == [1, 2, 3]
     kinds = [event.kind for event in read_events(run)]
     assert kinds == ["start", "sync", "checkpoint", "checkpoint", "checkpoint", "base", "verified", "finished"]
     assert "flipped and noticed" in run.log_path.read_text()
@@ -53,27 +54,37 @@ def test_a_finished_run_explains_itself(tmp_path: Path, tiny_model_dir: Path) ->
     assert {"template_hash", "heldout_hash", "numerics", "batch"} <= manifest.keys()
 
 
-def test_a_run_is_the_same_again(tmp_path: Path, tiny_model_dir: Path) -> None:
-    first = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=first")
+def test_a_run_is_the_same_again(tmp_path: Path, tiny_model_dir: Path, gallery: Gallery) -> None:
+    first = gallery.run("plain")
     again = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=again")
     other = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=other", "seed=6")
     assert weights(first, 3) == weights(again, 3)
+    assert [info.step for info in list_checkpoints(again.path)] == [2, 3]
     assert numbers(first) == numbers(again)
     assert fingerprints(first)[1] != fingerprints(other)[1]
 
 
-def test_evaluating_in_between_changes_no_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
-    without = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=without")
-    often = trained(tmp_path, tiny_model_dir, "eval.every=1", "name=often")
+def test_the_samples_of_one_question_differ_within_a_step_and_between_steps(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    asked = recipe(tmp_path, tiny_model_dir, NO_EVAL, "optimizer.lr=0", "prompts_per_step=1", "task.heldout_rows=0")
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", "answer": "2"}))
+    run = start_run(asked)
+    assert len({row.ids for step in (1, 2, 3) for row in read_rollouts(run, step)}) == 12
+
+
+def test_evaluating_in_between_changes_no_bit(tmp_path: Path, tiny_model_dir: Path, gallery: Gallery) -> None:
+    without = gallery.run("plain")
+    often = trained(tmp_path, tiny_model_dir, "name=often", "eval.every=1", "eval.also=[{role: train, items: 4}]")
     assert weights(without, 3) == weights(often, 3)
     assert [read_rollouts(without, step) for step in (1, 2, 3)] == [read_rollouts(often, step) for step in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
 def test_an_engine_with_its_own_weights_trains_the_same(
-    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...]
+    tmp_path: Path, tiny_model_dir: Path, gallery: Gallery, adapter: tuple[str, ...]
 ) -> None:
-    shared = trained(tmp_path, tiny_model_dir, *adapter, NO_EVAL, "name=shared")
+    shared = gallery.run("plain_lora" if adapter else "plain")
     copied = trained(tmp_path, tiny_model_dir, *adapter, NO_EVAL, "name=copied", "sync.transport=copy")
     assert weights(shared, 3) == weights(copied, 3)
     assert numbers(shared) == numbers(copied)
@@ -100,7 +111,7 @@ def test_the_base_of_a_run_is_the_model_on_disk(tmp_path: Path, tiny_model_dir: 
     assert fingerprint(named_weights(saved)).combined == fingerprints(run)[1]
 
 
-def test_it_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_it_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: Path, gallery: Gallery) -> None:
     """S0-7: nothing here needs, starts or disturbs an event loop."""
 
     async def inside() -> dict[str, str]:
@@ -109,11 +120,10 @@ def test_it_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: Pa
         assert await task == "the loop still turns"
         return weights(run, 3)
 
-    outside = trained(tmp_path, tiny_model_dir, "name=outside", NO_EVAL)
-    assert asyncio.run(inside()) == weights(outside, 3)
+    assert asyncio.run(inside()) == weights(gallery.run("plain"), 3)
 
 
-def test_several_updates_of_one_rollout_move_the_ratio(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_several_updates_of_one_rollout_move_the_ratio(tmp_path: Path, tiny_model_dir: Path, gallery: Gallery) -> None:
     run = trained(
         tmp_path, tiny_model_dir, NO_EVAL, "update.samples_per_update=4", "update.epochs=2", "optimizer.lr=0.03"
     )
@@ -121,18 +131,19 @@ def test_several_updates_of_one_rollout_move_the_ratio(tmp_path: Path, tiny_mode
     assert all(row.metrics["ratio/max"] > 1 for row in rows)
     assert all(row.metrics["batch/optimizer_steps"] == 4 for row in rows)
     assert [proof_from_json(row.proof or {}).version for row in rows] == [4, 8, 12]
-    once = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=once")
-    assert all(row.metrics["ratio/max"] == 1 for row in read_metrics(once))
+    assert all(row.metrics["ratio/max"] == 1 for row in read_metrics(gallery.run("plain")))
 
 
 @pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
-def test_the_kl_penalty_is_to_the_base(tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...]) -> None:
+def test_the_kl_penalty_is_to_the_base(
+    tmp_path: Path, tiny_model_dir: Path, gallery: Gallery, adapter: tuple[str, ...]
+) -> None:
     run = trained(tmp_path, tiny_model_dir, *adapter, NO_EVAL, "algorithm.kl.coef=0.5")
     kl = [row.metrics["kl/ref"] for row in read_metrics(run)]
     assert kl[0] == pytest.approx(0, abs=1e-6)  # before the first update the policy is its own reference
     assert kl[1] > 1e-5
     assert kl[2] > 1e-5
-    free = trained(tmp_path, tiny_model_dir, *adapter, NO_EVAL, "name=free")
+    free = gallery.run("plain_lora" if adapter else "plain")
     assert fingerprints(free)[2] != fingerprints(run)[2]
 
 
@@ -222,8 +233,8 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, tiny_model_dir
         trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
 
 
-def test_the_stored_recipe_is_complete(tmp_path: Path, tiny_model_dir: Path) -> None:
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
+def test_the_stored_recipe_is_complete(gallery: Gallery) -> None:
+    run = gallery.run("plain")
     stored = yaml.safe_load(run.recipe_yaml())
     assert stored["optimizer"]["betas"] == [0.9, 0.999]
     assert events(run, "finished") == ["report.html"]

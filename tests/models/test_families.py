@@ -38,6 +38,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, attention: str = NA
     return load_model(resolve(Model(path=str(folder))), dtype=dtype, attention=attention)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("family", SERVED)
 def test_a_family_loads_trains_and_generates(family: str, adapter: str, tmp_path: Path) -> None:

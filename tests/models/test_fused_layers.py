@@ -186,5 +186,6 @@ def all_of_it() -> None:
     many_rows()
 
 
+@pytest.mark.slow
 def test_fused_models_are_the_models():
     interpreted(all_of_it)

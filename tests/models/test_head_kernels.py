@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ def many_tiles() -> None:
             assert ours[2].dtype == ours[3].dtype == dtype
 
 
+@pytest.mark.slow
 def test_values_and_gradients_over_many_tiles():
     interpreted(many_tiles)
 
@@ -88,6 +90,7 @@ def odd_cases() -> None:
     )
 
 
+@pytest.mark.slow
 def test_frozen_weights_second_passes_extremes_and_nothing_at_all():
     interpreted(odd_cases)
 

@@ -52,6 +52,7 @@ def signature(name: str, dtype: str) -> str:
     return "fp32" if stem in ("softcap", "scale", "temperature", "epsilon", "offset") else "i32"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles(name: str, dtype: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):

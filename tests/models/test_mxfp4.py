@@ -177,7 +177,7 @@ print(status("VmHWM") - before, sum(sizes), max(sizes))
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=600,
     )
     grown, size, largest = map(float, done.stdout.split())
     assert size > 290

@@ -48,7 +48,7 @@ def test_numbers_depend_on_seed_and_name_alone() -> None:
 
 def test_another_process_draws_the_same() -> None:
     code = "from lockstep.noise.apply import noise_vector as n; print(n(7, 'model.norm.weight', 3).tolist())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600).stdout
     assert said.strip() == str(noise_vector(7, "model.norm.weight", 3).tolist())
 
 

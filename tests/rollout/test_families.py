@@ -26,6 +26,7 @@ def as_trained(done: Completion) -> TrainSequence:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_learner_and_transformers_agree(family: str):
     reference = plain(family)

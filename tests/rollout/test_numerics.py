@@ -47,6 +47,7 @@ def requests(count: int = 3) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("numeric", ["mxfp4-w4a4", "mxfp4-w4a16", "nvfp4-w4a4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("over", ENGINES)

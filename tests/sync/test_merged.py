@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from lockstep.rollout.native import NativeEngine
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.sync.merged import merge, merged, merged_names
 from lockstep.sync.transports import CopySync, build_sync
-from lockstep.types import Batch, Loss, Metrics, TokenIds, WeightStream
-from tests.learner.models import logits_of, logprobs_of
+from tests.learner.models import ByHand, logits_of, logprobs_of
 
 VOCAB = 96
 IDS = tuple(range(5, 25))
@@ -49,22 +47,6 @@ def jolt(model: nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_((0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
-
-
-class Adapted:
-    """A learner of adapters, changed by hand."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.version = model, 0
-
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        return [tuple(logprobs_of(self.model, ids).tolist()) for ids in sequences]
-
-    def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise NotImplementedError
-
-    def weights(self) -> WeightStream:
-        return named_weights(self.model)
 
 
 def syncing(model: nn.Module) -> CopySync:
@@ -152,7 +134,7 @@ def test_half_an_adapter_is_refused(part: str):
 def test_a_hundred_syncs_do_not_accumulate():
     """Training wanders off and comes back to where it was: so must the engine, bit by bit."""
     model = adapted()
-    learner, sync = Adapted(model), syncing(model)
+    learner, sync = ByHand(model), syncing(model)
     engine = NativeEngine(llama(seed=5, attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
     start = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
     sync.push(learner, engine)
@@ -174,7 +156,7 @@ def test_a_hundred_syncs_do_not_accumulate():
 
 def test_the_push_sends_what_adapters_change_and_the_rest_once():
     model = adapted()
-    learner, sync = Adapted(model), syncing(model)
+    learner, sync = ByHand(model), syncing(model)
     engine = NativeEngine(llama(seed=5, attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
     first = sync.push(learner, engine)
     sent = sync.sent
@@ -192,14 +174,14 @@ def test_the_push_sends_what_adapters_change_and_the_rest_once():
 def test_the_proofs_fingerprint_is_that_of_the_adapters_as_they_are_saved():
     """So that a checkpoint of this run is recognised by an engine that keeps adapters apart."""
     model = adapted()
-    learner, sync = Adapted(model), syncing(model)
+    learner, sync = ByHand(model), syncing(model)
     engine = NativeEngine(llama(seed=5, attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
     assert sync.push(learner, engine).fingerprint == fingerprint(named_weights(model)).combined
 
 
 def test_the_control_falsifies_a_merged_tensor():
     model = adapted()
-    learner, sync = Adapted(model), syncing(model)
+    learner, sync = ByHand(model), syncing(model)
     engine = NativeEngine(llama(seed=5, attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
     sync.push(learner, engine)
     before = fingerprint(engine.weights())
@@ -223,7 +205,7 @@ def test_an_engine_without_adapters_gets_residual_and_adapter(
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     base = llama()
     model = attach(base, Lora.model_validate({"rank": 4} | settings), 0)  # type: ignore[arg-type]
-    learner, sync = Adapted(model), syncing(model)
+    learner, sync = ByHand(model), syncing(model)
     engine = NativeEngine(llama(attention=NAME), slots=2, stop_ids=frozenset(), decode=str)
     proof = sync.push(learner, engine)
     assert proof.passed

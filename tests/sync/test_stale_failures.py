@@ -21,8 +21,8 @@ from lockstep.models.weights import frozen_names, named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.vllm.layout import checkpoint_views, share
 from lockstep.sync.transports import CopySync, build_sync
-from lockstep.types import Batch, Loss, Metrics, Request, Sampling, TokenIds, WeightStream
-from tests.learner.models import logprobs_of
+from lockstep.types import Request, Sampling, TokenIds, WeightStream
+from tests.learner.models import ByHand, logprobs_of
 from tests.rollout.vllm.fused import FusedLlama
 
 VOCAB = 96
@@ -46,11 +46,8 @@ def llama(seed: int = 0, attention: str = "sdpa") -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-class Trained:
+class Trained(ByHand):
     """A learner that is changed by hand."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.version = model, 0
 
     def train(self) -> None:
         """Every trained tensor moves."""
@@ -60,15 +57,6 @@ class Trained:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        return [tuple(logprobs_of(self.model, ids).tolist()) for ids in sequences]
-
-    def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise NotImplementedError
-
-    def weights(self) -> WeightStream:
-        return named_weights(self.model)
 
 
 class Engine(NativeEngine):

@@ -44,7 +44,7 @@ for name in sorted(DATASETS):
 def test_every_data_set_pays_its_own_answers_or_says_why_it_cannot(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONHASHSEED": "0"}  # some data sets depend on the order of Python's sets
     done = subprocess.run(
-        [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, timeout=580, check=False
+        [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = dict(line.split(" ", 1) for line in done.stdout.splitlines())

@@ -140,7 +140,7 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    result = python(code, "random", timeout=100)
+    result = python(code, "random", timeout=600)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("TaskError task.dataset = base_conversion: it made no question in 1 s")
 

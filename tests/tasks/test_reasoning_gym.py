@@ -66,7 +66,7 @@ def test_another_process_asks_the_same():
     here = f"{[data_hash(task.batch(step, 8)) for step in (0, 5, 99)]} {data_hash(task.heldout('id_probe', 100))}"
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, "-c", CODE % ONE_DIGIT]
-    there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     assert there.stdout.strip() == here
 
 

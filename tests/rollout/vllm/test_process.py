@@ -26,29 +26,13 @@ from lockstep.rollout.vllm.process import EngineProcess
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.sync.proof import Remote
 from lockstep.sync.transports import CopySync, build_sync
-from lockstep.types import Batch, Forward, Loss, Metrics, NormNoise, Sampling, TokenIds, WeightStream
-from tests.learner.models import logprobs_of
+from lockstep.types import Forward, NormNoise, Sampling
+from tests.learner.models import ByHand
 from tests.rollout.engines import finish, request
 from tests.rollout.vllm import native_child
 from tests.tiny import VOCABULARY
 
 PROMPT = (40, 50, 60, 70)
-
-
-class Holder:
-    """Weights that a test changes by hand."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.version = model, 0
-
-    def logprobs(self, sequences: list[TokenIds]) -> list[tuple[float, ...]]:
-        return [tuple(logprobs_of(self.model, ids).tolist()) for ids in sequences]
-
-    def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise NotImplementedError
-
-    def weights(self) -> WeightStream:
-        return named_weights(self.model)
 
 
 def model_of(folder: Path) -> nn.Module:
@@ -83,7 +67,7 @@ def test_fingerprints_are_computed_over_there(engine: EngineProcess, tiny_model_
 
 
 def test_a_push_is_proven_and_a_falsified_one_is_noticed(engine: EngineProcess, tiny_model_dir: Path):
-    learner = Holder(model_of(tiny_model_dir))
+    learner = ByHand(model_of(tiny_model_dir))
     sync = copying()
     first = sync.push(learner, engine)
     assert (first.passed, first.changed, first.version) == (True, -1, 0)
@@ -99,13 +83,13 @@ def test_a_push_is_proven_and_a_falsified_one_is_noticed(engine: EngineProcess, 
     assert second.fingerprint == fingerprint(learner.weights()).combined
 
 
-def first_names(learner: Holder) -> list[str]:
+def first_names(learner: ByHand) -> list[str]:
     return [name for name, _ in learner.weights()]
 
 
 def test_a_tensor_that_differs_over_there_is_looked_at(engine: EngineProcess, tiny_model_dir: Path):
     """The engine gets two rows of one tensor exchanged, behind the proof's back."""
-    learner = Holder(model_of(tiny_model_dir))
+    learner = ByHand(model_of(tiny_model_dir))
     sync = copying()
     sync.push(learner, engine)
     name = "model.layers.1.mlp.down_proj.weight"
