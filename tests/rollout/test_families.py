@@ -73,7 +73,7 @@ def test_longrope_ends_at_its_original_context():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reference = hf.Phi3ForCausalLM(config).eval()
-    short, long = tokens(24, 1), tokens(25, 2)
+    short, long = tokens(24, 1), tokens(40, 2)
     engine, learner = engine_over(twin(reference)), TorchLearner(twin(reference), Recipe())
     expected = logprobs_of(reference, short).numpy()
     np.testing.assert_allclose(engine.score([short])[0], expected, atol=TOLERANCE)
