@@ -125,7 +125,8 @@ def _plain(model: Any, ids: TokenIds) -> Tensor:
     """Log-probability of every token but the first, by transformers' own forward pass."""
     ids_1T = torch.tensor([ids])
     logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].double().log_softmax(-1)
-    return logprobs_TV.gather(-1, ids_1T[0, 1:, None])[:, 0]
+    chosen_T: Tensor = logprobs_TV.gather(-1, ids_1T[0, 1:, None])[:, 0]
+    return chosen_T
 
 
 def _ids(count: int, seed: int) -> TokenIds:

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 from lockstep.config.schema import Recipe
-from lockstep.errors import ModelError
+from lockstep.errors import EngineError, ModelError
 from lockstep.learner.learner import TorchLearner
 from lockstep.rollout.native import NativeEngine
 from lockstep.types import Completion, Sampling, TrainSequence
@@ -64,6 +64,24 @@ def test_the_windows_matter(family: str):
     (ours,), (theirs,) = engine_over(twin(windowed)).score([ids]), engine_over(twin(unlimited)).score([ids])
     assert np.abs(np.array(ours) - theirs)[: WINDOW - 1].max() < 1e-5
     assert np.abs(np.array(ours) - theirs)[WINDOW + 2 :].max() > 1e-2
+
+
+def test_longrope_ends_at_its_original_context():
+    """Beyond it all of a sequence would have other frequencies, and so would shorter ones beside it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0, "rope_type": "longrope"}
+    original = {"original_max_position_embeddings": 24}
+    config = hf.Phi3Config(**(SMALL | original | {"rope_parameters": factors | original, "max_position_embeddings": 96}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reference = hf.Phi3ForCausalLM(config).eval()
+    short, long = tokens(24, 1), tokens(40, 2)
+    engine, learner = engine_over(twin(reference)), TorchLearner(twin(reference), Recipe())
+    expected = logprobs_of(reference, short).numpy()
+    np.testing.assert_allclose(engine.score([short])[0], expected, atol=TOLERANCE)
+    np.testing.assert_allclose(learner.logprobs([short[:9], short])[1], expected, atol=TOLERANCE)
+    assert np.abs(np.array(learner.logprobs([short, long])[0]) - expected).max() > 0.01, "what is ruled out"
+    with pytest.raises(EngineError, match="exceed the model's context of 24"):
+        engine.submit([request("a", long[:20], Sampling(5))])
 
 
 @pytest.mark.parametrize(
