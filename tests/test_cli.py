@@ -136,7 +136,11 @@ def test_a_closed_pipe_ends_quietly(args: str) -> None:
 
 @pytest.mark.parametrize(
     ("redirection", "code", "says"),
-    [(">/dev/full", 74, "lockstep: the output cannot be written: No space left on device\n"), (">&-", 0, ""), ("<&- >&-", 0, "")],
+    [
+        (">/dev/full", 74, "lockstep: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("<&- >&-", 0, ""),
+    ],
 )
 @pytest.mark.parametrize("words", ["config show smoke", "metrics list", "--version"])
 def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
@@ -159,7 +163,7 @@ def test_files_that_are_opened_do_not_take_the_place_of_a_closed_output(tmp_path
 
 def test_control_characters_of_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     hostile = tmp_path / "a\x1b]0;owned\x07\u202e.yaml"
-    hostile.write_text("steps: \"\\e[2J\"\n\"\\e[31m\": 1\n")
+    hostile.write_text('steps: "\\e[2J"\n"\\e[31m": 1\n')
     result = shell("config", "check", str(hostile))
     assert result.returncode == 2
     assert result.stderr.replace("\n", "").isprintable()

@@ -67,7 +67,9 @@ def freeze_date(template: str, place: str = "chat template") -> str:
         try:
             text = FIXED_DATE.strftime(spec)
         except (ValueError, MemoryError) as error:
-            raise ChatError(f"{spec!r} is no format of a date: {error}", where=place, fix="correct the template") from error
+            raise ChatError(
+                f"{spec!r} is no format of a date: {error}", where=place, fix="correct the template"
+            ) from error
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     frozen = _DATE_CALL.sub(literal, template)
@@ -183,7 +185,9 @@ def apply(
         text = partial(call, plain, chat_template=template, tokenize=False, add_generation_prompt=generate, **kwargs)
         if exceeded := beyond_limits(text):
             raise ChatError(
-                f"the chat template was given up: {exceeded}", where=where(tokenizer), fix="give the model another template"
+                f"the chat template was given up: {exceeded}",
+                where=where(tokenizer),
+                fix="give the model another template",
             )
         _within_limits.add(kind)
     try:

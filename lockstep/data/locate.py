@@ -226,7 +226,9 @@ def _configs(card: str, where: str) -> Sequence[Mapping[str, object]]:
         if not re.search(r"^configs[ \t]*:", front[1], re.MULTILINE):
             return []  # a card is written by hand, and the files are there without it
         raise DataError(
-            f"the configs of its data card cannot be read: {error.mistakes[0]}", where=where, fix="give an hf:// path instead"
+            f"the configs of its data card cannot be read: {error.mistakes[0]}",
+            where=where,
+            fix="give an hf:// path instead",
         ) from error
     configs = tree.get("configs") if isinstance(tree, dict) else None
     found = configs if isinstance(configs, list) else []

@@ -90,7 +90,7 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
     saved = info.meta.get("rows")  # checkpoints of older versions have none
     if not isinstance(saved, Mapping):
         return
-    rows = Prefix(saved["bytes"], saved["sha256"])  # type: ignore[arg-type]
+    rows = Prefix(saved["bytes"], saved["sha256"])
     if not rows.begins(run.metrics_path):
         size = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
         short = f"{rows.bytes - size} of {rows.bytes} bytes are missing" if size < rows.bytes else "rows were changed"

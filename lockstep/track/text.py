@@ -9,6 +9,7 @@ from lockstep.text import visible
 
 __all__ = ["cell_width", "one_line", "plain_table", "visible"]
 
+
 def one_line(text: str, width: int = 0) -> str:
     """`visible` on one line, newlines as ⏎; cut to `width` characters with … if that is above 0."""
     shown = visible(text).replace("\t", " ").replace("\n", "⏎")

@@ -311,7 +311,9 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated(setting: str, addres
     assert "HUSH" not in str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["https://judge.example/v1?api-version=2&keyword=a&design=b", "http://localhost:8000/v1?key="])
+@pytest.mark.parametrize(
+    "address", ["https://judge.example/v1?api-version=2&keyword=a&design=b", "http://localhost:8000/v1?key="]
+)
 def test_an_address_without_a_secret_is_taken(address: str) -> None:
     recipe = load([f"task={{kind: file, data: a.jsonl, verifier: {{kind: judge, url: '{address}', model: m}}}}"])
     assert address in dump(recipe)

@@ -220,10 +220,24 @@ def test_a_disk_that_fills_up_in_a_run_is_told_and_the_run_goes_on_later(tmp_pat
         "$@"; code=$?
         rm "$0/runs/filler" && cp -r "$0/runs/run" "$0/copy"; exit $code
     """
-    command = ["unshare", "-rm", "sh", "-c", script, str(tmp_path), sys.executable, "-m", "lockstep", "train", *arguments]
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        script,
+        str(tmp_path),
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 6, done.stderr
-    assert re.search(r"lockstep: \S+/runs/run/\S+: cannot be written: No space left on device; [0-9.]+ MiB are", done.stderr)
+    assert re.search(
+        r"lockstep: \S+/runs/run/\S+: cannot be written: No space left on device; [0-9.]+ MiB are", done.stderr
+    )
     assert "Traceback" not in done.stderr
     (tmp_path / "copy").rename(tmp_path / "runs" / "run")
     run = resume_run(tmp_path / "runs" / "run")

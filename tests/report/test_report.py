@@ -19,9 +19,13 @@ from lockstep.track.writer import RunWriter, StepRecord
 from tests.evaluate.scores import score
 from tests.track.runs import FACTS, HOSTILE, RECIPE, finished_run, group, metrics, proof, write_steps
 
-LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghij")
-) + "name: *j\n"
+LAUGHS = (
+    "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n"
+    + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghij")
+    )
+    + "name: *j\n"
+)
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 OPTIONAL_END = {"li", "p", "td", "tr", "th"}

@@ -31,7 +31,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["run.lock", "log.txt", "metrics.jsonl", "events.jsonl", "recipe.yaml", "rollouts/step_000099.parquet", "scores"]
+    "name",
+    ["run.lock", "log.txt", "metrics.jsonl", "events.jsonl", "recipe.yaml", "rollouts/step_000099.parquet", "scores"],
 )
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_link_or_a_pipe_in_a_run_is_refused_and_what_it_leads_to_is_left_alone(
