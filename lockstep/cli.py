@@ -19,6 +19,7 @@ from types import ModuleType
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.text import visible
 
 COMMANDS = (
     "doctor",
@@ -44,6 +45,15 @@ INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 PIPE_CLOSED = 141
 """128 + SIGPIPE."""
+OUTPUT_FAILED = 74
+"""The output cannot be written, as to a full disk; EX_IOERR of sysexits.h."""
+
+
+class Visible(logging.Formatter):
+    """Log lines in which the control characters of file names and texts are shown, not obeyed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +68,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for wrong usage, an error's own `exit_code`, 130 when interrupted."""
+    """Run one command and return its exit code: 0, 2 for wrong usage, an error's own `exit_code`, 130 when interrupted,
+    141 and 74 if the output is closed or cannot be written."""
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
     try:
@@ -75,6 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _stdout_is_closed():
             raise
         return PIPE_CLOSED
+    except OSError as error:
+        if not _stdout_fails():
+            raise
+        print(f"lockstep: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return OUTPUT_FAILED
 
 
 def commands() -> dict[str, ModuleType]:
@@ -96,9 +113,32 @@ def _run(argv: Sequence[str] | None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has printed help, version or what is wrong
         return stop.code if isinstance(stop.code, int) else 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(Visible("%(message)s"))
     logging.getLogger("lockstep").setLevel(logging.INFO)  # a download that takes a minute must say so
     return int(modules[args.lockstep_command].run(args))
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null in the place of streams that the shell closed (`>&-`): else a file of the run would get their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _stdout_fails() -> bool:
+    """True if the output takes no byte more; then nothing is written there, not even at exit."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _stdout_is_closed() -> bool:

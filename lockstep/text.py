@@ -10,7 +10,10 @@ KEPT = {"\n", "\t"}
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Unicode categories that a terminal may act on, or that do not show: controls, direction marks, surrogates, …"""
 
-_SECRET = r"(?:[\w.-]{0,200}[-_.])?(?:(?:api|access)?[-_]?key|\w{0,20}token|secret|passwd|password|pwd|credentials?|auth|authorization|sig|signature)"
+_SECRET = (
+    r"(?:[\w.-]{0,200}[-_.])?(?:(?:api|access)?[-_]?key|\w{0,20}token|secret|passwd|password|pwd|credentials?|auth"
+    r"|authorization|sig|signature)"
+)
 SECRET_NAME = re.compile(rf"(?i){_SECRET}")
 """Whole names of settings, options and query fields whose values are not to be shown."""
 _IN_ADDRESS = re.compile(rf"(?i)(://)[^/?#@\s]+(?=@)|([?&;#]{_SECRET}=)[^&;#\s\"']+")

@@ -134,3 +134,41 @@ def test_a_closed_pipe_ends_quietly(args: str) -> None:
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (">/dev/full", 74, "lockstep: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("<&- >&-", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("words", ["config show smoke", "metrics list", "--version"])
+def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
+    words: str, redirection: str, code: int, says: str
+) -> None:
+    command = f'"{sys.executable}" -m lockstep {words} {redirection}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (code, says)
+
+
+def test_files_that_are_opened_do_not_take_the_place_of_a_closed_output(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from lockstep import cli\n"
+        "cli._run = lambda argv: (open(sys.argv[1], 'wb', buffering=0), os.system('echo noise'), print('noise'), 0)[-1]\n"
+        "cli.main()"
+    )
+    subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$0" "$1" >&-', program, str(tmp_path / "metrics")], check=True)
+    assert (tmp_path / "metrics").read_bytes() == b""
+
+
+def test_control_characters_of_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    hostile = tmp_path / "a\x1b]0;owned\x07\u202e.yaml"
+    hostile.write_text('steps: "\\e[2J"\n"\\e[31m": 1\n')
+    result = shell("config", "check", str(hostile))
+    assert result.returncode == 2
+    assert result.stderr.replace("\n", "").isprintable()
+    assert "a\\x1b]0;owned\\x07\\u202e.yaml" in result.stderr
+    log = "import logging; from lockstep.cli import main; main(['metrics', 'list']); logging.warning('\\x1b[2J%s', '\\x9b')"
+    assert shell(code=log).stderr == "\\x1b[2J\\x9b\n"

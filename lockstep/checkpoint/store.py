@@ -299,7 +299,7 @@ class _Meta(BaseModel):
     numerics: str = ""
     model: str = ""
     adapter: str = ""
-    rows: dict[str, int | str] = {}
+    rows: dict[str, int | str] | None = None
     best: tuple[float | str, int] | None = None
 
 

@@ -264,15 +264,15 @@ def _validate(
     plain_tree, refused = plain(tree)
     data = _with_kinds(plain_tree, model) if isinstance(plain_tree, dict) else {}
     attempt = Attempt(model, tree, data, refused, origins)
+    mistakes = [hide_secrets(line) for line in mistakes]
     try:
         # as JSON, because strict JSON is what a recipe means: no number for a text, but a list for a tuple
         recipe = model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        found = [hide_secrets(line) for line in (*mistakes, *explain(attempt, error))]
-        raise ConfigError(found, where=where) from None
+        raise ConfigError([*mistakes, *explain(attempt, error)], where=where) from None
     if refused:
         mistakes = [*mistakes, *explain(attempt, None)]
-    if mistakes := [hide_secrets(line) for line in mistakes] + secrets(attempt):
+    if mistakes := [*mistakes, *secrets(attempt)]:
         raise ConfigError(mistakes, where=where)
     return recipe
 

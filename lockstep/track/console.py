@@ -61,7 +61,7 @@ LEAST_TIME_S = 0.05
 class Console:
     """Prints a run's progress and appends it to `log` (log.txt; None writes none). Messages are plain text, not markup.
 
-    A reader that goes away (`| head`) or a full disk behind the output ends the printing, not the run; log.txt goes on and says so.
+    An output that is closed (`| head`) or full ends the printing, not the run; log.txt goes on and says so.
     `terminal` forces or forbids the progress bar; None asks the stream. `clock` is in seconds.
     """
 

@@ -41,7 +41,7 @@ def read_plain(path: Path) -> bytes:
 
 
 def require_plain(folder: Path, *, skip: frozenset[str] = frozenset()) -> None:
-    """Raise RunDirectoryError unless everything below `folder` is a folder or a plain file; folders named in `skip` are not entered."""
+    """Raise RunDirectoryError if anything below `folder` is neither folder nor plain file; those in `skip` are not entered."""
     for inner, folders, names in os.walk(folder):
         for name in (*folders, *names):
             mode = (Path(inner) / name).lstat().st_mode

@@ -10,7 +10,7 @@ from lockstep.errors import ChatError
 from tests.chat.toy_tokenizers import CHATML, chatml
 
 ENDLESS = {
-    "nested loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "nested loops": "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3,
     "a loop over literals": "{% for a in 'xxxxxxxxxx' %}" * 12 + "{% endfor %}" * 12,
     "a long text": "{{ 'a' * 10000000000 }}",
     "doubled": "{% set ns = namespace(s='a') %}{% for i in range(50) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
@@ -32,7 +32,7 @@ RAISING = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_takes_all_time_or_memory_is_given_up(name: str) -> None:
-    with pytest.raises(ChatError, match="the chat template was given up: it (renders|takes) .*more than"):
+    with pytest.raises(ChatError, match=r"the chat template was given up: it (renders|takes) .*more than"):
         ChatFormat(chatml(ENDLESS[name] + CHATML), Chat())
 
 
@@ -43,7 +43,7 @@ def test_whatever_a_template_raises_is_a_chat_error(name: str) -> None:
 
 
 def test_a_template_of_many_megabytes_is_not_compiled() -> None:
-    with pytest.raises(ChatError, match="2,000,... characters"):
+    with pytest.raises(ChatError, match=r"2,000,\d+ characters"):
         ChatFormat(chatml("{# " + "x" * 2_000_000 + " #}" + CHATML), Chat())
 
 

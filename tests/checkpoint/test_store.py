@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,3 +271,30 @@ def test_pruning_never_deletes_everything(tmp_path: Path):
     with pytest.raises(CheckpointError, match="step 9, is not there"):
         prune(tmp_path, keep_last=1, keep_best=9)
     assert folders(tmp_path) == ["step_000001"]
+
+
+@pytest.mark.parametrize(
+    ("meta", "reason"),
+    [
+        ({"counters": [1]}, "counters: "),
+        ({"counters": {"version": "x"}}, "counters.version: "),
+        ({"fingerprint": 7}, "fingerprint: "),
+        ({"best": ["much", "x"]}, "best.1: "),
+        ({"rows": {"bytes": None}}, "rows.bytes"),
+    ],
+)
+def test_a_state_of_other_types_is_corrupt_and_says_which(tmp_path: Path, meta: dict[str, Any], reason: str) -> None:
+    """Sealed by whoever made it, but not by Lockstep."""
+    save(tmp_path, 1, lambda folder: write(folder, 1), meta)
+    with pytest.raises(CorruptCheckpointError, match=f"state.json: {reason}"):
+        open_checkpoint(tmp_path)
+    assert not list_checkpoints(tmp_path)[0].complete
+
+
+def test_an_entry_that_a_state_lacks_is_corruption_and_no_key_error(tmp_path: Path) -> None:
+    save(tmp_path, 1, lambda folder: write(folder, 1), {"counters": {"version": 1}})
+    counters: Any = open_checkpoint(tmp_path).meta["counters"]
+    assert counters["version"] == 1
+    for lacking in (lambda: counters["skipped"], lambda: open_checkpoint(tmp_path).meta["fingerprint"]):
+        with pytest.raises(CorruptCheckpointError, match="state.json: it has no '(skipped|fingerprint)'"):
+            lacking()
