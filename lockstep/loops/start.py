@@ -47,7 +47,9 @@ from lockstep.types import Prompt
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
-    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
+    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory then records the
+    reason.
+    """
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)
@@ -61,9 +63,9 @@ def start_run(recipe: Recipe) -> RunDirectory:
 def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool = False) -> RunDirectory:
     """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
 
-    `health`: overrides of settings of health, which change no number of the run; they stay with it.
+    `health`: overrides of health settings, which change no number of the run; they are stored with it.
     """
-    if health:  # a mistake in them must not cost an attempt
+    if health:  # a mistake in them must not count as an attempt
         load([str(RunDirectory.open(path).recipe_path), *health])
     run = RunDirectory.resume(path, manifest_facts())
     with run:
@@ -75,17 +77,17 @@ def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool =
 
 
 def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
-    """The checkpoint to go on from; None to begin. Raises CheckpointError for one that is damaged, or that somebody removed."""
-    # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
+    """Return the checkpoint to continue from; None to begin. Raises CheckpointError for a damaged or removed checkpoint."""
+    # A damaged checkpoint is listed, too; only the remains of a killed save (a hidden folder) are not.
     there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
     info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
     saved = [event.step for event in read_events(run) if event.kind == "checkpoint" and event.step is not None]
     if saved and saved[-1] > (info.step if info else 0) and not allow_fallback:
         begin = f"from step {info.step}" if info else "from the beginning"
         raise CheckpointError(
-            f"the checkpoint of step {saved[-1]}, the last that was saved, is not there",
+            f"the checkpoint of step {saved[-1]}, the last that was saved, is missing",
             where=str(run.checkpoints_path),
-            fix=f"put it back, or go on {begin} with --allow-fallback",
+            fix=f"put it back, or continue {begin} with --allow-fallback",
         )
     return info
 
@@ -101,14 +103,12 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         began = run.manifest().get("cwd", "")
         if run.attempt > 1 and began != str(Path.cwd()):
             logger.say(
-                f"the run began in {began} and goes on in {Path.cwd()}: relative paths of its recipe are of the latter"
+                f"the run began in {began} and continues in {Path.cwd()}: relative paths of its recipe now refer to the latter"
             )
         for note in info.notes if info else ():
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
-            logger.warn(
-                f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are made again"
-            )
+            logger.warn(f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are repeated")
         material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
         parts = _build(recipe, logger, info)
         frozen = parts.learner.fingerprint(frozen=True)
@@ -124,7 +124,7 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
     except LockstepError as error:
         logger.event("stopped", str(error), error=type(error).__name__)
         logger.say(f"stopped: {error}")
-        if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
+        if isinstance(error, HealthStop):  # nothing is broken: existing data is readable
             logger.say(f"report: {write_report(run.path)}")
         raise
     finally:
@@ -165,7 +165,7 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 
 
 def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
-    """What a reader must know to judge the run, on the console and in the manifest."""
+    """Report what a reader must know to judge the run, on the console and in the manifest."""
     policy, learner = parts.policy, parts.learner.describe()
     batch = batch_lines(recipe)
     lines = [
@@ -203,10 +203,10 @@ def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Pro
 
 
 def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
-    """Where the weights are from, on the console and in the manifest."""
+    """Report the origin of the weights, on the console and in the manifest."""
     logger.say(
-        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule begin anew "
-        f"(to go on with that run itself: lockstep train --resume {parent.run or 'RUN'})"
+        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule start from zero "
+        f"(to continue that run itself: lockstep train --resume {parent.run or 'RUN'})"
     )
     if parts.objective.needs_reference and parent.trained != "none":
         logger.warn("the reference policy is the base without adapters, not the weights of the warm start")
@@ -215,7 +215,7 @@ def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
 
 
 def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, logger: RunLogger) -> SftRows:
-    """The rows as tokens, and what a reader must know of them, on the console and in the manifest."""
+    """Return the rows as tokens, and report on them on the console and in the manifest."""
     refuse_asked(material, _heldout(parts, recipe))
     rows = tokenised(material, parts.policy.chat, settings, parts.policy.context)
     lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]
