@@ -1,4 +1,4 @@
-"""Which checkpoints a run writes and keeps."""
+"""The checkpoints that a run writes and keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Checkpointer:
         self._best: tuple[float, int] | None = best_so_far(recipe, logger)
 
     def note(self, step: int, metrics: Metrics) -> bool:
-        """True if these are the best weights so far and so must be saved."""
+        """Return True if these are the best weights so far, which must be saved."""
         name = self._recipe.save.keep_best
         if name is None or name not in metrics or (self._best is not None and metrics[name] <= self._best[0]):
             return False
@@ -33,7 +33,7 @@ class Checkpointer:
 
     @contextmanager
     def saving_if_stopped(self, step: int, proof: Proof, clock: Clock) -> Iterator[None]:
-        """Within it nothing changes the weights of `step`: should the run have to stop there, they are saved first."""
+        """Guard a block that does not change the weights of `step`: if the run must stop inside it, they are saved first."""
         try:
             yield
         except HealthStop:
@@ -42,7 +42,7 @@ class Checkpointer:
             raise
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:
-        """Write the checkpoint of a step whose record is written already, and add to that how long it took."""
+        """Write the checkpoint of a step that is already logged, and add its duration to the step's metrics."""
         with clock("save"):
             self._save(step, proof)
         self._journal.add(step, {"time/save": clock.seconds["time/save"]})
@@ -61,7 +61,7 @@ class Checkpointer:
 
 
 def best_so_far(recipe: Recipe, logger: RunLogger) -> tuple[float, int] | None:
-    """The best step of the records that a resumed run continues, among those whose checkpoint was completed."""
+    """Return the best step of the records that a resumed run continues, among those whose checkpoint was completed."""
     name = recipe.save.keep_best
     if name is None:
         return None
