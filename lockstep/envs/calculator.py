@@ -78,7 +78,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """A whole number exactly, anything else with ten significant digits."""
+    """Return a whole number exactly, anything else with ten significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:

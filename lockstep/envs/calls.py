@@ -34,7 +34,7 @@ class BadCall:
 
 
 def read_calls(reply: str, format: Format, names: Collection[str]) -> tuple[Call | BadCall, ...]:
-    """The calls of a reply in order, at most MAX_CALLS; empty if it calls nothing and so is an answer.
+    """Return the calls of a reply in order, at most MAX_CALLS; empty if it calls nothing and so is an answer.
 
     Of a reply that thinks aloud, what comes after the thinking is read. `names` are the tools that there are: a plain line
     counts as a call only if it begins with one of them. Time grows linearly with the reply.
@@ -62,7 +62,7 @@ def _tagged(said: str) -> tuple[Call | BadCall, ...]:
 
 
 def _bare(said: str) -> tuple[Call | BadCall, ...]:
-    """The whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
+    """Return the whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
     text = said.strip()
     if not text.startswith(("{", "[")) or '"name"' not in text:
         return ()

@@ -43,7 +43,7 @@ class GuessNumber:
 
 
 def opening(low: int, high: int) -> tuple[Message, ...]:
-    """The question, the same for every hidden number."""
+    """Return the question, the same for every hidden number."""
     text = f"I think of a whole number from {low} to {high}. Guess it: I answer higher or lower. Your guess?"
     return (Message(role="user", content=text),)
 

@@ -59,7 +59,7 @@ class GymText:
         return f"Actions: {', '.join(self._actions) if self._actions else f'{first} to {last}'}."
 
     def _action(self, reply: str) -> tuple[object, str]:
-        """The action that a reply names, and its name; None if it names none."""
+        """Return the action that a reply names, and its name; None if it names none."""
         from gymnasium.spaces import Discrete
 
         space = self._env.action_space

@@ -61,12 +61,12 @@ def env_maker(settings: schema.Task) -> Make:
 
 
 def is_env_task(made: type) -> bool:
-    """Whether a class has the methods of an EnvTask, rather than those of a single Env."""
+    """Return whether a class has the methods of an EnvTask, rather than those of a single Env."""
     return callable(getattr(made, "env", None))
 
 
 def own_class(path: str) -> type:
-    """The user's class. Raises TaskError unless it is one, with the methods of an Env or of an EnvTask."""
+    """Return the user's class. Raises TaskError unless it is one, with the methods of an Env or of an EnvTask."""
     made = load_class(path)
     methods: dict[str, tuple[str, ...]] = {"env": ("prompt",)} if is_env_task(made) else dict(ENV_METHODS)
     for method, parameters in methods.items():
@@ -82,7 +82,7 @@ def own_class(path: str) -> type:
 
 
 def made_with(made: type, settings: schema.EnvTask) -> object:
-    """An object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
+    """Return an object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
     return make_object(made, settings.settings, settings.path)
 
 

@@ -68,7 +68,7 @@ class Arena:
 
 
 def _text(seen: object) -> str:
-    """The messages of an observation as (sender, text, kind), or already as text."""
+    """Return the messages of an observation as (sender, text, kind), or already as text."""
     if isinstance(seen, str):
         return seen
     if isinstance(seen, list | tuple):
@@ -83,7 +83,7 @@ def _bracketed(reply: str) -> str:
 
 
 def random_move(text: str, numbers: random.Random) -> str:
-    """One of the moves that the game lists in what the opponent was shown last. Raises ValueError if it lists none."""
+    """Return one of the moves that the game lists in what the opponent was shown last. Raises ValueError if it lists none."""
     listed = _LISTED.findall(text)
     moves = _MOVE.findall(listed[-1]) if listed else []
     if not moves:
@@ -123,7 +123,7 @@ def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> 
 
 
 def _raw_name(game: str, registry: Any, where: str) -> str:
-    """The game without TextArena's wrappers, which repeat the whole history in every observation."""
+    """Return the game without TextArena's wrappers, which repeat the whole history in every observation."""
     for name in (game if game.endswith("-raw") else f"{game}-raw", game):
         if name in registry:
             return name

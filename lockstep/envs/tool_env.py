@@ -32,7 +32,7 @@ class ToolEnv:
 
 
 def explained(tools: Mapping[str, Tool]) -> str:
-    """The tools in words, for a model that knows no tool calls."""
+    """Return the tools in words, for a model that knows no tool calls."""
     lines = []
     for tool in tools.values():
         names = ", ".join(tool.parameters.get("properties", {}))

@@ -56,7 +56,7 @@ class Result:
 
 
 def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
-    """The tools by name. Raises TaskError for a file or function that is not there, and for two of one name."""
+    """Return the tools by name. Raises TaskError for a file or function that is not there, and for two of one name."""
     tools: dict[str, Tool] = {}
     for one in settings:
         tool = build_tool(one)
@@ -67,7 +67,7 @@ def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
 
 
 def build_tool(settings: schema.Tool) -> Tool:
-    """A function with its schema from the settings, or else from its signature and docstring."""
+    """Return a function with its schema from the settings, or else from its signature and docstring."""
     if settings.path in BUILT_IN:
         function, file = BUILT_IN[settings.path], None
     else:
@@ -133,7 +133,7 @@ def _value(text: str, *, as_text: bool) -> object:
 
 
 def _model_of(function: Callable[..., object], described: Mapping[str, str], where: str) -> type[BaseModel]:
-    """A model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
+    """Return a model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
     from pydantic import Field
 
     try:
@@ -183,7 +183,7 @@ def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
 
 
 def _docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and the lines of `Args:` by parameter."""
+    """Return the first paragraph, and the lines of `Args:` by parameter."""
     text = inspect.getdoc(function) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
     arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?)+)", text, re.MULTILINE)

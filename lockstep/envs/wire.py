@@ -23,7 +23,7 @@ def packed(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(buffer: bytearray) -> dict[str, Any] | None:
-    """The first message of the buffer, taken out of it; None if it is not complete. Raises ValueError if it is none."""
+    """Return the first message of the buffer, taken out of it; None if it is not complete. Raises ValueError if it is none."""
     if len(buffer) < HEAD.size:
         return None
     (size,) = HEAD.unpack_from(buffer)

@@ -54,7 +54,7 @@ def audit_parser(score: Score, count: int = SHOWN) -> ParserAudit:
 
 
 def is_suspicious(result: ItemResult) -> bool:
-    """Whether the reference answer stands as a whole word in the end of a reply that was graded wrong."""
+    """Return whether the reference answer stands as a whole word in the end of a reply that was graded wrong."""
     answer = result.answer.strip()
     if not answer:
         return False
@@ -90,7 +90,7 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
 
 
 def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
-    """A reply for reading: what was expected, what was read and how, and the reply's end."""
+    """Return a reply for reading: what was expected, what was read and how, and the reply's end."""
     from lockstep.track.text import one_line
 
     r = one.result
@@ -104,7 +104,7 @@ def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
 
 
 def text_of(score: Score, audit: ParserAudit) -> list[str]:
-    """The whole audit."""
+    """Return the whole audit."""
     shown: Sequence[Suspect] = audit.shown
     return [
         *summary_lines(score, audit),

@@ -43,7 +43,7 @@ class Pair:
 
 
 def records_of(name: str) -> list[Record]:
-    """Every score that NAME or NAME@STEP means: a file, a run's own scores, or those of a folder.
+    """Return every score that NAME or NAME@STEP means: a file, a run's own scores, or those of a folder.
 
     Raises EvaluationError, naming the file, for one that is missing, damaged or no score record.
     """
@@ -75,7 +75,7 @@ def newest(records: Sequence[Record]) -> list[Record]:
 
 
 def base_and_last(records: Sequence[Record]) -> list[Pair]:
-    """A run's base against its last score, in every mode. Raises EvaluationError if there are no two, or more."""
+    """Return a run's base against its last score, in every mode. Raises EvaluationError if there are no two, or more."""
     last = {record.key: record for record in newest(records)}
     base = _one_each([record for record in records if record.brief.score.step == 0])
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
@@ -85,7 +85,7 @@ def base_and_last(records: Sequence[Record]) -> list[Pair]:
 
 
 def _one_each(records: Sequence[Record]) -> list[Record]:
-    """One record a key; of several under the same conditions, which say the same, the first."""
+    """Return one record a key; of several under the same conditions, which say the same, the first."""
     found: dict[tuple[str, str], Record] = {}
     for record in records:
         other = found.setdefault(record.key, record)

@@ -129,7 +129,7 @@ def compare(
 
 
 def differences(a: Conditions, b: Conditions) -> str:
-    """Each condition that differs, with both values. Example: "prompt_suffix: '' against ' Think.'; seed: 1 against 2" """
+    """Return each condition that differs, with both values. Example: "prompt_suffix: '' against ' Think.'; seed: 1 against 2" """
     return "; ".join(
         f"{name}: {_shown(getattr(a, name))} against {_shown(getattr(b, name))}" for name in comparable(a, b)
     )

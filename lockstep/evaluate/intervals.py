@@ -124,7 +124,7 @@ def paired_difference(
 
 
 def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
-    """The smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
+    """Return the smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
 
     None with five or fewer changed items: even all of them changing the same way is not rare enough.
     """
@@ -151,13 +151,13 @@ def _least_margin(changed: int, alpha: float) -> int | None:
 
 
 def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: int = FLIPS) -> float:
-    """Two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
+    """Return two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
 
-    If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so
-    the test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25
-    here, 0 there). Of differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random
-    ones give (1 + hits) / (1 + flips), which is never 0. 1.0 without any difference.
-    Source: Fisher 1935, The Design of Experiments, §21; Davison and Hinkley 1997, §4.3.
+    If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so the
+    test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25 here, 0
+    there). Of differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random ones give (1 +
+    hits) / (1 + flips), which is never 0. 1.0 without any difference. Source: Fisher 1935, The Design of Experiments, §21;
+    Davison and Hinkley 1997, §4.3.
     """
     d = _array(differences)
     d = d[d != 0]
@@ -190,11 +190,11 @@ def item_points(n: int) -> float:
 
 
 def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """The smallest true difference (as a share) that a paired test of n items finds with probability `power`.
+    """Return the smallest true difference (as a share) that a paired test of n items finds with probability `power`.
 
-    `changing` is the share of items that change in either direction. None if even all of them changing the same way
-    would not be found so often. Source: Connor 1987, Biometrics 43:207: solve
-    d sqrt(n) = z_alpha sqrt(changing) + z_power sqrt(changing - d²) for d.
+    `changing` is the share of items that change in either direction. None if even all of them changing the same way would not
+    be found so often. Source: Connor 1987, Biometrics 43:207: solve d sqrt(n) = z_alpha sqrt(changing) + z_power sqrt(changing
+    - d²) for d.
     """
     if n <= 0 or not 0 < changing <= 1 or not 0.5 <= power < 1:
         raise EvaluationError(

@@ -63,7 +63,7 @@ class EvalPlan:
 
 
 def eval_plan(recipe: Recipe, numerics: str, context: int | None = None, chosen: EvalSet | None = None) -> EvalPlan:
-    """The plan of a recipe for a set of items (without one its main set); `numerics` is the label of what computes."""
+    """Return the plan of a recipe for a set of items (without one its main set); `numerics` is the label of what computes."""
     chosen = chosen or recipe.eval.sets[0]
     return EvalPlan(
         model=recipe.model.path if recipe.model.revision is None else f"{recipe.model.path}@{recipe.model.revision}",
@@ -80,7 +80,7 @@ def eval_plan(recipe: Recipe, numerics: str, context: int | None = None, chosen:
 
 
 def verifier_label(recipe: Recipe) -> str:
-    """The verifier's kind and the settings that differ from its defaults; a task of one's own grades itself: "own"."""
+    """Return the verifier's kind and the settings that differ from its defaults; a task of one's own grades itself: "own"."""
     return _label(recipe.task)
 
 
@@ -105,7 +105,7 @@ def _label(task: Task) -> str:
 
 
 def _label_of_verifier(verifier: Verifier) -> str:
-    """A judge changes with the model behind its address and with the day, so its label says more than its settings."""
+    """Return a judge changes with the model behind its address and with the day, so its label says more than its settings."""
     parts = verifier.parts if isinstance(verifier, CompositeVerifier) else ()
     judges = [v for v in (verifier, *(part.verifier for part in parts)) if isinstance(v, JudgeVerifier)]
     if not judges:
@@ -116,7 +116,7 @@ def _label_of_verifier(verifier: Verifier) -> str:
 
 
 def without_workers(verifier: Verifier) -> Verifier:
-    """The verifier with the default number of processes, which decides no verdict."""
+    """Return the verifier with the default number of processes, which decides no verdict."""
     if isinstance(verifier, CompositeVerifier):
         parts = [part.model_copy(update={"verifier": without_workers(part.verifier)}) for part in verifier.parts]
         return verifier.model_copy(update={"parts": parts})
@@ -126,7 +126,7 @@ def without_workers(verifier: Verifier) -> Verifier:
 
 
 def _changed(section: Section, *without: str) -> str:
-    """A section's kind and the settings that are not its defaults."""
+    """Return a section's kind and the settings that are not its defaults."""
     settings = section.model_dump(exclude={TAG, *without}, exclude_defaults=True)
     changed = ",".join(f"{name}={value}" for name, value in settings.items())
     kind = str(getattr(section, TAG))
@@ -170,7 +170,7 @@ def plan_lines(recipe: Recipe) -> list[str]:
 
 
 def stop_lines(recipe: Recipe) -> list[str]:
-    """The stopping rule in words; nothing without one."""
+    """Return the stopping rule in words; nothing without one."""
     match recipe.eval.stop:
         case NoStop():
             return []
@@ -192,7 +192,7 @@ def eval_sampling(mode: EvalMode, plan: EvalPlan) -> Sampling:
 
 
 def mode_label(mode: EvalMode, stop: tuple[str, ...] = ()) -> str:
-    """The mode as part of a score's conditions. Examples: "greedy", "sampled(T=1)", "sampled(T=0.6,n=8)".
+    """Return the mode as part of a score's conditions. Examples: "greedy", "sampled(T=1)", "sampled(T=0.6,n=8)".
 
     All that shapes a reply is in it, so that two modes of one name with other settings are not taken for the same.
     """

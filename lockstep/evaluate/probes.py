@@ -73,7 +73,7 @@ def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
 
 
 def format_lines(probe: FormatProbe) -> list[str]:
-    """The rule's word, how sure it is, and what the rest of the numbers say."""
+    """Return the rule's word, how sure it is, and what the rest of the numbers say."""
     low, high = probe.interval.low, probe.interval.high
     lines = [
         f"{probe.what}: {probe.good} of {probe.replies} replies, {probe.rate:.1%} [{low:.1%}, {high:.1%}]",
@@ -152,7 +152,7 @@ def mixed_chance(n: int, right: int, group: int) -> float:
 
 
 def headroom_lines(probe: Headroom, group: int) -> list[str]:
-    """The numbers, and advice for a recipe that takes `group` samples of a prompt."""
+    """Return the numbers, and advice for a recipe that takes `group` samples of a prompt."""
     from lockstep.evaluate.table import estimate_line
 
     top = probe.passes[-1]

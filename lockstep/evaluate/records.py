@@ -68,7 +68,7 @@ def write_score(path: Path, score: Score) -> None:
 
 
 def read_score(path: Path) -> Score:
-    """The score in a file that `write_score` wrote.
+    """Return the score in a file that `write_score` wrote.
 
     Raises EvaluationError, naming the file, if it is missing, no score record, of another version, or changed since.
     """
@@ -97,7 +97,7 @@ def read_brief(path: Path) -> Brief:
 
 
 def stored_score(path: Path, conditions: Conditions) -> Score | None:
-    """The score at `path` if it was measured under exactly these conditions, weights included: no need to repeat it.
+    """Return the score at `path` if it was measured under exactly these conditions, weights included: no need to repeat it.
 
     None if there is no file or it is of other conditions; a damaged file raises.
     """
@@ -109,7 +109,7 @@ def stored_score(path: Path, conditions: Conditions) -> Score | None:
 
 
 def comparable(a: Conditions, b: Conditions) -> list[str]:
-    """Names of the conditions in which two scores differ, weights apart: those are what is being compared.
+    """Return names of the conditions in which two scores differ, weights apart: those are what is being compared.
 
     What a record does not say (None) is not held against it: the template hash covers both such fields.
     """
@@ -127,7 +127,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parts(raw: bytes, path: Path) -> _Parts | None:
-    """The lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is not theirs."""
+    """Return the lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is not theirs."""
     head = _HEAD.match(raw)
     if head is None:
         return None
@@ -142,7 +142,7 @@ def _parts(raw: bytes, path: Path) -> _Parts | None:
 
 
 def _older(raw: bytes, path: Path) -> Score:
-    """A record of version 1, or the reason why this is none."""
+    """Return a record of version 1, or the reason why this is none."""
     try:
         body = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def _older(raw: bytes, path: Path) -> Score:
 
 
 def _upgraded(payload: Any) -> Score:
-    """A score of version 1 in today's fields: what it did not say is None or empty, its estimate is made of its marks."""
+    """Return a score of version 1 in today's fields: what it did not say is None or empty, its estimate is made of its marks."""
     if not isinstance(payload, dict):
         raise CodecError("expected fields", ".Score")
     conditions, results = payload.get("conditions"), payload.get("results")

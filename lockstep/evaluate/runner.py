@@ -131,7 +131,7 @@ def require_numerics(engine: RolloutEngine, label: str) -> None:
 
 
 def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
-    """The items of a plan: held out, or for the role train those of a first step.
+    """Return the items of a plan: held out, or for the role train those of a first step.
 
     Raises EvaluationError if they are fewer or more than planned, or an id comes twice.
     """
@@ -156,7 +156,7 @@ def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
 def score_conditions(
     prompts: Sequence[Prompt], task: BuiltTask, chat: ChatFormat, mode: EvalMode, plan: EvalPlan, proof: Proof
 ) -> Conditions:
-    """Everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
+    """Return everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
     return Conditions(
         weights=proof.fingerprint,
         model=plan.model,
@@ -181,7 +181,7 @@ def reasoning_effort(chat: ChatFormat) -> str:
 
 
 def is_correct(grade: Grade) -> bool | None:
-    """Whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
+    """Return whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
 
     None, which is unscored, without a reward or with one that is no finite number.
     """
@@ -201,7 +201,7 @@ def score_of(
     numbers: Sequence[str] = (),
     source: str = "",
 ) -> Score:
-    """All numbers of graded replies, of which at least one is scored; the first of `numbers` is the accuracy."""
+    """Return all numbers of graded replies, of which at least one is scored; the first of `numbers` is the accuracy."""
     names = numbers or (default_estimate(samples),)
     estimates = tuple(estimate(results, name, samples) for name in names)
     return Score(
@@ -225,7 +225,7 @@ def score_of(
 
 
 def item_result(rollout: Rollout) -> ItemResult:
-    """A graded rollout as a score records it."""
+    """Return a graded rollout as a score records it."""
     prompt, grade = rollout.prompt, rollout.grade
     correct = is_correct(grade)
     boxed = grade.metrics.get("boxed")

@@ -33,7 +33,7 @@ def should_stop(rule: Stop, points: Sequence[Point]) -> str:
 
 
 def smoothed(points: Sequence[Point], width: int) -> list[Point]:
-    """The mean of each point and those before it, `width` in all; nothing before there are so many."""
+    """Return the mean of each point and those before it, `width` in all; nothing before there are so many."""
     return [
         Point(points[i].step, statistics.fmean(point.value for point in points[i + 1 - width : i + 1]))
         for i in range(width - 1, len(points))
@@ -41,7 +41,7 @@ def smoothed(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def best(points: Sequence[Point]) -> Point:
-    """The highest, of equal ones the first."""
+    """Return the highest, of equal ones the first."""
     return max(points, key=lambda point: (point.value, -point.step))
 
 
@@ -67,7 +67,9 @@ def diverges(train: Sequence[Point], held_out: Sequence[Point], width: int = 3, 
 
 
 def _level(points: Sequence[Point], step: int, width: int) -> float | None:
-    """The mean of the last `width` points up to `step`; before the first one, which is the base's rollouts, of the first."""
+    """Return the mean of the last `width` points up to `step`; before the first one, which is the base's rollouts, of the
+    first.
+    """
     found = [point.value for point in points if point.step <= step][-width:] or [
         point.value for point in points[:width]
     ]

@@ -21,7 +21,7 @@ DECADES = 7
 
 
 def levels(signed: bool) -> Tensor:
-    """The 256 numbers that a code may stand for, ascending, in [-1, 1] or [0, 1]; fp64."""
+    """Return the 256 numbers that a code may stand for, ascending, in [-1, 1] or [0, 1]; fp64."""
     numbers = [0.0, 1.0]
     for decade in range(DECADES):
         count = 2 ** (decade if signed else decade + 1)
@@ -42,7 +42,7 @@ def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The numbers that `encode` came near, in the scales' precision."""
+    """Return the numbers that `encode` came near, in the scales' precision."""
     table, _ = _tables(signed, scales.dtype, scales.device)
     flat = table[codes.reshape(-1).int()]
     blocks = nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK) * scales[:, None]

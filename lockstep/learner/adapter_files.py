@@ -65,7 +65,7 @@ class AdapterFolder:
 
 # --- write ----------------------------------------------------------------------------------------------------------
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The active adapter under PEFT's file names, for the original base."""
+    """Return the active adapter under PEFT's file names, for the original base."""
     starts = {name: start for name, layer in lora_layers(model).items() if (start := start_of(layer)) is not None}
     tensors = {}
     for name, tensor in trained_tensors(model):
@@ -84,7 +84,7 @@ def trained_tensors(model: nn.Module) -> WeightStream:
 
 
 def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str]:
-    """The two JSON files beside the tensors."""
+    """Return the two JSON files beside the tensors."""
     config: Any = model.peft_config["default"]  # type: ignore[index]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -162,7 +162,9 @@ def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, 
 
 
 def check_base(found: AdapterFolder, base: Base) -> str:
-    """A warning if it cannot be told whether an adapter fits, else "". Raises ModelError if it was made for another base."""
+    """Return a warning if it cannot be told whether an adapter fits, else "". Raises ModelError if it was made for another
+    base.
+    """
     if found.base is None:
         made_for = found.config.get("base_model_name_or_path") or "an unnamed base"
         return f"warning: {found.path} does not say which weights it was made for (it names {made_for}); base is {base.name}"
@@ -186,7 +188,7 @@ def file_name(name: str) -> str:
 
 
 def live_name(name: str) -> str:
-    """The inverse of file_name; other names stay as they are."""
+    """Return the inverse of file_name; other names stay as they are."""
     if not name.startswith(PREFIX):
         return name
     own = name.removeprefix(PREFIX)

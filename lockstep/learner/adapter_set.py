@@ -144,7 +144,7 @@ def _config(found: AdapterFolder) -> Any:
 
 
 def _over_the_original(found: AdapterFolder) -> dict[str, torch.Tensor]:
-    """The tensors as the files have them: with a start told apart, B·A - B₀·A₀ in one pair again."""
+    """Return the tensors as the files have them: with a start told apart, B·A - B₀·A₀ in one pair again."""
     saved = dict(found.weights)
     for name in [name for name in saved if name.endswith(START_A)]:
         layer = name.removesuffix(START_A)

@@ -84,7 +84,7 @@ def start_of(layer: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
-    """The model's LoRA layers by the checkpoint's names."""
+    """Return the model's LoRA layers by the checkpoint's names."""
     return {clean_name(n): m for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")}
 
 
@@ -132,7 +132,7 @@ def _by_qr(weight_OI: Tensor, rank: int) -> Factors:
 
 
 def _sampled(by_shape: Mapping[tuple[int, ...], Sequence[str]]) -> list[str]:
-    """A layer of the largest and one of the smallest shape."""
+    """Return a layer of the largest and one of the smallest shape."""
     shapes = sorted(by_shape, key=lambda shape: (shape[0] * shape[1], shape))
     first, last = by_shape[shapes[0]][0], by_shape[shapes[-1]][-1]
     return list(dict.fromkeys([first, last]))

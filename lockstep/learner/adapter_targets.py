@@ -33,7 +33,7 @@ class Chosen:
 
 
 def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
-    """The linear layers that `targets` means. Raises ModelError for a name or expression that means none, or the head."""
+    """Return the linear layers that `targets` means. Raises ModelError for a name or expression that means none, or the head."""
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     experts = experts_of(model)
@@ -68,7 +68,7 @@ def experts_of(model: PreTrainedModel) -> int:
 
 
 def in_attention(name: str) -> bool:
-    """Whether a layer's full name says that it belongs to attention."""
+    """Return whether a layer's full name says that it belongs to attention."""
     *path, last = name.split(".")
     return last in ATTENTION and any("attn" in part or "attention" in part for part in path)
 

@@ -73,7 +73,7 @@ class Facts:
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | None = None) -> torch.nn.Module:
-    """The model that is trained: the model itself, or a PEFT model around it whose base is frozen.
+    """Return the model that is trained: the model itself, or a PEFT model around it whose base is frozen.
 
     Adapter weights have the base's dtype (the optimizer keeps their fp32 masters). `base` is of this very model, computed here
     if it is not given. Raises ModelError for unknown targets or options, or an adapter.start that does not fit.
@@ -118,7 +118,7 @@ def _pack_base(model: torch.nn.Module) -> str:
 
 
 def facts_of(model: torch.nn.Module) -> Facts | None:
-    """None for a model without an adapter of ours."""
+    """Return None for a model without an adapter of ours."""
     facts: Facts | None = getattr(model, _FACTS, None)
     return facts
 

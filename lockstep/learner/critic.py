@@ -29,9 +29,10 @@ _WEIGHT = "weight."
 
 
 def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None = None) -> TorchCritic:
-    """The critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is what the learner is given.
+    """Return the critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is what the learner is given.
 
-    Build it from the policy's model as loaded, before anything else is done to that. Raises LearnerError if the recipe has none.
+    Build it from the policy's model as loaded, before anything else is done to that. Raises LearnerError if the recipe has
+    none.
     """
     settings = recipe.algorithm.critic
     if settings is None:
@@ -59,7 +60,7 @@ def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None
 
 
 def trained_copy(module: Any) -> Any:
-    """A copy whose trained parameters are its own and whose frozen ones are the original's, in the same memory."""
+    """Return a copy whose trained parameters are its own and whose frozen ones are the original's, in the same memory."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
@@ -83,7 +84,7 @@ class TorchCritic:
         """What the learner trains along with the policy; None with a backbone of its own."""
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
-        """The value before each response token, 0 where not trained: of the state that predicts the token."""
+        """Return the value before each response token, 0 where not trained: of the state that predicts the token."""
 
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(sequences, chosen, prefix)
@@ -95,7 +96,7 @@ class TorchCritic:
             return number_tokens(sequences, self._streams(sequences, prefix), value)
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step towards the returns, in as many micro-batches as the token budget needs.
+        """Return one optimizer step towards the returns, in as many micro-batches as the token budget needs.
 
         A non-finite gradient changes nothing. Raises LearnerError after too many of those in a row, or without returns.
         """
@@ -121,14 +122,14 @@ class TorchCritic:
 
     # --- state ----------------------------------------------------------------------------------------------------
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name, the live ones."""
+        """Return the trained weights by name, the live ones."""
         return {name: parameter.detach() for name, parameter in self.trainable.items()}
 
     def counters(self) -> dict[str, int]:
         return self._training.counters()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resume needs besides the counters: weights as `weight.NAME`, and the optimizer's state."""
+        """Return everything that a resume needs besides the counters: weights as `weight.NAME`, and the optimizer's state."""
         weights = {f"{_WEIGHT}{name}": tensor for name, tensor in self.weights().items()}
         return weights | self._training.optimizer.tensors()
 

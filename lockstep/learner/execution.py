@@ -25,7 +25,7 @@ BY_DEVICE = {"cpu": Execution(8192, "none"), "cuda": Execution(16384, "selective
 
 
 def execution_of(update: Update, device: torch.device, plan: Execution | None = None) -> Execution:
-    """The recipe's own choices, then the plan's, then those of the device."""
+    """Return the recipe's own choices, then the plan's, then those of the device."""
     open_ = plan or BY_DEVICE.get(device.type, BY_DEVICE["cuda"])
     return Execution(
         update.tokens_per_microbatch or open_.tokens_per_microbatch,

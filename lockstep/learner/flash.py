@@ -42,7 +42,7 @@ class Part:
 
     @staticmethod
     def itself(lengths: Sequence[int], device: torch.device) -> Part:
-        """A stream of segments that see themselves causally."""
+        """Return a stream of segments that see themselves causally."""
         whole, spans = slice(0, sum(lengths)), Spans.of(lengths, device)
         return Part(whole, whole, spans, spans, causal=True)
 
@@ -52,7 +52,7 @@ class Kernels:
     """What computes a part. Log-sum-exps are fp32 [H, Q], of the scaled scores."""
 
     serves: Callable[[Tensor], bool]
-    """Whether queries like these can be computed."""
+    """True if queries like these can be computed."""
     forward: Callable[[Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor]]
     """query_QHD, key_SKD, value_SKD, part, scale → output_QHD, lse_HQ"""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor, Tensor]]

@@ -75,7 +75,7 @@ class PackedLayout:
         return plain and ordered and self._kernels.serves(query_HTD)
 
     def _plan(self, padding: int) -> tuple[Part, ...]:
-        """The kernel calls. Padding is a segment of its own, so that every row is defined."""
+        """Return the kernel calls. Padding is a segment of its own, so that every row is defined."""
         root, branches = self._root, self._branches
         joined = [branch for branch in branches if branch.tail] if self._prompts_first else []
         if self._prompts_first:

@@ -150,10 +150,10 @@ class TorchLearner:
             return number_tokens(sequences, self._streams(sequences, prefix), score)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step on a batch, in as many micro-batches as the token budget needs.
+        """Return one optimizer step on a batch, in as many micro-batches as the token budget needs.
 
-        The gradient is that of Σ_i weight_i Σ_t loss_it, so that the split does not matter. Raises LearnerError after too
-        many steps in a row with a non-finite gradient; such a step leaves every weight as it was.
+        The gradient is that of Σ_i weight_i Σ_t loss_it, so that the split does not matter. Raises LearnerError after too many
+        steps in a row with a non-finite gradient; such a step leaves every weight as it was.
         """
         require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
@@ -183,7 +183,7 @@ class TorchLearner:
         )
 
     def weights(self) -> WeightStream:
-        """The live weights. Raises EngineError while an engine's noise is on them."""
+        """Return the live weights. Raises EngineError while an engine's noise is on them."""
         require_clean(self.model, "the learner's weights")
         return named_weights(self.model)
 
@@ -272,7 +272,7 @@ class TorchLearner:
             )
 
     def _as_reference(self) -> Any:
-        """The reference model as a context: the frozen copy, or the base without what was trained on top."""
+        """Return the reference model as a context: the frozen copy, or the base without what was trained on top."""
         if self._reference is not None:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
@@ -281,7 +281,7 @@ class TorchLearner:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The transformers model, without PEFT around it."""
+    """Return the transformers model, without PEFT around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 

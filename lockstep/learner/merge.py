@@ -22,7 +22,7 @@ from lockstep.types import WeightStream
 
 
 def merged_weights(model: nn.Module) -> WeightStream:
-    """Names and tensors of the model with its active adapter merged in; tensors without an adapter are the live ones.
+    """Yield names and tensors of the model with its active adapter merged in; tensors without an adapter are the live ones.
 
     A model without adapters yields its weights. Raises ModelError for weights that are not finite once merged.
     """
@@ -42,7 +42,7 @@ def merged_weights(model: nn.Module) -> WeightStream:
 
 
 def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
-    """The stream with layers that are kept in 4 bits as the weights that these stand for."""
+    """Yield the stream with layers that are kept in 4 bits as the weights that these stand for."""
     packed = {name for name, layer in layers.items() if isinstance(layer.get_base_layer(), Nf4Linear)}
     for name, tensor in named_weights(model):
         layer, _, part = name.rpartition(".")
@@ -53,7 +53,7 @@ def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
 
 
 def base_names(model: nn.Module) -> list[str]:
-    """The checkpoint's names of the weights without any adapter's, tied ones once."""
+    """Return the checkpoint's names of the weights without any adapter's, tied ones once."""
     of_adapters = tuple(
         name for _, layer in model.named_modules() for name in getattr(layer, "adapter_layer_names", ())
     )

@@ -88,7 +88,7 @@ class MasterOptimizer:
         self.collected.clear()  # what is left of the last pass: see _noter
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state: `master.NAME` (where it is not the parameter itself), and what is kept of it likewise.
+        """Return the whole state: `master.NAME` (where it is not the parameter itself), and what is kept of it likewise.
 
         Raises CheckpointError if an optimizer of the user's own keeps something that is neither a tensor nor a number.
         """
@@ -152,7 +152,7 @@ class MasterOptimizer:
 
 
 def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
-    """A piece of an optimizer's state under the name that it is saved by."""
+    """Return a piece of an optimizer's state under the name that it is saved by."""
     if isinstance(key, str) and not set(key) & set(".~"):
         if isinstance(value, Tensor):
             return key, value
@@ -166,7 +166,7 @@ def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
 
 
 def _live(label: str, saved: Tensor, inner: Inner, master: nn.Parameter) -> tuple[str, object]:
-    """The reverse of `_stored`. Counts of steps stay on the host unless the optimizer is fused (as torch's own do)."""
+    """Return the reverse of `_stored`. Counts of steps stay on the host unless the optimizer is fused (as torch's own do)."""
     key, _, number = label.partition("~")
     if number:
         return key, saved.item()

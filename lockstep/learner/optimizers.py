@@ -71,7 +71,7 @@ class Inner:
 
 
 def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
-    """The optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
+    """Return the optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
     match settings:
         case AdamW():
             return (_adamw(settings, masters),)
@@ -84,7 +84,7 @@ def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tup
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon is meant for it: a matrix between hidden states, not a table of tokens, nor a single row."""
+    """Return whether Muon is meant for it: a matrix between hidden states, not a table of tokens, nor a single row."""
     return parameter.dim() == 2 and min(parameter.shape) > 1 and not any(word in name for word in NOT_HIDDEN)
 
 
@@ -164,7 +164,9 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
 
 
 def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
-    """The settings as the class's signature types them: it is the one definition. Raises LearnerError with every mistake."""
+    """Return the settings as the class's signature types them: it is the one definition. Raises LearnerError with every
+    mistake.
+    """
     parameters = inspect.signature(found).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = get_type_hints(found.__init__)  # type: ignore[misc]  # of a class, not of an instance

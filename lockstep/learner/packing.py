@@ -84,7 +84,7 @@ def pack(
     prefix: int = 0,
     prompts_first: bool | None = None,
 ) -> Packed:
-    """The stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt.
+    """Return the stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt.
 
     The first `prefix` tokens, which all of them have, are processed once. The order of the stream is PackedLayout's; None
     chooses by device. Raises LearnerError if sequences of a group or of a prefix differ in it.
@@ -162,7 +162,7 @@ def _shared(
 def streams(
     sequences: Sequence[TrainSequence], budget: int, *, share_prompts: bool, device: torch.device, prefix: int = 0
 ) -> Iterator[Packed]:
-    """All sequences as packed micro-batches of at most `budget` tokens; `Packed.order` says which are in which."""
+    """Yield all sequences as packed micro-batches of at most `budget` tokens; `Packed.order` says which are in which."""
     for chosen in microbatches(sequences, budget, share_prompts=share_prompts, prefix=prefix):
         yield pack(sequences, chosen, share_prompts=share_prompts, device=device, prefix=prefix)
 
@@ -182,7 +182,7 @@ def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[floa
 def number_tokens(
     sequences: Sequence[TrainSequence], packed_streams: Iterable[Packed], number: Callable[[Packed], Tensor]
 ) -> list[tuple[float, ...]]:
-    """One number per response token of each sequence (0 where not trained), from a function that gives [R] of a stream."""
+    """Return one number per response token of each sequence (0 where not trained), from a function that gives [R] of a stream."""
     result: list[tuple[float, ...]] = [()] * len(sequences)
     queued = [(packed.order, number(packed)) for packed in packed_streams]  # a GPU is not waited for in between
     for order, values_R in queued:
@@ -201,6 +201,6 @@ def _fed(sequence: TrainSequence) -> int:
 
 
 def as_sequence(ids: TokenIds, group: int) -> TrainSequence:
-    """A plain sequence to be scored: one prompt token, every other token with loss."""
+    """Return a plain sequence to be scored: one prompt token, every other token with loss."""
     rest = len(ids) - 1
     return TrainSequence(ids[:1], ids[1:], (True,) * rest, (0.0,) * rest, (0.0,) * rest, 0.0, group)

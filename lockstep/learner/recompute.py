@@ -78,7 +78,7 @@ class Selective:
         self._remember(None)
 
     def run(self, part: Callable[..., Tensor], inputs: tuple[Tensor, ...], lean: bool) -> Tensor:
-        """A cheap part, remembered until the next. `lean`: it keeps nothing for its backward pass but its inputs."""
+        """Return a cheap part, remembered until the next. `lean`: it keeps nothing for its backward pass but its inputs."""
         if self._hooks is None or not torch.is_grad_enabled():
             return part(*inputs)
         output = part(*inputs) if lean else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)

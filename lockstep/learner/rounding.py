@@ -41,7 +41,7 @@ def shaken(model: nn.Module, size: float = RELATIVE, seed: int = 1, *, attention
 
 
 def rounding_gap(model: nn.Module, sequences: Sequence[TokenIds], tokens_per_microbatch: int) -> float:
-    """Mean |Δ log-probability|, nats, between the model and itself with such noise."""
+    """Return mean |Δ log-probability|, nats, between the model and itself with such noise."""
     plain = plain_logprobs(model, sequences, tokens_per_microbatch)
     with shaken(model):
         moved = plain_logprobs(model, sequences, tokens_per_microbatch)

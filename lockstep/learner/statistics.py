@@ -44,7 +44,7 @@ class UpdateStatistics:
         self._processed += processed
 
     def metrics(self) -> Metrics:
-        """Names as in docs/metrics.md. Without any token there is nothing to report but the counts."""
+        """Return names as in docs/metrics.md. Without any token there is nothing to report but the counts."""
         counts = {
             "batch/tokens_trained": float(self._tokens),
             "batch/tokens_processed": float(self._processed),

@@ -46,7 +46,7 @@ def top_singular(weights: Sequence[Tensor], rank: int) -> TopSingular:
 
 @torch.no_grad()
 def exact_values(weight: Tensor, rank: int) -> Tensor:
-    """The largest singular values [R] by a full decomposition in fp64."""
+    """Return the largest singular values [R] by a full decomposition in fp64."""
     values_S: Tensor = torch.linalg.eigvalsh(_gram(weight.double()))
     return values_S.flip(-1)[:rank].clamp_min(0).sqrt()
 
@@ -97,7 +97,7 @@ def _columns(size: int, rank: int) -> int:
 
 
 def _filtered(gram_NSS: Tensor, basis_NSK: Tensor, ritz_NK: Tensor) -> Tensor:
-    """A Chebyshev polynomial of G, times the basis: at most 1 on [0, last Ritz value], scaled to 1 at the largest."""
+    """Return a Chebyshev polynomial of G, times the basis: at most 1 on [0, last Ritz value], scaled to 1 at the largest."""
     half = (ritz_NK[:, -1] / 2).float().clamp_min(1e-30)[:, None, None]
     first = half / (ritz_NK[:, 0].float()[:, None, None] - half).clamp_min(half / 4)
     older, scale = basis_NSK, first
@@ -110,7 +110,7 @@ def _filtered(gram_NSS: Tensor, basis_NSK: Tensor, ritz_NK: Tensor) -> Tensor:
 
 
 def _ritz(gram_NSS: Tensor, block_NSK: Tensor) -> tuple[Tensor, Tensor]:
-    """The block's orthonormal Ritz vectors, fp32, and Ritz values, fp64, largest first."""
+    """Return the block's orthonormal Ritz vectors, fp32, and Ritz values, fp64, largest first."""
     basis_NSK = _orthonormal(block_NSK.double()).float()
     small_NKK = basis_NSK.double().mT @ torch.bmm(gram_NSS, basis_NSK).double()
     # Small and batched: a CPU is faster at it, and gives the same on every GPU.

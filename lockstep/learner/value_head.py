@@ -71,7 +71,7 @@ class ValueTraining:
         self._recorded: list[Tensor] = []
 
     def loss(self, hidden_RH: Tensor, sequences: Sequence[TrainSequence]) -> ValueLoss:
-        """A micro-batch's part of the update's loss. `sequences` in the order in which they were packed.
+        """Return a micro-batch's part of the update's loss. `sequences` in the order in which they were packed.
 
         Give it to `record` when its backward pass is done. Raises LearnerError if the sequences carry no values or returns.
         """
@@ -92,7 +92,8 @@ class ValueTraining:
         self._recorded.append(part.columns_3R)
 
     def step(self) -> Metrics:
-        """One optimizer step on the gradients since the last; a gradient that is not finite changes nothing and is counted.
+        """Return one optimizer step on the gradients since the last; a gradient that is not finite changes nothing and is
+        counted.
 
         Raises LearnerError after too many of those in a row.
         """

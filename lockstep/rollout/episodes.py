@@ -52,7 +52,7 @@ def make_rollouts(
     grader: AsyncGrader,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """A group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
+    """Return a group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
 
     `sampling.max_tokens` is the budget of a whole rollout: everything after the first prompt. A rollout's seed is
     seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it: a rollout does not depend on
@@ -157,7 +157,7 @@ class _Table:
         self._ended: list[tuple[str, Rollout]] = []
 
     def play(self, asked: Sequence[tuple[Prompt, int]]) -> Iterator[tuple[str, Rollout]]:
-        """Each rollout once, by its key, as they end."""
+        """Yield each rollout once, by its key, as they end."""
         requests = [self._begin(prompt, sample) for prompt, sample in asked]
         self._engine.submit(requests)
         while self._open:
@@ -209,7 +209,7 @@ class _Table:
         return self._request(episode)
 
     def _request(self, episode: Episode) -> Request:
-        """The next reply. The first one's prompt is shared by the samples of a group, later ones are an episode's own."""
+        """Return the next reply. The first one's prompt is shared by the samples of a group, later ones are an episode's own."""
         turn, room, key = len(episode.replies), episode.budget - len(episode.ids), episode.key
         tokens = room
         if episode.runner is not None and episode.limits.reply_tokens is not None:

@@ -71,7 +71,7 @@ class AsyncGrader:
         return found
 
     def grade(self, key: str) -> Grade:
-        """The grade of a submitted reply; waits for it. Raises LockstepError if the grader cannot work at all."""
+        """Return the grade of a submitted reply; waits for it. Raises LockstepError if the grader cannot work at all."""
         future = self._grades[key]
         if future.done():
             return future.result()[0]
@@ -87,7 +87,7 @@ class AsyncGrader:
         return {"time/grade_work": sum(seconds), "time/grade_slowest": max(seconds, default=0.0)}
 
     def _timed(self, prompt: Prompt, reply: str) -> tuple[Grade, float]:
-        """The grade, and the seconds that it took. A grader's own mistake leaves the reply unscored, never 0."""
+        """Return the grade, and the seconds that it took. A grader's own mistake leaves the reply unscored, never 0."""
         start = time.perf_counter()
         try:
             grade = self._task.grade(prompt, reply)

@@ -19,7 +19,7 @@ _MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One number in [0, 1) for each (seed, position), by splitmix64 (Steele, Lea & Flood, OOPSLA 2014)."""
+    """Return one number in [0, 1) for each (seed, position), by splitmix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(seeds, dtype=np.uint64) + np.asarray(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for _ in range(2):  # two rounds: neighbouring seeds must not give related numbers
@@ -86,7 +86,7 @@ def _shifted(x_B: Tensor, places: int) -> Tensor:
 
 
 def _invert(mass_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token at which the running sum exceeds uniform × total: first the block of 256, then within it."""
+    """Return the first token at which the running sum exceeds uniform × total: first the block of 256, then within it."""
     rows, vocabulary = mass_BV.shape
     blocks = -(-vocabulary // BLOCK)
     if vocabulary % BLOCK:

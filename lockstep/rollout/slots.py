@@ -103,7 +103,7 @@ class PrefillLayout:
         return output_THD
 
     def processed(self) -> list[Prefix]:
-        """Every chunk with its prefix before it, in order."""
+        """Return every chunk with its prefix before it, in order."""
         cache_2LKTD = torch.stack([torch.stack([pair[i] for pair in self.kept]) for i in (0, 1)])
         result, start = [], 0
         for length, prefix in zip(self.lengths, self.prefixes, strict=True):
@@ -147,7 +147,7 @@ class DecodeLayout:
         return output_THD
 
     def _mask(self, window: int | None) -> Tensor:
-        """True where a key may be seen, [B, 1, 1, S]."""
+        """Return True where a key may be seen, [B, 1, 1, S]."""
         if window not in self._masks:
             keys_S = torch.arange(self._keys, device=self._positions_B.device)
             seen_BS = keys_S <= self._positions_B[:, None]

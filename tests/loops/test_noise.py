@@ -58,7 +58,7 @@ def test_the_log_says_what_is_noisy(run: RunDirectory) -> None:
     log = (run.path / "log.txt").read_text()
     assert "noise (AQN) on 4 norms of the sampling model, such as model.layers.0.input_layernorm.weight" in log
     assert "sigma 0, 0.05, 0.02, 2 steps each" in log
-    assert "rollout log-probabilities are of the noisy model" in log
+    assert "rollout log-probabilities are those of the noisy model" in log
 
 
 @pytest.mark.parametrize("adapter", [(), LORA])

@@ -62,7 +62,7 @@ class Case:
 
 
 def pyspiel() -> Any:
-    """The package. Raises TaskError if it is not installed."""
+    """Return the package. Raises TaskError if it is not installed."""
     try:
         import pyspiel as package
     except ImportError as error:
@@ -73,7 +73,7 @@ def pyspiel() -> Any:
 
 
 def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
-    """The cases of a task, each once, in the order in which they are named.
+    """Return the cases of a task, each once, in the order in which they are named.
 
     Raises TaskError for a name that there is not, with the nearest; for one that begins several games outside the suite, with
     all of them; and for a game that cannot be loaded or played by one reply at a time.
@@ -92,7 +92,7 @@ def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=256)
 def load(game: str) -> Any:
-    """The game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
+    """Return the game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
     package, where = pyspiel(), f"task.games: {game}"
     try:
         found = package.load_game(game)
@@ -121,7 +121,7 @@ def _unplayable(package: Any, game: Any) -> str:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 def _named(name: str) -> list[str]:
-    """The load strings that a name stands for: all of the suite that begin with it, or one other game."""
+    """Return the load strings that a name stands for: all of the suite that begin with it, or one other game."""
     if "(" in name:
         return [name]
     if found := [game for game in BOARD if game.startswith(name)]:
@@ -140,7 +140,7 @@ def _named(name: str) -> list[str]:
 
 
 def _configured(names: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Json]]]) -> list[str]:
-    """One load string for each set of parameters of each game; a game without any has its own defaults."""
+    """Return one load string for each set of parameters of each game; a game without any has its own defaults."""
     registered = pyspiel().registered_names()
     for name in names:
         if name not in registered:
@@ -166,7 +166,7 @@ def _hint(game: str) -> str:
 
 
 def _tried(text: str) -> Any:
-    """A game that has been played in a process of its own: with some parameters OpenSpiel ends its process.
+    """Return a game that has been played in a process of its own: with some parameters OpenSpiel ends its process.
 
     The suite is known to be sound.
     """

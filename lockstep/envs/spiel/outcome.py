@@ -17,7 +17,7 @@ PLAYOUT_SECONDS = 600.0
 
 
 def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playouts: int, seed: int) -> float:
-    """Mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its arguments alone."""
+    """Return mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its arguments alone."""
     before, total = state_at(game, tuple(history)), 0.0
     player = before.current_player()
     key = ",".join(map(str, (*history, action)))
@@ -32,7 +32,7 @@ def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playou
 
 @cache
 def pool(workers: int) -> WorkerPool:
-    """One for all tasks with as many processes."""
+    """Return one for all tasks with as many processes."""
     load_work = {"kind": "module", "module": __name__, "arguments": {}}
     return WorkerPool(Work(load_work, "playouts of OpenSpiel's games", wall_seconds=PLAYOUT_SECONDS), workers)
 

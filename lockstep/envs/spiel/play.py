@@ -40,7 +40,9 @@ def mcts_mover(simulations: int) -> Mover:
 
 
 def own_mover(path: str) -> Mover:
-    """A function of the user's, file.py:function. Raises TaskError if it is none, or in play if it gives no legal action."""
+    """Return a function of the user's, file.py:function. Raises TaskError if it is none, or in play if it gives no legal
+    action.
+    """
     found = load_object(path)
     if not callable(found):
         raise TaskError("it is no function", where=path, fix="define it as (state, numbers)")
@@ -85,5 +87,5 @@ def value(state: Any, player: int) -> float:
 
 
 def paid(share: float, reward_range: Literal["zero_one", "signed"]) -> float:
-    """A share of the best as a reward."""
+    """Return a share of the best as a reward."""
     return share if reward_range == "zero_one" else 2 * share - 1

@@ -37,7 +37,7 @@ class Drawn:
 
 
 def state_at(game: str, history: Sequence[int]) -> Any:
-    """The state that the moves lead to. Raises TaskError if they are not moves of the game."""
+    """Return the state that the moves lead to. Raises TaskError if they are not moves of the game."""
     package, state = pyspiel(), load(game).new_initial_state()
     try:
         for action in history:
@@ -60,7 +60,7 @@ def shown(state: Any) -> str:
 
 
 def identity(state: Any) -> str:
-    """A text that two states share if they are the same to their player, however they came about.
+    """Return a text that two states share if they are the same to their player, however they came about.
 
     Of chess, without the clocks; of go, without the number of moves.
     """
@@ -72,12 +72,12 @@ def identity(state: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def moves_at(game: str, history: tuple[int, ...]) -> dict[str, int]:
-    """The legal moves of a state by what they are called. Raises TaskError if two have one name."""
+    """Return the legal moves of a state by what they are called. Raises TaskError if two have one name."""
     return moves_of(state_at(game, history))
 
 
 def moves_of(state: Any) -> dict[str, int]:
-    """The same of a state that is there. Names are without the spaces that some games put around them."""
+    """Return the same of a state that is there. Names are without the spaces that some games put around them."""
     actions = state.legal_actions()
     moves = {state.action_to_string(action).strip(): action for action in actions}
     if len(moves) < len(actions):
@@ -90,7 +90,7 @@ def moves_of(state: Any) -> dict[str, int]:
 
 
 def draw(game: str, stream: str, side: Side, want: int, max_random_steps: int) -> Drawn:
-    """The first `want` different states of a stream that lie on one side; a state's side is a bit of its hash.
+    """Return the first `want` different states of a stream that lie on one side; a state's side is a bit of its hash.
 
     Each draw makes a number of random moves, from none to `max_random_steps`. When that brings no new states any more, those
     that can be reached are enumerated and the rest is taken in the order of their hashes.
@@ -121,7 +121,7 @@ def play_chances(state: Any, numbers: random.Random) -> None:
 
 
 def _walk(game: str, numbers: random.Random, max_random_steps: int) -> Any:
-    """A state in which somebody is to move. Of a game that ended too early, one of those before its end."""
+    """Return a state in which somebody is to move. Of a game that ended too early, one of those before its end."""
     state, steps = load(game).new_initial_state(), numbers.randint(0, max_random_steps)
     play_chances(state, numbers)
     lengths = [len(state.history())]
@@ -135,7 +135,7 @@ def _walk(game: str, numbers: random.Random, max_random_steps: int) -> Any:
 
 
 def _enumerate(game: str, max_random_steps: int) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """The states within so many moves, those that are near first, and whether these are all."""
+    """Return the states within so many moves, those that are near first, and whether these are all."""
     found: dict[str, tuple[int, ...]] = {}
     level = [load(game).new_initial_state()]
     for step in range(max_random_steps + 1):
@@ -153,7 +153,7 @@ def _enumerate(game: str, max_random_steps: int) -> tuple[dict[str, tuple[int, .
 
 
 def _after_chances(state: Any) -> list[Any]:
-    """The states of players that chance makes of a state; none if the game is over."""
+    """Return the states of players that chance makes of a state; none if the game is over."""
     if state.is_terminal():
         return []
     if not state.is_chance_node():

@@ -47,7 +47,7 @@ class Read:
 
 
 def described(state: Any, case: str, answer: Format, *, show_moves: bool) -> str:
-    """The whole question: game, board, side to move, legal moves, and how to answer."""
+    """Return the whole question: game, board, side to move, legal moves, and how to answer."""
     lines = [f"Game: {case}", shown(state), f"To move: {mover(state)}"]
     if show_moves:
         lines.append(f"Legal moves: {', '.join(moves_of(state))}")
@@ -60,7 +60,7 @@ def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tupl
 
 
 def mover(state: Any) -> str:
-    """The side to move. Example: "o (player 2 of 2)" """
+    """Return the side to move. Example: "o (player 2 of 2)" """
     game, player = state.get_game(), state.current_player()
     number = f"player {player + 1} of {game.num_players()}"
     marks = MARKS.get(game.get_type().short_name)
@@ -68,7 +68,7 @@ def mover(state: Any) -> str:
 
 
 def read_move(reply: str, answer: Format) -> Read:
-    """The text in the place of the move, without spaces around it. Whether it is a legal move is not asked here.
+    """Return the text in the place of the move, without spaces around it. Whether it is a legal move is not asked here.
 
     A reply that offers two moves offers none; nor does one that goes on after its tag. Time grows linearly with the reply.
     """
@@ -87,7 +87,7 @@ def read_move(reply: str, answer: Format) -> Read:
 
 
 def written(move: str, answer: Format) -> str:
-    """A reply that gives this move."""
+    """Return a reply that gives this move."""
     return f"{OPEN}{move}{CLOSE}" if answer == "tag" else move
 
 

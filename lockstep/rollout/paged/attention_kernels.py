@@ -36,7 +36,7 @@ def _attend_block(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys more in a running softmax, whose exponents are to the base 2."""
+    """Return one block of keys more in a running softmax, whose exponents are to the base 2."""
     seen = (index < keys) & (index >= first)
     if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
         key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)

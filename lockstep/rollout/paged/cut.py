@@ -17,7 +17,7 @@ from lockstep.types import Sampling
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Whether tokens are left out."""
+    """Return whether tokens are left out."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 

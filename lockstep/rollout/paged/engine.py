@@ -214,7 +214,7 @@ class PagedEngine:
         return int(free + kept)
 
     def _fits(self, request: Request) -> bool:
-        """Whether rows and cache are large enough for it; one that came while others ran may need larger ones."""
+        """Return whether rows and cache are large enough for it; one that came while others ran may need larger ones."""
         rows, prompt, tokens = self._live, len(request.prompt_ids), request.sampling.max_tokens
         return rows.fits(pages_of(prompt + tokens), tokens) and pages_for(request) <= self._cache.pages
 

@@ -275,8 +275,9 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
 def _side_by_side(
     weights: Sequence[nn.Parameter], ups: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]
 ) -> Tensor:
-    """Weights [O, X] one below the other, and to the right of each its up matrix [O, R] in columns of its own, in one tensor
-    whose parts the parameters are; elsewhere it is 0. Made now unless they lie so already."""
+    """Return weights [O, X] one below the other, and to the right of each its up matrix [O, R] in columns of its own, in one
+    tensor whose parts the parameters are; elsewhere it is 0. Made now unless they lie so already.
+    """
     size = weights[0].shape[1]
     outputs, ranks = _slices([w.shape[0] for w in weights]), _slices([up.shape[1] for up in ups])
     columns = size + ranks[-1].stop
@@ -308,7 +309,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]) -> Tensor:
-    """One tensor whose parts the parameters are, made now unless they lie in a row already."""
+    """Return one tensor whose parts the parameters are, made now unless they lie in a row already."""
     if len(parameters) == 1:
         return parameters[0]
     whole = _already_joined(parameters)

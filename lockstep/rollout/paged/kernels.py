@@ -78,7 +78,7 @@ def rope_append_kernel(
     BLOCK: tl.constexpr,
     P: tl.constexpr,
 ):
-    """All heads of one row: queries and keys are normed and rotated; keys and values are written to the cache."""
+    """Return all heads of one row: queries and keys are normed and rotated; keys and values are written to the cache."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + row)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
@@ -163,7 +163,7 @@ def summarise_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, 
 
 @triton.jit
 def _mix(x):
-    """One round of splitmix64."""
+    """Return one round of splitmix64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

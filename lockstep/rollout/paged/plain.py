@@ -114,7 +114,7 @@ class PlainOps:
 
 
 def _with_room(x_BX: Tensor, room: int) -> Tensor:
-    """The same with so many free columns in memory behind each row, full of nonsense until they are written."""
+    """Return the same with so many free columns in memory behind each row, full of nonsense until they are written."""
     return torch.nn.functional.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX
 
 

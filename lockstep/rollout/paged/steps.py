@@ -100,7 +100,7 @@ class DecodeStep:
         self._graphs[key]()
 
     def _captured(self, name: str, count: int, run: Callable[[int], None]) -> Callable[[], None]:
-        """A replay of one run; the runs that warm it up change nothing, because every row is at rest meanwhile."""
+        """Return a replay of one run; the runs that warm it up change nothing, because every row is at rest meanwhile."""
         done_B = self._rows.done_B.clone()
         self._rows.done_B.fill_(1)
         try:
@@ -140,6 +140,6 @@ def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
 
 
 def captured_rows(count: int, most: int) -> int:
-    """The number of rows a step runs for `count` sequences: few different ones, because each is captured."""
+    """Return the number of rows a step runs for `count` sequences: few different ones, because each is captured."""
     size = 1 << max(3, (count - 1).bit_length()) if count <= ROWS_STEP else -(-count // ROWS_STEP) * ROWS_STEP
     return min(size, most)

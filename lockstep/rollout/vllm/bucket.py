@@ -57,7 +57,7 @@ class Bucket:
 
 
 def mapped(description: Open) -> Tensor:
-    """The receiver's view of a bucket. Raises EngineError if this process cannot map it."""
+    """Return the receiver's view of a bucket. Raises EngineError if this process cannot map it."""
     try:
         if description.path:
             return torch.from_file(description.path, shared=True, size=description.size, dtype=torch.uint8)
@@ -71,7 +71,7 @@ def mapped(description: Open) -> Tensor:
 
 
 def view(memory: Tensor, part: Part) -> Tensor:
-    """A tensor of the bucket. Raises EngineError if it does not lie within."""
+    """Return a tensor of the bucket. Raises EngineError if it does not lie within."""
     dtype: torch.dtype | None = getattr(torch, part.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise EngineError(f"no such dtype: {part.dtype}", where=part.name)
@@ -85,7 +85,7 @@ def view(memory: Tensor, part: Part) -> Tensor:
 
 
 def loads(weights: WeightStream, size: int) -> Iterator[list[tuple[Part, Tensor]]]:
-    """The stream in loads of at most `size` bytes; a tensor that is larger comes alone."""
+    """Yield the stream in loads of at most `size` bytes; a tensor that is larger comes alone."""
     load: list[tuple[Part, Tensor]] = []
     end = 0
     for name, tensor in weights:
@@ -116,7 +116,7 @@ def cuda_handle(memory: Tensor) -> tuple[str, ...]:
 
 
 def from_cuda_handle(handle: tuple[str, ...], size: int) -> Tensor:
-    """The memory behind a handle of another process on the same GPU, which is this process's current one."""
+    """Return the memory behind a handle of another process on the same GPU, which is this process's current one."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     torch.cuda.init()

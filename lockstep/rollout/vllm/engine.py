@@ -323,13 +323,17 @@ def _start(settings: VllmSettings) -> Any:
 
 
 def _stream_of(engine: Any) -> Any:
-    """The CUDA stream that vLLM computes on: it may have made one of its own the current one, and its second runner keeps one."""
+    """Return the CUDA stream that vLLM computes on: it may have made one of its own the current one, and its second runner
+    keeps one.
+    """
     runner = engine.model_executor.driver_worker.model_runner
     return getattr(runner, "main_stream", None) or torch.cuda.current_stream()
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short rollouts."""
+    """Return the arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short
+    rollouts.
+    """
     slots = captured(settings.slots)
     quantised = Plan(settings.numerics, cast(Scale, settings.scale), settings.exclude)
     return {
@@ -358,7 +362,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def captured(slots: int) -> int:
-    """The next number of sequences for which vLLM captures a decode step: beyond the largest it would run without a graph.
+    """Return the next number of sequences for which vLLM captures a decode step: beyond the largest it would run without a
+    graph.
 
     The grid is that of VllmConfig._set_cudagraph_sizes (vLLM 0.24): 1, 2, 4, then multiples of 8, from 256 on of 16.
     """

@@ -23,8 +23,9 @@ USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 
 def checkpoint_views(model: nn.Module) -> WeightStream:
-    """Every parameter of vLLM's model once, tied ones under their first name, as views. Raises EngineError for a layout that
-    cannot be mapped back: sharded over ranks, fused otherwise than by rows, or renamed by more than a prefix."""
+    """Yield every parameter of vLLM's model once, tied ones under their first name, as views. Raises EngineError for a layout
+    that cannot be mapped back: sharded over ranks, fused otherwise than by rows, or renamed by more than a prefix.
+    """
     rename = _renaming(model)
     modules = dict(model.named_modules())
     packed: dict[str, list[str]] = USUAL | (getattr(model, "packed_modules_mapping", None) or {})
@@ -37,7 +38,7 @@ def checkpoint_views(model: nn.Module) -> WeightStream:
 def _pieces(
     layer: str, leaf: str, tensor: Tensor, module: Any, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
+    """Yield the checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
     if getattr(module, "tp_size", 1) != 1:
         raise EngineError(f"sharded over {module.tp_size} ranks", where=f"{layer}.{leaf}", fix="use one GPU per engine")
     parent, _, last = layer.rpartition(".")
@@ -81,7 +82,7 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
 
 
 def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str) -> WeightStream:
-    """The stream, as long as vLLM has a place for each tensor. Some of vLLM's loaders skip unknown names without a word."""
+    """Yield the stream, as long as vLLM has a place for each tensor. Some of vLLM's loaders skip unknown names without a word."""
     for name, tensor in stream:
         if name not in known:
             raise EngineError(

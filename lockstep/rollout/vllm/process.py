@@ -204,7 +204,7 @@ class EngineProcess:
                 raise self._unexpected(other)
 
     def _answer(self) -> wire.Message:
-        """The next message that is no completion; its bytes are in `_payload`. Raises what the engine raised."""
+        """Return the next message that is no completion; its bytes are in `_payload`. Raises what the engine raised."""
         while True:
             message, self._payload = self._receive()
             match message:
@@ -238,7 +238,7 @@ class EngineProcess:
             self._done.append(Completion(request, tuple(ids[span]), tuple(logprobs[span]), finish, entry.version))
 
     def _fetch(self, name: str) -> torch.Tensor:
-        """One of the engine's tensors, copied here."""
+        """Return one of the engine's tensors, copied here."""
         self._channel.send(wire.Send((name,)))
         message, payload = self._answer(), self._payload
         if not isinstance(message, wire.Tensor):

@@ -88,7 +88,7 @@ class FakeQuantised:
             quantiser.weight(part, out=out)
 
     def _sizes(self, layer: Any) -> list[int]:
-        """Rows of each of the checkpoint's matrices in a layer."""
+        """Return rows of each of the checkpoint's matrices in a layer."""
         rows = int(layer.weight.shape[0])
         sizes = list(getattr(layer, "output_sizes", [])) if self.parts > 1 else [rows]
         if len(sizes) != self.parts or sum(sizes) != rows:
@@ -105,7 +105,7 @@ def checkpoint_names(prefix: str, packed: dict[str, list[str]]) -> list[str]:
 
 
 def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a layer stays as it is: a router, or named in `exclude`.
+    """Return whether a layer stays as it is: a router, or named in `exclude`.
 
     Raises EngineError if only some of the matrices that vLLM keeps in one are named.
     """

@@ -81,12 +81,12 @@ def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Aske
 
 
 def streams(request: Request) -> bool:
-    """Whether a running reply must be looked at, for stop strings."""
+    """Return whether a running reply must be looked at, for stop strings."""
     return bool(request.sampling.stop) and not request.sampling.ignore_eos
 
 
 def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: Decode) -> int | None:
-    """The number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
+    """Return the number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
     # A character may take four tokens, one for each of its bytes.
     window = max(STOP_WINDOW, 4 * max(map(len, stops)) + 8)
     whole = decode(ids[max(0, searched + 1 - window) :])

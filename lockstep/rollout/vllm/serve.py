@@ -133,7 +133,7 @@ class Server:
         self._channel.send(wire.Done())
 
     def _arriving(self) -> WeightStream:
-        """The tensors of one Load, bucket by bucket; each is valid until the next is asked for."""
+        """Yield the tensors of one Load, bucket by bucket; each is valid until the next is asked for."""
         self._channel.send(wire.Done())
         while True:
             message, _ = self._receive()

@@ -225,7 +225,7 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Channel:
-        """The end whose file descriptor was passed to this process."""
+        """Return the end whose file descriptor was passed to this process."""
         return cls(socket.socket(fileno=number))
 
     def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
@@ -240,7 +240,7 @@ class Channel:
             raise EngineError(f"the other process is gone: {error}", where="engine process") from error
 
     def receive(self) -> tuple[Message, memoryview]:
-        """The next message and its bytes. Raises EngineError if the other side is gone or says something unknown."""
+        """Return the next message and its bytes. Raises EngineError if the other side is gone or says something unknown."""
         header, payload = HEAD.unpack(self._exactly(HEAD.size))
         if header > LONGEST_HEADER:
             raise EngineError(f"a header of {header} bytes", where="engine process", fix="report this")
@@ -252,7 +252,7 @@ class Channel:
         return message, self._exactly(payload)
 
     def waiting(self, seconds: float = 0.0) -> bool:
-        """Whether something can be received within `seconds` (the end of the other side counts)."""
+        """Return whether something can be received within `seconds` (the end of the other side counts)."""
         return bool(select.select([self._end], [], [], seconds)[0])
 
     def close(self) -> None:
@@ -273,12 +273,12 @@ class Channel:
 
 
 def packed(rows: list[tuple[int, ...]]) -> bytes:
-    """Ids of several sequences, one after the other."""
+    """Return ids of several sequences, one after the other."""
     return np.concatenate([np.asarray(row, np.int64) for row in rows]).tobytes() if rows else b""
 
 
 def unpacked(payload: memoryview, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The sequences of `packed`."""
+    """Return the sequences of `packed`."""
     ids: list[int] = np.frombuffer(payload, np.int64).tolist()
     return [tuple(part) for part in _split(ids, lengths)]
 

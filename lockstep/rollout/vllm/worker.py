@@ -68,7 +68,7 @@ class WorkerCalls:
 
     # --- sleep that frees keys and values alone -------------------------------------------------------------------
     def _maybe_get_memory_pool_context(self: Any, tag: str) -> AbstractContextManager[None]:
-        """Weights stay out of the pool that sleep empties: the learner's parameters may be views of them."""
+        """Return weights stay out of the pool that sleep empties: the learner's parameters may be views of them."""
         if tag == "weights":
             return nullcontext()
         pool: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
@@ -87,7 +87,7 @@ class WorkerCalls:
 
 
 def _noting(stream: WeightStream, current: list[str]) -> WeightStream:
-    """The stream; `current` holds the name of the tensor that is being copied."""
+    """Yield the stream; `current` holds the name of the tensor that is being copied."""
     for name, tensor in stream:
         current[0] = name
         yield name, tensor
@@ -114,5 +114,5 @@ def __getattr__(name: str) -> type:
 
 
 def steps_left(core: Any) -> bool:
-    """Whether vLLM's engine core still has steps in flight, or finished requests that its worker has not heard of."""
+    """Return whether vLLM's engine core still has steps in flight, or finished requests that its worker has not heard of."""
     return bool(core.batch_queue) or bool(core.scheduler.has_requests())
