@@ -31,21 +31,21 @@ from lockstep.types import WeightStream
 CONFIG, TENSORS, BASE = ADAPTER_CONFIG, ADAPTER_TENSORS, "adapter_base.json"
 PREFIX = "base_model.model."
 _MODULES = (".lora_A", ".lora_B")
-"""Parts that PEFT's files name with a .weight at the end."""
+"""Parts whose names in PEFT's files end with .weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The weights that an adapter is for. Example: Base("Qwen/Qwen3-4B", "9f…", "bfloat16")"""
+    """The weights that an adapter was made for. Example: Base("Qwen/Qwen3-4B", "9f…", "bfloat16")"""
 
     name: str
     fingerprint: str
-    """Of all its weights in this precision, before any adapter."""
+    """Fingerprint of all its weights in this precision, before any adapter."""
     dtype: str
 
     @staticmethod
     def of(model: nn.Module, name: str) -> Base:
-        """`model` without adapters."""
+        """Describe `model`, which has no adapters."""
         weights = dict(named_weights(model))
         return Base(name, fingerprint(iter(weights.items())).combined, dtype_name(next(iter(weights.values()))))
 
@@ -58,9 +58,9 @@ class AdapterFolder:
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
     base: Base | None
-    """None for a folder that other programs wrote."""
+    """The base; None for a folder that other programs wrote."""
     residual: str = ""
-    """pissa or olora if the weights have such a start."""
+    """Residual start of the weights: pissa, olora, or "" for none."""
 
 
 # --- write ----------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_tensors(model: nn.Module) -> WeightStream:
-    """Parameters of the active adapter."""
+    """Yield the parameters of the active adapter."""
     return ((n, t) for n, t in named_weights(model, trainable_only=True) if not n.endswith(".lora_scaling"))
 
 
@@ -101,7 +101,7 @@ def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str
 
 
 def save_adapter(folder: Path, model: nn.Module, adapter: Adapter, base: Base) -> None:
-    """Write the three files into `folder`, which is made if need be."""
+    """Write the three files into `folder`, which is created if missing."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def save_adapter(folder: Path, model: nn.Module, adapter: Adapter, base: Base) -
 
 # --- read -----------------------------------------------------------------------------------------------------------
 def read_adapter(folder: Path) -> AdapterFolder:
-    """Raises ModelError unless it is an adapter in PEFT's layout with safetensors."""
+    """Read an adapter. Raises ModelError unless it has PEFT's layout with safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -134,7 +134,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
 
 
 def read_base(folder: Path) -> tuple[Base | None, str]:
-    """What adapter_base.json says; (None, "") if there is none."""
+    """Return the content of adapter_base.json; (None, "") if there is none."""
     if not (folder / BASE).is_file():
         return None, ""
     content = read_json(folder / BASE)
@@ -147,7 +147,7 @@ def read_base(folder: Path) -> tuple[Base | None, str]:
 
 
 def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, Tensor]:
-    """From PEFT's file names to those of lockstep.models.weights; with `residual` the start is told apart again."""
+    """Translate PEFT's file names to those of lockstep.models.weights; with `residual` the start is split off again."""
     live: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         own = live_name(name)
@@ -162,9 +162,7 @@ def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, 
 
 
 def check_base(found: AdapterFolder, base: Base) -> str:
-    """Return a warning if it cannot be told whether an adapter fits, else "". Raises ModelError if it was made for another
-    base.
-    """
+    """Return a warning if it is unknown whether an adapter fits, else "". Raises ModelError if it was made for another base."""
     if found.base is None:
         made_for = found.config.get("base_model_name_or_path") or "an unnamed base"
         return f"warning: {found.path} does not say which weights it was made for (it names {made_for}); base is {base.name}"
@@ -183,12 +181,12 @@ def check_base(found: AdapterFolder, base: Base) -> str:
 
 
 def file_name(name: str) -> str:
-    """model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
+    """Return the file's name of a tensor: model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
     return f"{PREFIX}{name}{'.weight' if name.endswith(_MODULES) else ''}"
 
 
 def live_name(name: str) -> str:
-    """Return the inverse of file_name; other names stay as they are."""
+    """Return the inverse of file_name; other names are unchanged."""
     if not name.startswith(PREFIX):
         return name
     own = name.removeprefix(PREFIX)

@@ -184,7 +184,7 @@ class Swapping(TableEngine):
 
 
 def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
-    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was asked for"):
+    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was requested"):
         evaluate(Swapping(CHAT, always_right), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
     late = Swapping(CHAT, always_right)
     late.swap_at = 19  # after the last reply was sampled
@@ -216,8 +216,8 @@ class Leftover(TableEngine):
     ("kind", "says"),
     [
         (Forgetful, "id_probe/7#0: 1 requests were never completed"),
-        (Doubling, "id_probe/19#0: the engine returned a reply that was not asked for"),
-        (Leftover, "train/1#0: the engine returned a reply that was not asked for"),
+        (Doubling, "id_probe/19#0: the engine returned a reply that was not requested"),
+        (Leftover, "train/1#0: the engine returned a reply that was not requested"),
     ],
 )
 def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: str) -> None:
