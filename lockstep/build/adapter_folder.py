@@ -1,4 +1,4 @@
-"""Detection of a folder of weights: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
+"""Classification of a folder of weights: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.algorithms.build import build_objective
 from lockstep.build.memory import execution, plan_run, rows_of_engine
-from lockstep.build.opponents import seat_rivals
+from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts, Policy
 from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def build_task_of(recipe: Recipe) -> BuiltTask:
     """Return the recipe's task, with the opponents of its games."""
     task = build_task(recipe.task, recipe.seed)
-    seat_rivals(task, recipe)
+    load_opponents(task, recipe)
     return task
 
 

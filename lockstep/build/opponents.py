@@ -54,7 +54,7 @@ class Place:
     """Recipe of the run that trained it; None for a folder on its own."""
 
 
-def seat_rivals(task: BuiltTask, recipe: Recipe) -> None:
+def load_opponents(task: BuiltTask, recipe: Recipe) -> None:
     """Load the adapters that a task's games are played against, before anything else is loaded.
 
     Raises TaskError for a folder that is missing or holds no adapter, and for an adapter of another model; ModelError or
@@ -62,13 +62,13 @@ def seat_rivals(task: BuiltTask, recipe: Recipe) -> None:
     """
     for member in task.members if isinstance(task, Mixed) else (task,):
         if isinstance(member, SpielGames) and member.rival is not None:
-            member.seat(load_rival(member.rival, recipe))
+            member.seat(load_opponent(member.rival, recipe))
 
 
-def pinned_rivals(recipe: Recipe) -> Recipe:
+def pinned_opponents(recipe: Recipe) -> Recipe:
     """Resolve the recipe's opponents to concrete checkpoints, so that a resume plays against the same ones.
 
-    Raises the errors of find_rival: TaskError or CheckpointError.
+    Raises the errors of find_opponent: TaskError or CheckpointError.
     """
     task = recipe.task
     if not isinstance(task, schema.MixedTask):
@@ -80,13 +80,13 @@ def pinned_rivals(recipe: Recipe) -> Recipe:
 def _pinned(task: T) -> T:
     if not isinstance(task, schema.OpenSpielTask) or task.rival is None:
         return task
-    rival = task.rival.model_copy(update={"path": str(find_rival(task.rival.path).folder)})
+    rival = task.rival.model_copy(update={"path": str(find_opponent(task.rival.path).folder)})
     return task.model_copy(update={"rival": rival})
 
 
-def load_rival(settings: schema.Rival, recipe: Recipe) -> RivalSampler:
+def load_opponent(settings: schema.Rival, recipe: Recipe) -> OpponentSampler:
     """Load the adapter over the recipe's model. It is prompted with the chat format of the run that trained it, if known."""
-    place = find_rival(settings.path)
+    place = find_opponent(settings.path)
     _require_model(place, recipe)
     made_for, _ = read_base(place.folder)
     resolved = resolve(recipe.model)
@@ -108,10 +108,10 @@ def load_rival(settings: schema.Rival, recipe: Recipe) -> RivalSampler:
         f"the opponent is {place.label}, frozen, over {resolved.name} in {str(dtype).removeprefix('torch.')} on the CPU "
         f"({bytes_held / 2**30:.2f} GiB)"
     )
-    return RivalSampler(engine, chat, settings, f"{note}; {warning}" if warning else note)
+    return OpponentSampler(engine, chat, settings, f"{note}; {warning}" if warning else note)
 
 
-def find_rival(name: str) -> Place:
+def find_opponent(name: str) -> Place:
     """Find the adapter that a path names. Raises TaskError if the path holds no adapter, CheckpointError if it is damaged."""
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -160,7 +160,7 @@ def _chat(place: Place, recipe: Recipe) -> Chat:
     return place.recipe.chat if place.recipe is not None else recipe.chat
 
 
-class RivalSampler:
+class OpponentSampler:
     """Samples the replies in a thread while any are requested; later requests join the running batch."""
 
     def __init__(self, engine: RolloutEngine, chat: ChatFormat, settings: schema.Rival, note: str) -> None:

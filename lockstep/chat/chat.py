@@ -104,7 +104,7 @@ class ChatFormat:
         return size if size < len(ids) and ids[:size] == self.prefix else 0
 
     def continuation(self) -> Continuation:
-        """The rule by which observations follow a reply."""
+        """Return the rule by which observations follow a reply."""
         return Continuation(self.tokenizer, self.template, self.chat.template_kwargs, self.stop_ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -122,7 +122,7 @@ def options_of(args: argparse.Namespace) -> ScoreOptions:
         sets=lambda recipe: choose_sets(recipe, args.role, args.items),
         out=args.out,
         base=not args.no_base,
-        rival=args.with_base or (args.allow_mismatch and not args.no_base),
+        recipe_model=args.with_base or (args.allow_mismatch and not args.no_base),
         watch=Progress,
     )
 

@@ -10,7 +10,9 @@ _NUMBER = re.compile(r"-?\d{1,12}(?!\d)")
 
 
 class GuessNumber:
-    """The first number of a reply is the guess. The number found pays 1; else `progress` times what the hints ruled out."""
+    """Guessing game. The first number of a reply is the guess. Finding the number scores 1; else `progress` times the share
+    that the hints ruled out.
+    """
 
     def __init__(self, hidden: int, low: int, high: int, progress: float = 0.0) -> None:
         self._hidden, self._progress = hidden, progress

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.disk import check_disk
-from lockstep.build.opponents import pinned_rivals
+from lockstep.build.opponents import pinned_opponents
 from lockstep.build.parts import Parts
 from lockstep.build.warm_start import Parent, pinned, read_weights
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
@@ -53,7 +53,7 @@ def start_run(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)
-    recipe = with_steps(pinned_rivals(pinned(recipe)))
+    recipe = with_steps(pinned_opponents(pinned(recipe)))
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:
         _run(run, recipe, None, warned)

@@ -57,8 +57,8 @@ def make_rollouts(
 
     `sampling.max_tokens` is the budget of a whole rollout: everything after the first prompt. A rollout's seed is
     seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it: a rollout does not depend on
-    what is sampled beside it. `progress` is called with the rollouts done and asked for. An environment or a grader that fails
-    leaves its rollout unscored, with the reason.
+    others sampled at the same time. `progress` is called with the numbers of rollouts done and requested. An environment or a
+    grader that fails leaves its rollout unscored, with the reason.
 
     Raises EngineError if the engine fails or does not answer every request exactly once; StaleWeightsError if it has another
     version of the weights; ChatError for a prompt that cannot be rendered.

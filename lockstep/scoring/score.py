@@ -37,7 +37,7 @@ class ScoreOptions:
     """Folder for the scores; None takes the run's own."""
     base: bool = True
     """True to measure also the weights that the target was trained from."""
-    rival: bool = False
+    recipe_model: bool = False
     """True to measure also the recipe's own model, for a target model that the recipe does not name."""
     watch: Watcher | None = None
 
@@ -84,9 +84,9 @@ def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Iterator[
         shares = session is not None and last is not None and _shares(last.target, target)
         if session is None or not shares:
             session = None  # before the next model is loaded
-            rival = _rival(target, options)
+            recipe_model = _score_recipe_model(target, options)
             session = build_eval_session(target.recipe, replaced=target.whole and not options.base)
-            last = _score(target, session, options, None, rival)
+            last = _score(target, session, options, None, recipe_model)
         else:
             assert last is not None
             last = _score(target, session, options, last.base, None)
@@ -142,17 +142,21 @@ def _shares(one: Target, other: Target) -> bool:
     return both and one.run is not None and one.run == other.run and one.recipe == other.recipe
 
 
-def _rival(target: Target, options: ScoreOptions) -> Outcome | None:
+def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None:
     from lockstep.scoring.targets import Target, build_eval_session
 
-    if not options.rival or target.rival is None:
+    if not options.recipe_model or target.recipe_model is None:
         return None
-    model = Target(target.rival.model.path, target.rival, 0)
+    model = Target(target.recipe_model.model.path, target.recipe_model, 0)
     return _score(model, build_eval_session(model.recipe), replace(options, base=False), None, None)
 
 
 def _score(
-    target: Target, session: EvalSession, options: ScoreOptions, before: tuple[Score, ...] | None, rival: Outcome | None
+    target: Target,
+    session: EvalSession,
+    options: ScoreOptions,
+    before: tuple[Score, ...] | None,
+    recipe_model: Outcome | None,
 ) -> Outcome:
     """Score all sets and modes of one target; `before` are its base's scores if they are known."""
     from lockstep.run.evaluation import numerics_of
@@ -160,7 +164,7 @@ def _score(
 
     measuring = Measuring(target, session, options, numerics_of(target.recipe, session.policy.numerics))
     measuring.notes += [f"warning: {note}" for note in target.notes]
-    base = rival.scores if rival else ()
+    base = recipe_model.scores if recipe_model else ()
     saved = saved_of(target, session)  # first of all: a misfit is refused before any slow work
     if saved is not None:
         measuring.notes += [saved.note] if saved.note else []
@@ -168,7 +172,7 @@ def _score(
             base = _measure(measuring, placed(target, session, None), 0, reuse=True) if before is None else before
     proof = placed(target, session, saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
-    files = (*(rival.files if rival else ()), *measuring.files)
+    files = (*(recipe_model.files if recipe_model else ()), *measuring.files)
     untrained = base_fingerprint(session.policy.model, proof) if saved is None else ""
     return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms), untrained)
 

@@ -1,9 +1,9 @@
-"""What `lockstep eval` and `lockstep sample` are pointed at, and how its weights get into an engine with proof.
+"""Targets of `lockstep eval` and `lockstep sample`, and the proven transfer of their weights to an engine.
 
-    find_target(NAME)    a run, one of its checkpoints, or a model  →  Target: recipe, step, verified checkpoint. Loads no torch
-    build_eval_session(recipe)    Target's recipe  →  EvalSession: model with the base's weights, task, engine
-    session.prove()          the base's weights in the engine  →  Proof
-    session.read(checkpoint), session.prove_saved(…)    a checkpoint's weights, checked against what was saved  →  Proof
+    find_target(NAME)             a run, one of its checkpoints, or a model → Target: recipe, step, verified checkpoint
+    build_eval_session(recipe)    a target's recipe → EvalSession: model with the base's weights, task, engine
+    session.prove()               the base's weights in the engine → Proof
+    session.read(checkpoint), session.prove_saved(…)    a checkpoint's weights, checked against their record → Proof
 
 Importing this loads no torch.
 """
@@ -63,7 +63,7 @@ class Target:
     run: Path | None = None
     trained: Recipe | None = None
     """The run's own recipe, without overrides."""
-    rival: Recipe | None = None
+    recipe_model: Recipe | None = None
     """Recipe of the model that the given recipe names, if the target is another model."""
     adapter: AdapterTarget | None = None
     """The adapter of a folder that is not one of our checkpoints."""
@@ -204,7 +204,7 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         trust_remote_code=asked.model.trust_remote_code and not named.trust_remote_code,
     )
     recipe = asked.model_copy(update={"model": model})
-    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}), notes=notes)
+    return Target(name, recipe, 0, recipe_model=recipe.model_copy(update={"model": named}), notes=notes)
 
 
 _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"

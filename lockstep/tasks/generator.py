@@ -66,7 +66,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class QuestionDraw:
     """Different questions in the order in which they were drawn, and counts of the other draws."""
 
     prompts: tuple[Prompt, ...]
@@ -102,7 +102,7 @@ def check_source(settings: schema.ReasoningGymTask) -> Source:
 
 
 @lru_cache(maxsize=16)
-def draw(source: Source, stream: str, side: Side, want: int, seconds: float = ITEM_SECONDS) -> Drawn:
+def draw(source: Source, stream: str, side: Side, want: int, seconds: float = ITEM_SECONDS) -> QuestionDraw:
     """Return `want` different questions of one side, or as many as there seem to be. A pure function of its arguments.
 
     `stream` names the seeds: other streams draw in another order. A smaller `want` gives the first questions of a larger one.
@@ -127,7 +127,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
         ) from error
 
 
-def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> Drawn:
+def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> QuestionDraw:
     prompts: list[Prompt] = []
     seen: set[bytes] = set()
     draws = repeats = other_side = no_answer = idle = 0
@@ -150,7 +150,7 @@ def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> D
             prompts.append(_prompt(source.dataset, messages, item, answer))
         if len(prompts) == want or idle >= max(PATIENCE, 20 * len(prompts)):
             break
-    return Drawn(tuple(prompts), draws, repeats, other_side, no_answer)
+    return QuestionDraw(tuple(prompts), draws, repeats, other_side, no_answer)
 
 
 def side_of(digest: bytes) -> Side:

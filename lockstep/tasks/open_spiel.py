@@ -11,9 +11,9 @@ from lockstep.envs.runners import InlineRunner, ProcessRunner, Runner
 from lockstep.envs.spiel.cases import Case, load, pyspiel, select
 from lockstep.envs.spiel.game import CASE, GAME, HISTORY, spiel_maker
 from lockstep.envs.spiel.outcome import pool
-from lockstep.envs.spiel.play import paid
+from lockstep.envs.spiel.play import scaled_reward
 from lockstep.envs.spiel.rival import RivalRunner, Sampler
-from lockstep.envs.spiel.states import Drawn, draw, moves_at, state_at
+from lockstep.envs.spiel.states import StateDraw, draw, moves_at, state_at
 from lockstep.envs.spiel.text import question, read_move, written
 from lockstep.errors import TaskError
 from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
@@ -73,22 +73,22 @@ class SpielStates(BuiltTask):
         metrics = {"has_answer": float(read.text is not None), "legal": float(action is not None)}
         extracted = None if read.text is None else shown(read.text)
         if action is None:
-            return Grade(paid(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
+            return Grade(scaled_reward(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
         if s.reward_mode == "legal":
-            return Grade(paid(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
+            return Grade(scaled_reward(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
         played = self._played(game, history, action)
         if not isinstance(played, Answered):
             return unscored(f"its playouts did not end: {played.error}")
         share = float(played.value)
         metrics |= {"correct": float(share > 0.5), "value": share}
-        return Grade(paid(share, s.reward_range), metrics, extracted, s.answer)
+        return Grade(scaled_reward(share, s.reward_range), metrics, extracted, s.answer)
 
     def problems(self, prompt: Prompt) -> list[str]:
         """Run the self-test: a legal move gets a reward; an empty reply, garbage, another player's move, two moves, and extra
         text do not.
         """
         moves, answer, found = tuple(moves_at(*_place(prompt))), self._settings.answer, []
-        low = paid(0.0, self._settings.reward_range)
+        low = scaled_reward(0.0, self._settings.reward_range)
         ends = {moves[0], moves[-1]} if self._settings.reward_mode == "legal" else {moves[0]}  # playouts take time
         for move in ends:
             reply = written(move, answer)
@@ -112,7 +112,7 @@ class SpielStates(BuiltTask):
 
     # --- states ---------------------------------------------------------------------------------------------------
     @cached_property
-    def _drawn(self) -> tuple[Drawn, ...]:
+    def _drawn(self) -> tuple[StateDraw, ...]:
         return tuple(self._draw(case, Side.TRAIN, self._settings.num_tasks_per_case) for case in self.cases)
 
     @cached_property
@@ -120,7 +120,7 @@ class SpielStates(BuiltTask):
         pairs = zip(self.cases, self._drawn, strict=True)
         return tuple(prompt for case, drawn in pairs for prompt in self._prompts(case, drawn, "train"))
 
-    def _draw(self, case: Case, side: Side, want: int) -> Drawn:
+    def _draw(self, case: Case, side: Side, want: int) -> StateDraw:
         """Draw states of a case. Raises TaskError if the case has fewer different states on this side."""
         s = self._settings
         stream = f"train {s.seed}" if side is Side.TRAIN else "heldout"
@@ -140,7 +140,7 @@ class SpielStates(BuiltTask):
             else f"raise task.max_random_steps, or leave {case.name} out",
         )
 
-    def _prompts(self, case: Case, drawn: Drawn, stream: str) -> tuple[Prompt, ...]:
+    def _prompts(self, case: Case, drawn: StateDraw, stream: str) -> tuple[Prompt, ...]:
         return tuple(self._prompt(case, history, f"{stream}/{i}") for i, history in enumerate(drawn.histories))
 
     def _prompt(self, case: Case, history: tuple[int, ...], number: str) -> Prompt:

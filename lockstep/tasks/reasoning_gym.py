@@ -9,7 +9,7 @@ from functools import cached_property
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
-from lockstep.tasks.generator import Drawn, Side, check_source, draw
+from lockstep.tasks.generator import QuestionDraw, Side, check_source, draw
 from lockstep.types import Prompt
 from lockstep.verifiers.base import Verifier
 from lockstep.verifiers.build import build_verifier
@@ -82,7 +82,7 @@ class ReasoningGym(VerifiedTask):
         return verifier, f"verifier {s.verifier.kind}"
 
     @cached_property
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> QuestionDraw:
         drawn = draw(self._source, f"train {self._settings.seed}", Side.TRAIN, self._settings.size)
         check_references(self.verifier, drawn.prompts, self._where)
         return drawn

@@ -48,7 +48,7 @@ class ItemResult:
     """True if the engine's finish reason is LENGTH; never guessed from the text."""
     tokens: int
     method: str = ""
-    """How the answer was read (Grade.method)."""
+    """Method by which the answer was read (Grade.method)."""
     boxed: bool | None = None
     """True if it has an answer in \\boxed{}; None if the verifier does not say."""
     error: str | None = None

@@ -227,7 +227,7 @@ def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: s
 
 def test_too_few_items_are_refused_with_the_number_there_is() -> None:
     plan = dataclasses.replace(PLAN, items=150)
-    with pytest.raises(EvaluationError, match="150 items of id_probe were asked for, the task has 100") as caught:
+    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, the task has 100") as caught:
         evaluate(TableEngine(CHAT, always_right), Sums(), CHAT, GREEDY, plan, PROOF, step=0)
     assert caught.value.fix == "set eval.items=100 (of `lockstep eval`: --items 100)"
 

@@ -79,11 +79,11 @@ def test_a_model_needs_a_recipe_and_is_taken_without_its_adapter(home: Path, mod
         find_target(str(model))
     args = words(home, model, *LORA)
     own = find_target(str(model), args)
-    assert (own.step, own.recipe.adapter.kind, own.rival) == (0, "none", None)
+    assert (own.step, own.recipe.adapter.kind, own.recipe_model) == (0, "none", None)
     other = find_target("org/name", args, ["eval.items=3"])
     assert (other.recipe.model.path, other.recipe.eval.items) == ("org/name", 3)
-    assert other.rival is not None
-    assert (other.rival.model.path, other.rival.eval.items) == (str(model), 3)
+    assert other.recipe_model is not None
+    assert (other.recipe_model.model.path, other.recipe_model.eval.items) == (str(model), 3)
     with pytest.raises(ConfigError, match="is a model, which has no steps"):
         find_target(str(model), args, step=3)
 
@@ -100,7 +100,7 @@ def test_a_warm_start_belongs_to_the_run_and_to_no_model(
         target = find_target(name, warm)
         assert target.recipe.warm_start is None
         assert "is not used" in target.notes[0]
-        assert target.rival is None or target.rival.warm_start is None
+        assert target.recipe_model is None or target.recipe_model.warm_start is None
     assert build_eval_session(find_target(str(model), warm).recipe).prove().fingerprint == base
     with pytest.raises(ConfigError, match="but the target is the model"):
         find_target(str(model), warm, ["model.path=org/name"])

@@ -287,8 +287,6 @@ def vllm_process(settings: VllmSettings, device: torch.device, *, through_host: 
     visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
     index = device.index or 0
     environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        part for part in sys.path if part
-    )  # uses this process's import path
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)  # uses this process's import path
     command = [sys.executable, "-m", "lockstep.rollout.vllm.child", json.dumps(asdict(settings))]
     return EngineProcess(command, environment, torch.device("cpu") if through_host else device)

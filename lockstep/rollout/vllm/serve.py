@@ -148,7 +148,9 @@ class Server:
                 case wire.Loaded():
                     return
                 case _:
-                    raise EngineError(f"a {type(message).__name__} amid weights", where="engine process")
+                    raise EngineError(
+                        f"a {type(message).__name__} within a transfer of weights", where="engine process"
+                    )
             self._channel.send(wire.Done())
 
     def _send(self, names: frozenset[str]) -> None:
