@@ -12,9 +12,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 NOT_YET = (
-    *("config", "verifiers", "plan", "data", "models", "export", "doctor", "track", "sync", "health", "commands"),
-    *("checkpoint", "report", "hub.py", "errors.py", "chat/template.py"),
-    *("evaluate/alarms.py", "evaluate/brief.py", "evaluate/table.py", "evaluate/estimates.py"),
+    *("config", "verifiers", "plan", "data", "models", "export", "doctor", "track", "health", "commands", "report"),
+    *("hub.py", "errors.py", "sync/fingerprint.py", "sync/record.py", "checkpoint/state.py", "checkpoint/store.py"),
+    *("chat/template.py", "evaluate/alarms.py", "evaluate/brief.py", "evaluate/table.py", "evaluate/estimates.py"),
 )
 """Packages and files that are not swept yet. Remove entries; add none."""
 
