@@ -2,12 +2,12 @@
 
 The fingerprint of a tensor is the sum over its elements of
 
-(bits_i + 1) · r(i) mod 2^64, r(i) = a[i mod 4096] · b[i div 4096]
+    (bits_i + 1) · r(i)   mod 2^64,   r(i) = a[i mod 4096] · b[i div 4096]
 
-where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from splitmix64 of
-fixed keys. All r(i) are odd, so a change of a single element always changes the sum. The sum adds over shards; name, dtype and
-shape are mixed in afterwards. The keys are fixed, so a fingerprint identifies weights across runs and checkpoints. It guards
-against mistakes and faults, not against an adversary, who could make a collision.
+where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
+splitmix64 of fixed keys. All r(i) are odd, so a change of a single element always changes the sum. The sum adds over
+shards; name, dtype and shape are mixed in afterwards. The keys are fixed, so a fingerprint is the identity of weights
+across runs and checkpoints. It guards against mistakes and faults, not against an adversary, who could make a collision.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Sums:
         self._bytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor. Raises SyncError unless it is dense, real and not quantised."""
+        """Raises SyncError unless it is dense, real and not quantised."""
         place, self._count = self._count, self._count + 1
         _check(tensor)
         if tensor.device.type == "cpu" and tensor.numel() <= FEW:
@@ -206,7 +206,7 @@ class _Sums:
             self._summed.append(((place,), _device_sum(tensor, 0, None)[None]))
 
     def totals(self) -> list[int]:
-        """Return the sums of all tensors in the order of `add`, as signed numbers."""
+        """Of all tensors in the order of `add`, as signed numbers."""
         self._launch()
         totals = dict(self._known)
         for device in dict.fromkeys(sums.device for _, sums in self._summed):
@@ -234,7 +234,7 @@ def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _short_sum(tensor: Tensor) -> int:
-    """Sum a few elements on the CPU: Python's integers are faster than a handful of operations."""
+    """Of a few elements on the CPU: Python's integers are quicker than a handful of operations."""
     bits: list[int] = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]).tolist()
     whole = 1 << 8 * tensor.element_size()
     return sum((value % whole + 1) * _odd(KEY_A, place) for place, value in enumerate(bits)) * _odd(KEY_B, 0) & MASK
@@ -247,7 +247,7 @@ def _odd(key: int, index: int) -> int:
 
 @torch.no_grad()
 def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
-    """Return Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
+    """Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
     _check(shard)
     bits = shard.detach().view(INTEGERS[shard.element_size()])
     if row_length is None:
@@ -260,7 +260,7 @@ def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
 
 
 def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
-    """Sum a run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
+    """A run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
     total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
     if 0 < len(bits_T) <= LARGEST and not offset and _kernels(bits_T.device):
         return _kernel_sums([bits_T], bits_T.device)[0]
