@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
     try:
         code = _run(argv)
-        print(end="", flush=True)  # a closed pipe shows here, not at exit
+        print(end="", flush=True)  # a closed pipe is noticed here, not at exit
         return code
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def commands() -> dict[str, ModuleType]:
-    """The command modules by name."""
+    """Return the command modules by name."""
     names = [name for name in COMMANDS if importlib.util.find_spec(f"lockstep.commands.{name}")]
     return {name: importlib.import_module(f"lockstep.commands.{name}") for name in names}
 
@@ -142,7 +142,7 @@ def _stdout_fails() -> bool:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
+    """Return whether the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -20,7 +20,7 @@ class CodecError(ValueError):
         super().__init__(reason, path)
 
     def inside(self, place: str) -> CodecError:
-        """The same, seen from one level further out: place is ".field" or "[3]"."""
+        """Return the same error with a longer path: place is ".field" or "[3]"."""
         return CodecError(self.reason, place + self.path)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class CodecError(ValueError):
 
 
 def to_json(value: object) -> Any:
-    """A record of str, int, float, bool, None, tuples and records as plain JSON values."""
+    """Return a record of str, int, float, bool, None, tuples and records as plain JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_json(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, tuple | list):
@@ -38,7 +38,7 @@ def to_json(value: object) -> Any:
 
 
 def from_json(kind: type[Record], value: object) -> Record:
-    """The record of type `kind` that `to_json` made `value` of. Raises CodecError, with the path of what is wrong."""
+    """Return the record of type `kind` from the value that `to_json` made. Raises CodecError, with the path of the fault."""
     try:
         read: Reader = reader(kind)  # type: ignore[arg-type]
         return read(value)  # type: ignore[no-any-return]
@@ -48,7 +48,9 @@ def from_json(kind: type[Record], value: object) -> Record:
 
 @cache
 def reader(kind: Any) -> Reader:
-    """The function that reads a value of this type. Made once for each type: records of thousands of items are read."""
+    """Return the function that reads a value of this type. It is made once for each type: records of thousands of items are
+    read.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _record_reader(kind)
@@ -68,7 +70,7 @@ def _scalar_reader(kind: type) -> Reader:
         if type(value) is kind:
             return value
         if kind is float and type(value) is int:
-            return float(value)  # JSON writes 1.0 as 1 in some hands
+            return float(value)  # some JSON writers turn 1.0 into 1
         raise CodecError(f"expected {kind.__name__}, got {_name(value)}")
 
     return read
@@ -81,7 +83,7 @@ def _tuple_reader(item: Reader) -> Reader:
         found: list[Any] = []
         try:
             for one in value:
-                found.append(item(one))  # its length tells where it went wrong
+                found.append(item(one))  # its length shows where the fault is
         except CodecError as error:
             raise error.inside(f"[{len(found)}]") from None
         return tuple(found)
@@ -104,7 +106,7 @@ def _record_reader(kind: Any) -> Reader:
         fields: list[Any] = []
         try:
             for name, one in readers:
-                fields.append(one(value[name]))  # its length tells where it went wrong
+                fields.append(one(value[name]))  # its length shows where the fault is
         except CodecError as error:
             raise error.inside(f".{readers[len(fields)][0]}") from None
         return kind(*fields)

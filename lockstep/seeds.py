@@ -9,10 +9,10 @@ SEED_BITS = 63
 
 
 def seed_for(*key: int | str) -> int:
-    """A 63-bit seed for a key such as (run, step, prompt id, sample).
+    """Return a 63-bit seed for a key such as (run, step, prompt id, sample).
 
-    The parts are encoded with their type and length before hashing (blake2b), so ("1", 2), (1, "2") and ("12",) are
-    three keys. Changing the encoding changes every sample of every run: tests pin two values.
+    The parts are encoded with their type and length before hashing (blake2b), so ("1", 2), (1, "2") and ("12",) are three keys.
+    Changing the encoding changes every sample of every run: tests pin two values.
 
     Raises TypeError for a part that is neither an int nor a str, and ValueError for an empty key.
 
@@ -25,7 +25,7 @@ def seed_for(*key: int | str) -> int:
 
 
 def _encode(part: int | str) -> bytes:
-    # A bool is an int to Python, but True and 1 in one place of a key is more likely a mistake than a wish.
+    # A bool is an int to Python, but True and 1 in one place of a key is more likely a mistake than intended.
     if isinstance(part, bool) or not isinstance(part, int | str):
         raise TypeError(f"a seed's key is made of int and str, got {part!r} of type {type(part).__name__}")
     tag = "s" if isinstance(part, str) else "i"

@@ -1,4 +1,4 @@
-"""The door for user code: an object from a Python file, named as file.py:name."""
+"""Loading of user code: an object from a Python file, named as file.py:name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(path: Path, failure: type[LockstepError]) -> object:
 
 
 def describe(error: BaseException, path: Path | None) -> str:
-    """An error in one line: type, message, and the last line of `path` that it passed. Never raises itself."""
+    """Return an error in one line: type, message, and the last line of `path` that it passed. Never raises itself."""
     try:
         message = str(error)
     except Exception:

@@ -1,8 +1,8 @@
 """Advantages: from rewards to what each sample or token is credited with. Pure functions in float64; finite for finite input.
 
-Legend: G samples of one prompt, T response tokens, N responses. An unscored sample (reward None) has advantage 0 and takes
-no part in its group's statistics. Tokens that are not trained (observations) have 0 and are stepped over: what is credited
-later passes across them, and they take no discount.
+Legend: G samples of one prompt, T response tokens, N responses. An unscored sample (reward None) has advantage 0 and takes no
+part in its group's statistics. Tokens that are not trained (observations) have 0 and are skipped: later credit passes across
+them without a discount.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def group_relative(
 def leave_one_out(rewards_G: Sequence[float | None]) -> tuple[float, ...]:
     """RLOO: A_i = R_i - mean of the group's other rewards = (R_i - mean(R)) · G / (G - 1) (arXiv 2402.14740, §3).
 
-    G counts scored samples. Fewer than two of them give zeros.
+    G counts scored samples. Fewer than two scored samples give zeros.
     """
     scored = _scored(rewards_G)
     if _equal(scored):
@@ -52,7 +52,7 @@ def leave_one_out(rewards_G: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def max_rl(rewards_G: Sequence[float | None], *, mean_eps: float) -> tuple[float, ...]:
-    """MaxRL: A_i = (R_i - mean(R)) / (mean(R) + eps), zeros where no sample is better than another.
+    """MaxRL: A_i = (R_i - mean(R)) / (mean(R) + eps), zeros if no sample is better than another.
 
     Raises LearnerError for a negative reward, with which the mean would not measure how often a prompt is solved.
     """
@@ -61,7 +61,7 @@ def max_rl(rewards_G: Sequence[float | None], *, mean_eps: float) -> tuple[float
         raise LearnerError(
             f"a reward of {min(scored):g} is negative, and max_rl divides by the mean reward",
             where="algorithm.advantage",
-            fix="let the verifier pay 0 or more, or choose another advantage",
+            fix="let the verifier give rewards of 0 or more, or choose another advantage",
         )
     if _equal(scored):
         return (0.0,) * len(rewards_G)
@@ -84,7 +84,7 @@ def token_returns(rewards_T: Sequence[float], trained_T: Sequence[bool], *, gamm
 def gae(
     rewards_T: Sequence[float], values_T: Sequence[float], trained_T: Sequence[bool], *, gamma: float, lam: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16), and what the critic should have said: (A_T, A_T + V_T).
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16), and the targets of the critic: (A_T, A_T + V_T).
 
     δ_t = R_t + γ V_{t'} - V_t and A_t = δ_t + γλ A_{t'}, t' the next trained token; V is 0 after the last.
     """
@@ -116,7 +116,7 @@ def whiten(
     scaled = np.ldexp(pool, -exponent)
     mean = scaled.mean()
     root = math.hypot(scaled.std(ddof=1), math.ldexp(math.sqrt(eps), -exponent))
-    scale = root or 1.0  # 0 only if the values are huge and equal, or nearly: then x - mean is 0 too
+    scale = root or 1.0  # 0 only if the values are huge and (nearly) equal: then x - mean is 0 too
     return [
         tuple(np.where(mask, (np.ldexp(row, -exponent) - mean) / scale, 0.0).tolist())
         for row, mask in zip(rows, masks, strict=True)
@@ -124,8 +124,8 @@ def whiten(
 
 
 # --- numbers of any size ----------------------------------------------------------------------------------------------
-# Squares of rewards above 1e154 would overflow, and so might sums: statistics are taken of rewards times a power of two,
-# which is exact. Only what cannot be written as a float64 is cut, at its largest number.
+# Squares of rewards above 1e154 would overflow, and so might sums: statistics are computed on rewards times a power of two,
+# which is exact. Only a result beyond the range of float64 is cut, to the largest float64.
 def _scored(rewards_G: Sequence[float | None]) -> list[float]:
     return [reward for reward in rewards_G if reward is not None]
 
@@ -135,7 +135,7 @@ def _equal(scored: Sequence[float]) -> bool:
 
 
 def _exponent(values: Sequence[float]) -> int:
-    """The smallest power of two, 0 or more, above all values."""
+    """Return the smallest power of two, 0 or more, above all values."""
     return max(0, math.frexp(max(map(abs, values)))[1])
 
 
@@ -144,7 +144,7 @@ def _mean(scored: Sequence[float], exponent: int) -> float:
 
 
 def _grown(value: float, exponent: int) -> float:
-    """value · 2^exponent, for |value| <= 2."""
+    """Return value · 2^exponent, for |value| <= 2."""
     return _finite(4 * math.ldexp(value, exponent - 2))
 
 

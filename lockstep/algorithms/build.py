@@ -1,4 +1,4 @@
-"""From the algorithm's settings to its pure parts: credit, weights of sequences, the loss, what they need, and the formula."""
+"""The algorithm's settings turned into pure parts: credit, weights of sequences, the loss, their needs, and the formula."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Objective:
     """An algorithm as the loop uses it."""
 
     credit: Callable[[Sequence[TrainSequence]], list[TrainSequence]]
-    """All graded replies of a step → the same with advantages (and returns), in their order."""
+    """Takes all graded replies of a step; returns the same with advantages (and returns), in their order."""
     weights: Callable[[Sequence[int], Sequence[int]], tuple[float, ...]]
     """Trained tokens and prompt index of each sequence → weight of each in the batch loss."""
     loss: Loss
     needs_reference: bool
-    """Log-probabilities of the reference model are read, by the loss or by the reward."""
+    """True if log-probabilities of the reference model are read, by the loss or by the reward."""
     reference_before_credit: bool
-    """They are read by the reward: TrainSequence.penalties must hold the KL penalty of each token."""
+    """True if the reward reads them: TrainSequence.penalties must hold the KL penalty of each token."""
     recomputes_old: bool
-    """The learner must compute log π_old before the first update of a step."""
+    """True if the learner must compute log π_old before the first update of a step."""
     needs_values: bool
-    """TrainSequence.values must hold what the critic expects."""
+    """True if TrainSequence.values must hold the critic's predictions."""
     zero_advantage_is_zero_gradient: bool
     """True if a sample with advantage 0 cannot move any weights, so that its forward pass can be left out."""
     formula: str
-    """What is in force, in several lines."""
+    """The objective in force, in several lines."""
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """The objective of a recipe. Raises LearnerError if a loss of the user's own cannot be used.
+    """Return the objective of a recipe. Raises LearnerError if a loss of the user's own cannot be used.
 
     A new loss is a variant in config/algorithm.py, its function in losses.py, and a case in _policy below.
     """
@@ -73,7 +73,7 @@ def build_objective(recipe: Recipe) -> Objective:
 
 
 def _supervised(settings: Sft) -> Objective:
-    """The objective of SFT: no credit is assigned, and nothing but the policy's own log-probabilities is read."""
+    """Return the objective of SFT: no credit is assigned, and nothing but the policy's own log-probabilities is read."""
     by_token = settings.aggregation == "token_mean"
     mode: Mode = "token-mean" if by_token else "seq-mean-token-mean"
     scale = "1 / Σ_i |o_i|" if by_token else "1 / (N |o_i|)"
@@ -99,7 +99,7 @@ def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
 
 
 def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:
-    """The policy term, and how it is written."""
+    """Return the policy term and its formula."""
     match settings:
         case ClipLoss():
             loss = partial(
@@ -137,11 +137,9 @@ def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:
 
 
 def _loss(policy: Loss, parts: Parts, inputs: LossInput) -> LossOutput:
-    """The policy term, times the correction's weight; plus the KL penalty; minus the entropy bonus."""
+    """Return the policy term times the correction's weight, plus the KL penalty, minus the entropy bonus."""
     weighed = inputs
-    if (
-        parts.old_logprobs == "rollout"
-    ):  # two policies: what a ratio does not account for is the whole way, π_θ / π_rollout
+    if parts.old_logprobs == "rollout":  # two policies: without the ratio, the weight is the whole π_θ / π_rollout
         weighed = replace(inputs, old_logprobs_T=inputs.logprobs_T.detach())
         inputs = replace(inputs, old_logprobs_T=inputs.rollout_logprobs_T)
     output = policy(inputs)

@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights for what engine and learner compute differently, and how far they are apart.
+"""Rollout correction: importance weights for the difference between engine and learner, and measures of that difference.
 
 w = π_old / π_rollout of each token, aggregated over its reply or not, with its logarithm in ±20. Legend: T trained tokens,
 packed; N sequences.
@@ -23,7 +23,7 @@ Level: TypeAlias = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """What each token's policy loss is multiplied by, and what to log."""
+    """Factors on each token's policy loss, and metrics to log."""
 
     weight_T: Tensor
     """Constant: no gradient flows through it."""
@@ -34,8 +34,8 @@ class ImportanceWeights:
 def log_weights(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequence_T: Tensor, sequences: int, level: Level
 ) -> Tensor:
-    """log w of each token, [T], in ±20 and without gradient: log π_old - log π_rollout, per token, summed over the reply, or
-    averaged over it. All tokens of a reply have the same at the two upper levels.
+    """Return log w of each token, [T], in ±20 and without gradient: log π_old - log π_rollout, per token, summed over the
+    reply, or averaged over it. At the two reply levels all tokens of a reply have the same value.
     """
     gap_T = (old_logprobs_T - rollout_logprobs_T).detach()
     match level:
@@ -51,11 +51,11 @@ def log_weights(
 
 
 def importance_weights(inputs: LossInput, settings: Tis | Mis) -> ImportanceWeights:
-    """The weight of each token's policy loss. KL and entropy terms are not multiplied by it.
+    """Return the weight of each token's policy loss. KL and entropy terms are not multiplied by it.
 
     Tis: min(w, cap), so that tokens beyond the cap keep a gradient, unlike those beyond PPO's clip. Mis: w (or 1, without
     `weigh`) where low <= w <= high, 0 elsewhere; a token with weight 0 stays in every denominator, because the sequences'
-    shares are fixed before the batch is split (verl takes it out of the mask, and so divides by fewer).
+    shares are fixed before the batch is split (verl removes it from the mask, and so divides by fewer).
     """
     log_T = log_weights(
         inputs.old_logprobs_T, inputs.rollout_logprobs_T, inputs.sequence_T, inputs.sequences, settings.level
@@ -76,19 +76,19 @@ def importance_weights(inputs: LossInput, settings: Tis | Mis) -> ImportanceWeig
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far engine and learner are apart over some tokens, as sums: those of micro-batches add up to those of the update."""
+    """Difference between engine and learner over some tokens, as sums: those of micro-batches add up to those of the update."""
 
     tokens: int = 0
     sequences: int = 0
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Of the per-token values that are reported as means, by metric name."""
+    """Sums of the per-token values that are reported as means, by metric name."""
     largest_gap: float = 0.0
     """Largest |log w|, not clamped."""
     largest_weight: float = 0.0
     token_weights: tuple[float, float] = (0.0, 0.0)
     """Σ w and Σ w² over tokens."""
     sequence_weights: tuple[float, float] = (0.0, 0.0)
-    """The same over sequences, w being the product over the tokens of one."""
+    """Σ w and Σ w² over sequences, w being the product over the tokens of one."""
 
     def __add__(self, other: Mismatch) -> Mismatch:
         names = {**self.sums, **other.sums}
@@ -103,7 +103,9 @@ class Mismatch:
         )
 
     def metrics(self) -> Metrics:
-        """Names as in docs/metrics.md; nothing without tokens. The share of effective samples is (Σ w)² / (N Σ w²)."""
+        """Return metrics as named in docs/metrics.md; nothing without tokens. The share of effective samples is (Σ w)² / (N Σ
+        w²).
+        """
         if not self.tokens:
             return {}
         return {name: total / self.tokens for name, total in self.sums.items()} | {
@@ -115,7 +117,7 @@ class Mismatch:
 
 
 def measure_mismatch(inputs: LossInput) -> Mismatch:
-    """How far π_old is from π_rollout over the trained tokens, whether or not it is corrected.
+    """Measure how far π_old is from π_rollout over the trained tokens, whether or not it is corrected.
 
     k1 = log π_rollout - log π_old estimates KL(π_rollout ‖ π_old), k3 = w - 1 - log w the same with less variance;
     token_mult_prob_error is the mean of exp |log w|. Weights have their logarithm in ±20.

@@ -1,7 +1,7 @@
 """Credit assignment: from the graded replies of a step to an advantage for each of their tokens.
 
 Legend: T response tokens. A reply that is unscored has 0 everywhere and counts in no statistic; one without trained tokens
-counts in its group's mean and deviation only.
+counts only in its group's mean and deviation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ OfGroup: TypeAlias = Callable[[Sequence[float | None]], tuple[float, ...]]
 
 
 def assign_credit(settings: Advantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The replies of a step with their advantages, and with a critic their returns. Replies of a group need not be neighbours.
+    """Return the replies of a step with their advantages, and with a critic their returns. Replies of a group need not be
+    neighbours.
 
     Raises LearnerError for a number that is not finite, and for replies without values where a critic's are needed.
     """
@@ -66,7 +67,7 @@ def _above(baseline: float, rewards: Sequence[float | None]) -> tuple[float, ...
 
 
 def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[TrainSequence]:
-    """The same advantage for every trained token of a reply."""
+    """Return the same advantage for every trained token of a reply."""
     return [
         replace(reply, advantages=tuple(advantage if trained else 0.0 for trained in reply.trained))
         for reply, advantage in zip(replies, _per_reply(replies, of_group), strict=True)
@@ -85,7 +86,7 @@ def _per_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[floa
 
 
 def _whitened(settings: WhitenedAdvantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """REINFORCE++ and its baseline form (arXiv 2501.03262)."""
+    """Credit by REINFORCE++ and its baseline form (arXiv 2501.03262)."""
     of_group: OfGroup = partial(_above, 0.0)
     if settings.baseline == "group_mean":
         of_group = partial(group_relative, divide_by_std=False, std_eps=1.0, std_ddof=0)
@@ -99,7 +100,7 @@ def _whitened(settings: WhitenedAdvantage, replies: Sequence[TrainSequence]) -> 
 
 
 def _estimated(settings: GaeAdvantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """PPO (arXiv 1506.02438, 1707.06347). The returns are those before whitening."""
+    """Credit by PPO (arXiv 1506.02438, 1707.06347). The returns are those before whitening."""
     masks = [_counted(reply) for reply in replies]
     pairs = []
     for reply, mask in zip(replies, masks, strict=True):
@@ -126,7 +127,9 @@ def _counted(reply: TrainSequence) -> tuple[bool, ...]:
 
 
 def _token_rewards(reply: TrainSequence, reward: float, trained_T: Sequence[bool]) -> list[float]:
-    """Rewards per token: minus the penalty at each trained token, each turn's reward at its end, the rest at the last token."""
+    """Return rewards per token: minus the penalty at each trained token, each turn's reward at its end, the rest at the last
+    token.
+    """
     penalties_T = reply.penalties or (0.0,) * len(trained_T)
     rewards_T = [-penalty if trained else 0.0 for penalty, trained in zip(penalties_T, trained_T, strict=True)]
     last = next((t for t in range(len(rewards_T) - 1, -1, -1) if trained_T[t]), None)

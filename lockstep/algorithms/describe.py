@@ -1,4 +1,4 @@
-"""The objective in force as text, with its numbers. It is printed when a run starts, and kept in its manifest and report.
+"""The objective in force as text, with its numbers. It is printed at the start of a run, and stored in its manifest and report.
 
 Written with: i replies, t trained tokens, |o_i| trained tokens of a reply, R_i its reward, sg stop-gradient.
 """
@@ -28,24 +28,24 @@ from lockstep.config.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class PolicyFormula:
-    """How a policy loss is written. Example: PolicyFormula("-A_t log π_θ", uses_ratio=False)"""
+    """Formula of a policy loss. Example: PolicyFormula("-A_t log π_θ", uses_ratio=False)"""
 
     term: str
-    """Per token, to be minimised."""
+    """Term per token, to be minimised."""
     notes: tuple[str, ...] = ()
-    """Lines that define what the term uses."""
+    """Lines that define the symbols of the term."""
     uses_ratio: bool = True
     own_aggregation: Mode | None = None
-    """The only aggregation with which the term is what its paper defines."""
+    """The only aggregation for which the term is the one defined in its paper."""
 
 
 def number(value: float) -> str:
-    """A setting as it is written here: 0.9997, 1e-06; ten digits, so that no bound is rounded to 1."""
+    """Format a setting: 0.9997, 1e-06; ten digits, so that no bound is rounded to 1."""
     return f"{value:.10g}"
 
 
 def describe(recipe: Recipe, policy: PolicyFormula, *, recomputes_old: bool) -> str:
-    """The formula in several lines: the loss, what it is divided by, each symbol, then what is not in force."""
+    """Return the formula in several lines: the loss, its denominator, each symbol, then the parts that are not in force."""
     parts = recipe.algorithm
     lines = [
         f"L = {_SUMS[parts.aggregation].replace('MAX', str(recipe.rollout.max_tokens))} [ {_terms(parts, policy)} ]",

@@ -1,7 +1,7 @@
 """Policy losses: pure functions of a LossInput, per token, to be minimised, undivided. Legend: T trained tokens, packed.
 
-Each reports the same about the ratio r = π_θ / π_old: its largest, the largest |log r| as it is, and the share of tokens
-whose log r was cut at ±20.
+Each reports the same about the ratio r = π_θ / π_old: its maximum, the maximum of |log r| before the cut, and the share of
+tokens whose log r was cut at ±20.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ def clipped_ratio(
 ) -> LossOutput:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = π_θ / π_old of each token.
 
-    Schulman et al., arXiv 1707.06347, eq. 7; GRPO's (arXiv 2402.03300, eq. 3); with bounds apart DAPO's (arXiv 2503.14476,
-    eq. 10). With `dual_clip` c, tokens of negative advantage have max(that minimum, c A) (Ye et al., arXiv 1912.09729, eq. 5).
+    Schulman et al., arXiv 1707.06347, eq. 7; also GRPO's (arXiv 2402.03300, eq. 3); with two different bounds DAPO's (arXiv
+    2503.14476, eq. 10). With `dual_clip` c, tokens of negative advantage get -max(that minimum, c A) (Ye et al., arXiv
+    1912.09729, eq. 5).
     """
     raw_T, ratio_T = _ratio(inputs)
     objective_T, stopped_T = _clipped(ratio_T, inputs.advantages_T, clip_low, clip_high)
@@ -37,7 +38,8 @@ def sequence_ratio(inputs: LossInput, *, clip_low: float, clip_high: float) -> L
     """GSPO: -min(s A, clip(s, 1 - low, 1 + high) A), s_i = exp(mean of log r over the reply) (arXiv 2507.18071, eq. 5-7).
 
     In the paper's token form (eq. 13-14): s_it = sg(s_i) · π_θ / sg(π_θ), equal to s_i in value. The mean of a reply's token
-    losses has the value and the gradient of its sequence loss, so that aggregation seq-mean-token-mean is the paper's.
+    losses has the value and the gradient of its sequence loss, so that the aggregation seq-mean-token-mean equals the paper's
+    loss.
     """
     raw_T, ratio_T = _ratio(inputs)
     mean_T = per_sequence_mean(raw_T.detach(), inputs.sequence_T, inputs.sequences)
@@ -68,10 +70,10 @@ def reinforce(inputs: LossInput) -> LossOutput:
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> Tensor:
-    """The critic's loss: ½ max((V - R)², (V_old + clip(V - V_old, ±c) - R)²) per token, or ½ (V - R)² without a clip.
+    """Return the critic's loss: ½ max((V - R)², (V_old + clip(V - V_old, ±c) - R)²) per token, or ½ (V - R)² without a clip.
 
-    As in PPO's published code (see arXiv 2005.12729, §2). Beyond the clip a token's gradient stops, unless the value moved
-    away from its return.
+    This is the form of PPO's published code (see arXiv 2005.12729, §2). Beyond the clip a token's gradient stops, unless the
+    value moved away from its return.
     """
     plain_T = (values_T - returns_T) ** 2
     if clip is None:
@@ -81,18 +83,18 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: 
 
 
 def negative_log_likelihood(inputs: LossInput) -> LossOutput:
-    """-log π_θ of each token of a given reply: supervised fine-tuning."""
+    """Return -log π_θ of each token of a given reply: supervised fine-tuning."""
     return LossOutput(-inputs.logprobs_T, {"sft/loss": -inputs.logprobs_T})
 
 
 def _ratio(inputs: LossInput) -> tuple[Tensor, Tensor]:
-    """log r as it is, and r with log r in ±20, [T] each."""
+    """Return log r before the cut, and r with log r in ±20, [T] each."""
     raw_T = inputs.logprobs_T - inputs.old_logprobs_T
     return raw_T, raw_T.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def _clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A), and 1 for the tokens whose gradient the clip stopped."""
+    """Return min(r A, clip(r) A), and 1 for the tokens whose gradient the clip stopped."""
     plain_T, clipped_T = ratio_T * advantages_T, ratio_T.clamp(1 - low, 1 + high) * advantages_T
     with torch.no_grad():
         stopped_T = (clipped_T < plain_T).to(ratio_T.dtype)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def overlong_penalty(tokens: int, max_tokens: int, *, buffer: int, penalty: float) -> float:
-    """What to subtract from the reward of a reply of so many tokens: 0 up to max_tokens - buffer, then rising linearly to
-    `penalty` at max_tokens. A buffer of 0 is no penalty at all.
+    """Return the amount to subtract from the reward of a reply with `tokens` tokens: 0 up to max_tokens - buffer, then rising
+    linearly to `penalty` at max_tokens. A buffer of 0 means no penalty.
     """
     if buffer == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""A policy loss of one's own: def loss(inputs, **settings) in a Python file. What it returns is checked at every call."""
+"""A user-defined policy loss: def loss(inputs, **settings) in a Python file. Its result is checked at every call."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class UserLoss:
 
 
 def load_loss(settings: PythonLoss) -> UserLoss:
-    """The function of the settings' path. Raises LearnerError if it is missing or cannot be called with the settings."""
+    """Load the function at the settings' path. Raises LearnerError if it is missing or cannot be called with the settings."""
     function = load_object(settings.path, LearnerError)
     if not callable(function):
         raise LearnerError(

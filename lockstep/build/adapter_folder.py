@@ -1,4 +1,4 @@
-"""What a folder of weights is: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
+"""Classification of a folder of weights: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError, ModelError
 from lockstep.models.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 
 NESTED = ("lora_adapter", "actor/lora_adapter", "adapter")
-"""Where trainers put an adapter inside of a step's folder (verl: global_step_29/actor/lora_adapter)."""
+"""Folders in which trainers put an adapter inside a step's folder (verl: global_step_29/actor/lora_adapter)."""
 SHARDS = {
     "model_world_size_*_rank_*.pt": ("FSDP shards of verl", True),
     "*.distcp": ("a torch.distributed checkpoint", False),
@@ -22,12 +22,12 @@ SHARDS = {
     "mp_rank_*": ("Megatron shards, or model states of DeepSpeed", True),
     "*zero_pp_rank_*": ("DeepSpeed ZeRO shards", True),
 }
-"""File names of sharded training folders, whose they are, and whether `lockstep import` reads some such."""
+"""File names of sharded training folders, the program that writes them, and True if `lockstep import` reads some of them."""
 _UNREAD = (
     "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "fan_in_fan_out",
     "lora_bias", "target_parameters", "exclude_modules", "trainable_token_indices", "use_qalora", "megatron_config",
 )  # fmt: skip
-"""Settings of PEFT's LoRA that change what an adapter computes and that the recipe's adapter does not have."""
+"""Settings of PEFT's LoRA that change the result of an adapter and that the recipe's adapter does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class AdapterTarget:
 
     path: Path
     base: str
-    """The model that it says it was made for; "" if it does not say."""
+    """Name of the model that it says it was made for; "" if it does not say."""
     config: Mapping[str, Any]
 
 
 def find_adapter(path: Path) -> AdapterTarget | None:
-    """The adapter in a folder, or in a folder inside where trainers put it; None if there is none."""
+    """Return the adapter in a folder, or in a subfolder where trainers put it; None if there is none."""
     for place in (path, *(path / name for name in NESTED)):
         if (place / ADAPTER_CONFIG).is_file():
             config = read_json(place / ADAPTER_CONFIG)
@@ -50,23 +50,25 @@ def find_adapter(path: Path) -> AdapterTarget | None:
 
 
 def refuse_sharded(path: Path) -> None:
-    """Raise CheckpointError for a folder of training shards: nothing here reads them, and a part must not pass for the whole."""
+    """Raise CheckpointError for a folder of training shards: nothing here reads them, and one part must not pass for
+    the whole.
+    """
     for place in (path, path / "actor", path / "model", *sorted(path.glob("global_step*"))[-1:]):
         for pattern, (whose, imported) in SHARDS.items():
             if files := sorted(place.glob(pattern)):
                 raise CheckpointError(
                     f"a sharded training folder ({whose}: {len(files)} files such as {files[0].name}), which is not read",
                     where=str(path),
-                    fix=f"bring it in with lockstep import {path} OUT, and give OUT"
+                    fix=f"convert it with lockstep import {path} OUT, and give OUT"
                     if imported
                     else "gather it into a Hugging Face folder with the program that wrote it, and give that folder",
                 )
 
 
 def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
-    """The recipe's settings for a saved adapter. `asked`, the recipe's own, says what PEFT's methods besides LoRA are.
+    """Return the recipe's settings for a saved adapter. `asked`, the recipe's own, names PEFT's methods besides LoRA.
 
-    Raises ModelError for an adapter that they cannot say, naming why.
+    Raises ModelError, with the reason, for an adapter that they cannot describe.
     """
     config, method = found.config, str(found.config.get("peft_type", "LORA")).lower()
     if method != "lora":
@@ -105,7 +107,7 @@ def _layers(folder: Path) -> list[str]:
 
 
 def _unread(found: AdapterTarget, why: str, setting: str = "") -> ModelError:
-    fix = f"say how it was made with --set {setting}, or " if setting else ""
+    fix = f"give its method with --set {setting}, or " if setting else ""
     return ModelError(
         f"the adapter cannot be rebuilt from its settings: {why}",
         where=str(found.path),

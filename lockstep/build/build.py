@@ -1,4 +1,4 @@
-"""The objects of a run, built from its recipe. Everything that is swapped by a setting is chosen here or in a build_* below."""
+"""Build the objects of a run from its recipe. Everything that a setting selects is chosen here or in a build_* below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.algorithms.build import build_objective
 from lockstep.build.memory import execution, plan_run, rows_of_engine
-from lockstep.build.opponents import seat_rivals
+from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts, Policy
 from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
@@ -44,14 +44,14 @@ from lockstep.types import RolloutEngine, TokenIds
 
 
 def build_task_of(recipe: Recipe) -> BuiltTask:
-    """The recipe's task, with what plays against the policy."""
+    """Return the recipe's task, with the opponents of its games."""
     task = build_task(recipe.task, recipe.seed)
-    seat_rivals(task, recipe)
+    load_opponents(task, recipe)
     return task
 
 
 def prepare_for_engine(recipe: Recipe) -> None:
-    """Set up this process for the engine's libraries. Raises EngineError if it is too late for a setting that must go."""
+    """Set up this process for the engine's libraries. Raises EngineError if it is too late to remove a setting."""
     match recipe.rollout.engine:
         case "native":
             grow_segments(os.environ)
@@ -62,7 +62,9 @@ def prepare_for_engine(recipe: Recipe) -> None:
 
 
 def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
-    """Load the model with its adapter, and what a warm start begins with. `replaced`: a checkpoint holds every weight anyway."""
+    """Load the model with its adapter, and the start weights of a warm start. `replaced`: a checkpoint holds every weight
+    anyway.
+    """
     parent = None if replaced else find_parent(recipe)
     prepare_for_engine(recipe)
     device = choose_device(recipe.device)
@@ -74,7 +76,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
     load_base(base, parent)
     if device.type == "cuda":
-        fuse_layers(base)  # for whoever computes with it: an evaluation without a learner must round as training does
+        fuse_layers(base)  # for every user of the model: an evaluation without a learner must round as training does
     tokenizer = load_tokenizer(resolved)
     generation: Any = base.generation_config
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
@@ -90,8 +92,9 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
 
 
 def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's weights, ready to be loaded: an adapter that began as a part of the base's weights (PiSSA, OLoRA) needs the
-    very residual that it was trained on, which the base is given here."""
+    """Return a checkpoint's weights, ready to be loaded. An adapter that began as a part of the base's weights (PiSSA, OLoRA)
+    needs the same residual that it was trained on, which is written to the base here.
+    """
 
     def originals() -> Mapping[str, Tensor]:
         kept = next(policy.model.parameters())
@@ -105,9 +108,10 @@ def adopt(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def build_engine(
     policy: Policy, recipe: Recipe, *, own_copy: bool = False, memory: MemoryPlan | None = None
 ) -> RolloutEngine:
-    """The recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its weights.
+    """Build the recipe's engine. The native one runs the policy's own model, or a copy (`own_copy`) that must be sent its
+    weights.
 
-    `memory` decides its rows where the recipe leaves them open.
+    `memory` decides its number of slots if the recipe leaves it open.
     """
     decode: Any = policy.tokenizer.decode
     stop_ids = frozenset(policy.chat.stop_ids)
@@ -123,7 +127,9 @@ def build_engine(
 
 
 def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
-    """How the policy's weights reach its engine. vLLM has no adapters: they are merged into what is sent."""
+    """Build the transport of the policy's weights to its engine. vLLM has no adapters: they are merged into the weights that
+    are sent.
+    """
     merges = recipe.rollout.engine == "vllm" and recipe.adapter.kind != "none"
 
     def rounding(sequences: Sequence[TokenIds]) -> float:
@@ -147,10 +153,10 @@ def build_parts(
     weights: Mapping[str, Tensor] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Parts:
-    """Everything that a training run needs. Raises LockstepError for whatever would fail later.
+    """Build everything that a training run needs. Raises LockstepError for anything that would fail later.
 
     `weights`, in the names of lockstep.models.weights, replace those that the run starts from; its reference stays the start.
-    `say` is given the lines of the memory plan before the model is loaded.
+    `say` receives the lines of the memory plan before the model is loaded.
     """
     objective = build_objective(recipe)
     prepare_for_engine(recipe)  # before the plan, which asks the GPU for its memory and so starts CUDA
@@ -171,12 +177,12 @@ def build_parts(
 
 
 def require_precision(recipe: Recipe, weights: str) -> None:
-    """Raise ConfigError if numerics names a precision that the weights, loaded now, are not in."""
+    """Raise ConfigError if numerics names a precision that differs from that of the loaded weights."""
     named = recipe.numerics.plain_named
     if named is not None and named != weights:
         raise ConfigError(
             [
-                f"numerics names {named}, but the weights are in {weights}, and everything plain computes in their precision"
+                f"numerics names {named}, but the weights are in {weights}, and unquantised layers compute in their precision"
             ],
             fix=f"set model.dtype: {named}, or name {weights} in numerics",
         )

@@ -1,4 +1,4 @@
-"""The disk that a run will take: forecast before it starts, and compared with the first checkpoint."""
+"""Disk space of a run: forecast before it starts, and compared with the first checkpoint."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from lockstep.types import Metrics
 
 
 def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
-    """None where sizes cannot be told before the first step: an unknown model, an optimizer or method that is not ours."""
+    """Forecast the disk space; None if sizes are unknown before the first step: an unknown model, or a user's optimizer or
+    method.
+    """
     if isinstance(recipe.optimizer, PythonOptimizer) or recipe.adapter.kind == "peft":
         return None
     try:
         shape = read_shape(model)
     except ModelError:
-        return None  # the memory plan has said so
+        return None  # the memory plan has reported it
     device = "cuda" if choose_device(recipe.device).type == "cuda" else "cpu"
     return plan_disk(recipe, shape, device, beside_bytes(model))  # type: ignore[arg-type]
 
 
 def checkpoint_gib(recipe: Recipe, model: Path) -> float:
-    """Planned size of a checkpoint; 0 where it cannot be told."""
+    """Return the planned size of a checkpoint; 0 if unknown."""
     plan = forecast(recipe, model)
     return 0.0 if plan is None else plan.checkpoint / GIB
 
@@ -47,7 +49,9 @@ def disk_metrics(run: Path) -> Metrics:
 
 
 def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
-    """Print the forecast. Raises DoesNotFitError if it does not fit; what the run has written already counts as its own."""
+    """Print the forecast. Raises DoesNotFitError if it does not fit; files that the run has written already count as
+    its own.
+    """
     plan = forecast(recipe, resolve(recipe.model).path)
     if plan is None:
         return
@@ -59,9 +63,9 @@ def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
 
 
 def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
-    """A warning if the first checkpoint is not of the planned size, else "".
+    """Return a warning if the first checkpoint does not have the planned size, else "".
 
-    Raises CheckpointError for one that is more than twice that: it holds what it should not, as the base beside an adapter.
+    Raises CheckpointError for one more than twice that size: it holds too much, such as the base beside an adapter.
     """
     plan = forecast(recipe, model)
     if plan is None:

@@ -19,13 +19,13 @@ from lockstep.plan.shapes import read_shape
 from lockstep.types import Metrics, Task
 
 CHECKED_STEP = 2
-"""Moments exist from the end of the first step on: the second is the first that has everything."""
+"""First step at which everything is allocated: optimizer moments exist from the end of the first step on."""
 
 
 def plan_run(recipe: Recipe, task: Task, objective: Objective, say: Callable[[str], None]) -> MemoryPlan | None:
-    """Plan, and print the plan as a table. None for a model whose sizes cannot be told: it is then loaded without a plan.
+    """Plan, and print the plan as a table. Returns None for a model of unknown sizes: it is then loaded without a plan.
 
-    Raises DoesNotFitError on a GPU without room, before any weights are loaded; ModelError if the model is not there.
+    Raises DoesNotFitError on a GPU without room, before any weights are loaded; ModelError if the model is missing.
     """
     device = choose_device(recipe.device)
     resolved = resolve(recipe.model)
@@ -48,16 +48,18 @@ def plan_run(recipe: Recipe, task: Task, objective: Objective, say: Callable[[st
 
 
 def execution(plan: MemoryPlan | None) -> Execution | None:
-    """What the plan decides of an update. On a CPU it decides nothing that its defaults would not."""
+    """Return the plan's decisions about an update. On a CPU they equal the defaults."""
     if plan is None or plan.job.device == "cpu":
         return None
     return Execution(plan.sizes.tokens, plan.sizes.recompute)
 
 
 def rows_of_engine(recipe: Recipe, device: str, plan: MemoryPlan | None) -> int:
-    """Sequences that the native engine decodes side by side: the recipe's number, or, where that is auto, the plan's.
+    """Return the number of sequences that the native engine decodes together: the recipe's number, or the plan's if that is
+    auto.
 
-    A number stands even where the plan found room for fewer: the engine then takes what memory there is, and the rest waits.
+    The recipe's number stands even if the plan found room for fewer: the engine then takes the available memory, and the rest
+    waits.
     """
     if recipe.rollout.slots == "auto" and plan is not None:
         return plan.sizes.slots
@@ -65,7 +67,7 @@ def rows_of_engine(recipe: Recipe, device: str, plan: MemoryPlan | None) -> int:
 
 
 def available_bytes(device: torch.device) -> float:
-    """Bytes for this process: what is free, and on a GPU what torch holds already."""
+    """Return the bytes available to this process: free memory, and on a GPU also the memory that torch holds already."""
     if device.type != "cuda":
         return float(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)
@@ -73,13 +75,15 @@ def available_bytes(device: torch.device) -> float:
 
 
 def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
-    """Tokens of the longest prompt of the first step."""
+    """Return the number of tokens of the longest prompt of the first step."""
     chat = ChatFormat(load_tokenizer(resolved), recipe.chat, None)
     return max(len(chat.render_prompt(prompt)) for prompt in task.batch(0, recipe.prompts_per_step))
 
 
 def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
-    """Prediction and error of a GPU's peak so far, and once a warning if the plan is off. `trained`: steps since the start."""
+    """Return prediction and error of a GPU's peak so far, and once a warning if the plan is off. `trained`: steps since the
+    start.
+    """
     if plan is None or plan.job.device != "cuda" or trained < CHECKED_STEP:
         return {}, ""
     peak = torch.cuda.max_memory_allocated()

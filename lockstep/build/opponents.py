@@ -1,8 +1,8 @@
-"""Frozen adapters that a policy plays against: each on a base of its own on the CPU, with an engine that runs in a thread.
+"""Frozen adapters as opponents of a policy: each has its own base on the CPU, with an engine that runs in a thread.
 
 The run's engine samples from one set of weights, whose proof is part of every step; another adapter there would have to be
-switched on and off between its token steps. A second model keeps the two apart. It costs the memory of the base once more, on the
-host, and the processor time of its replies: a prompt of some hundred tokens and a few tokens for each of its moves.
+switched on and off between its token steps. A second model keeps the two apart. It costs the memory of the base once more, on
+the host, and the processor time of its replies: a prompt of some hundred tokens and a few tokens for each of its moves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lockstep.types import Completion, Message, Request, RolloutEngine, Sampling
 
 WHERE = "task.rival.path"
 DTYPES: Mapping[str, Literal["bf16", "fp32"]] = {"bfloat16": "bf16", "float32": "fp32"}
-"""Of an adapter's base, so that its fingerprint can be compared."""
+"""Precision of an adapter's base by its saved dtype, so that its fingerprint can be compared."""
 
 
 T = TypeVar("T", bound=schema.Task)
@@ -45,30 +45,30 @@ T = TypeVar("T", bound=schema.Task)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An adapter and what it was trained with."""
+    """An adapter and the recipe it was trained with."""
 
     folder: Path
     label: str
     """Example: "runs/first at step 40"."""
     recipe: Recipe | None = None
-    """Of the run that trained it; None for a folder on its own."""
+    """Recipe of the run that trained it; None for a folder on its own."""
 
 
-def seat_rivals(task: BuiltTask, recipe: Recipe) -> None:
+def load_opponents(task: BuiltTask, recipe: Recipe) -> None:
     """Load the adapters that a task's games are played against, before anything else is loaded.
 
-    Raises TaskError for a folder that is not there or holds no adapter, and for one of another model; ModelError or
+    Raises TaskError for a folder that is missing or holds no adapter, and for an adapter of another model; ModelError or
     CheckpointError if its files are damaged or it does not fit.
     """
     for member in task.members if isinstance(task, Mixed) else (task,):
         if isinstance(member, SpielGames) and member.rival is not None:
-            member.seat(load_rival(member.rival, recipe))
+            member.seat(load_opponent(member.rival, recipe))
 
 
-def pinned_rivals(recipe: Recipe) -> Recipe:
-    """The recipe with the very checkpoints that its rivals mean now; a run's newest one may be another when this run is resumed.
+def pinned_opponents(recipe: Recipe) -> Recipe:
+    """Resolve the recipe's opponents to concrete checkpoints, so that a resume plays against the same ones.
 
-    Raises TaskError or CheckpointError as find_rival does.
+    Raises the errors of find_opponent: TaskError or CheckpointError.
     """
     task = recipe.task
     if not isinstance(task, schema.MixedTask):
@@ -80,13 +80,13 @@ def pinned_rivals(recipe: Recipe) -> Recipe:
 def _pinned(task: T) -> T:
     if not isinstance(task, schema.OpenSpielTask) or task.rival is None:
         return task
-    rival = task.rival.model_copy(update={"path": str(find_rival(task.rival.path).folder)})
+    rival = task.rival.model_copy(update={"path": str(find_opponent(task.rival.path).folder)})
     return task.model_copy(update={"rival": rival})
 
 
-def load_rival(settings: schema.Rival, recipe: Recipe) -> RivalSampler:
-    """The adapter over the recipe's model, asked in the chat of the run that trained it, if it is of one."""
-    place = find_rival(settings.path)
+def load_opponent(settings: schema.Rival, recipe: Recipe) -> OpponentSampler:
+    """Load the adapter over the recipe's model. It is prompted with the chat format of the run that trained it, if known."""
+    place = find_opponent(settings.path)
     _require_model(place, recipe)
     made_for, _ = read_base(place.folder)
     resolved = resolve(recipe.model)
@@ -108,11 +108,11 @@ def load_rival(settings: schema.Rival, recipe: Recipe) -> RivalSampler:
         f"the opponent is {place.label}, frozen, over {resolved.name} in {str(dtype).removeprefix('torch.')} on the CPU "
         f"({bytes_held / 2**30:.2f} GiB)"
     )
-    return RivalSampler(engine, chat, settings, f"{note}; {warning}" if warning else note)
+    return OpponentSampler(engine, chat, settings, f"{note}; {warning}" if warning else note)
 
 
-def find_rival(name: str) -> Place:
-    """What a path stands for. Raises TaskError if it is nothing that holds an adapter, CheckpointError if it is damaged."""
+def find_opponent(name: str) -> Place:
+    """Find the adapter that a path names. Raises TaskError if the path holds no adapter, CheckpointError if it is damaged."""
     path = Path(name).expanduser()
     if not path.is_dir():
         raise TaskError(
@@ -138,7 +138,7 @@ def find_rival(name: str) -> Place:
 
 
 def _require_model(place: Place, recipe: Recipe) -> None:
-    """By name, before anything is loaded; that its weights are the same is known when they are there."""
+    """Compare the models by name, before anything is loaded; their weights are compared once they are loaded."""
     if place.recipe is None:
         return
     theirs, ours = place.recipe.model, recipe.model
@@ -152,7 +152,7 @@ def _require_model(place: Place, recipe: Recipe) -> None:
 
 
 def _parent(place: Place) -> Parent | None:
-    """What the base of the adapter itself started from, if its run began with a warm start."""
+    """Return the origin of the adapter's own base, if its run began with a warm start."""
     return find_parent(place.recipe) if place.recipe is not None else None
 
 
@@ -160,8 +160,8 @@ def _chat(place: Place, recipe: Recipe) -> Chat:
     return place.recipe.chat if place.recipe is not None else recipe.chat
 
 
-class RivalSampler:
-    """Draws the replies in a thread, as long as any are asked for; those that are asked meanwhile join the others."""
+class OpponentSampler:
+    """Samples the replies in a thread while any are requested; later requests join the running batch."""
 
     def __init__(self, engine: RolloutEngine, chat: ChatFormat, settings: schema.Rival, note: str) -> None:
         self.note = note
@@ -202,7 +202,7 @@ class RivalSampler:
                 self._engine.submit([self._inbox.get(), *self._waiting()])
                 for completion in self._engine.completed(self._admit):
                     self._outbox.put((completion.request.id, self._read(completion)))
-        except Exception as error:  # told to whoever waits for its replies
+        except Exception as error:  # passed on to every caller that waits for its replies
             self._broken = error
 
     def _admit(self) -> None:

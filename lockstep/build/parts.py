@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model that can be sampled: what training, evaluation and sampling have in common."""
+    """A model that can be sampled: the common part of training, evaluation and sampling."""
 
     resolved: ResolvedModel
     model: nn.Module
@@ -35,7 +35,7 @@ class Policy:
     chat: ChatFormat
     numerics: Literal["fp32", "bf16"]
     parent: Parent | None = None
-    """What it started from, if that is not the model itself."""
+    """The checkpoint that it started from; None for the model itself."""
 
     @property
     def context(self) -> int | None:
@@ -56,6 +56,6 @@ class Parts:
     sync: SharedSync | CopySync
     carried: Carried
     memory: MemoryPlan | None
-    """None for a model whose sizes cannot be told."""
+    """The memory plan; None for a model of unknown sizes."""
     noise: Targets | None = None
-    """The norms that the recipe's noise is put on; None without noise."""
+    """The norms that get the recipe's noise; None without noise."""

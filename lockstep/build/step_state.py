@@ -1,4 +1,4 @@
-"""What a run carries from step to step besides weights and optimizer; saved with every checkpoint, restored to the bit."""
+"""State that a run carries from step to step besides weights and optimizer; saved in every checkpoint, restored to the bit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep.tasks.mixed import Progress
 
 @dataclass(slots=True)
 class Carried:
-    """Example: Carried(kl_coef=0.05, empty_steps=0)"""
+    """State carried between steps. Example: Carried(kl_coef=0.05, empty_steps=0)"""
 
     kl_coef: float
-    """Weight of the KL penalty in the coming step."""
+    """Weight of the KL penalty in the next step."""
     empty_steps: int = 0
-    """Steps so far that found no group to train on, and so updated nothing."""
+    """Number of steps so far that found no group to train on, and so made no update."""
     progress: Progress | None = None
-    """Of the curriculum of mixed tasks; None without one."""
+    """Progress of the curriculum of mixed tasks; None without one."""
 
     @staticmethod
     def at_start(recipe: Recipe) -> Carried:

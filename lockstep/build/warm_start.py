@@ -1,8 +1,8 @@
 """Warm start: a new run from the trained weights of another, which are proven to be those that were saved.
 
-A resume goes on with the same run: weights, optimizer, step count. A warm start is another run, with its own recipe, optimizer
-and steps; it takes weights alone. Full training begins from full training; adapters begin on top of a fully trained base, or go
-on with adapters of the same shape, over the base that those had.
+A resume continues the same run: weights, optimizer, step count. A warm start is another run, with its own recipe, optimizer and
+steps; it takes only weights. Full training begins from full training; adapters begin on top of a fully trained base, or
+continue adapters of the same shape, over the same base.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ WHERE = "warm_start"
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A checkpoint that a run starts from; every byte of it was verified."""
+    """A checkpoint that a run starts from; every byte was verified."""
 
     info: CheckpointInfo
     run: Path | None
-    """Its run; None for a checkpoint folder on its own."""
+    """The run of the checkpoint; None for a checkpoint folder on its own."""
     recipe: Recipe | None
-    """That run's own."""
+    """Recipe of that run."""
     parent: Parent | None = None
-    """What an adapter's run had started from itself: its base."""
+    """Checkpoint that an adapter's run had started from itself: its base."""
 
     @property
     def fingerprint(self) -> str:
@@ -46,17 +46,17 @@ class Parent:
 
     @property
     def trained(self) -> str:
-        """Kind of its adapter; none is full training."""
+        """Kind of its adapter; none means full training."""
         return str(self.info.meta["adapter"])
 
     @property
     def line(self) -> str:
-        """Example: "runs/sft at step 60, weights 0123456789abcdef"."""
+        """One line for people. Example: "runs/sft at step 60, weights 0123456789abcdef"."""
         return f"{self.run or self.info.path} at step {self.info.step}, weights {self.fingerprint}"
 
     @property
     def lineage(self) -> dict[str, object]:
-        """For the manifest: this checkpoint, and what its own run started from, as that run's manifest has it."""
+        """Entry of the manifest: this checkpoint, and the origin of its own run, as in that run's manifest."""
         before = RunDirectory.open(self.run).manifest().get("parent") if self.run is not None else None
         facts = {"run": str(self.run or self.info.path), "step": self.info.step, "fingerprint": self.fingerprint}
         return {**facts, "trained": self.trained, "parent": before}
@@ -73,7 +73,7 @@ def pinned(recipe: Recipe) -> Recipe:
 
 
 def find_checkpoint(name: str) -> CheckpointInfo:
-    """The checkpoint that a run directory (its newest) or a checkpoint folder stands for, verified."""
+    """Return the checkpoint that a run directory (its newest) or a checkpoint folder stands for, verified."""
     path = Path(name)
     if (path / COMMIT).is_file():
         return verify_checkpoint(path)
@@ -81,14 +81,16 @@ def find_checkpoint(name: str) -> CheckpointInfo:
         return open_checkpoint(path)
     gone = path.parent.name == FOLDER
     raise CheckpointError(
-        "the checkpoint that this run starts from is not there" if gone else "neither a run nor a checkpoint",
+        "the checkpoint that this run starts from is missing" if gone else "neither a run nor a checkpoint",
         where=f"{WHERE} = {name}",
         fix="put it back: a run that was started from it needs it, to resume too" if gone else "name a run's directory",
     )
 
 
 def find_parent(recipe: Recipe) -> Parent | None:
-    """What a recipe starts from, back to full training. Raises CheckpointError if it does not fit the recipe's adapter."""
+    """Return the checkpoint that a recipe starts from, back to full training. Raises CheckpointError if it does not fit the
+    recipe's adapter.
+    """
     if recipe.warm_start is None:
         return None
     parent = _read(recipe.warm_start)
@@ -118,12 +120,12 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         )
     if getattr(adapter, "start", None) is not None:
         raise CheckpointError(
-            "adapter.start would have no effect: the run goes on with the adapters of its warm start",
+            "adapter.start would have no effect: the run continues the adapters of its warm start",
             where=where,
             fix="leave out warm_start or adapter.start",
         )
     before = parent.recipe.adapter if parent.recipe else None
-    ignored = {"start", "init"}  # how it began: it goes on now
+    ignored = {"start", "init"}  # start settings: the adapter continues, so they have no effect
     differ = []
     if before is not None:
         old, new = before.model_dump(exclude=ignored), adapter.model_dump(exclude=ignored)
@@ -134,18 +136,18 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         raise CheckpointError(
             f"its adapters are of another shape: {'; '.join(differ) or f'{parent.trained}, not {adapter.kind}'}",
             where=where,
-            fix="take over its adapter settings to go on with its adapters, or merge them into a model first",
+            fix="take over its adapter settings to continue its adapters, or merge them into a model first",
         )
 
 
 def base_checkpoint(name: str) -> str | None:
-    """The checkpoint of the last full training behind a warm start's setting; None if only adapters were trained before."""
+    """Return the checkpoint of the last full training behind a warm start's setting; None if only adapters were trained."""
     base = base_of(_read(name))
     return None if base is None else str(base.info.path)
 
 
 def base_of(parent: Parent | None) -> Parent | None:
-    """The last full training behind a warm start; None if what its adapters are over is the recipe's own model."""
+    """Return the last full training behind a warm start; None if its adapters are over the recipe's own model."""
     while parent is not None and parent.trained != "none":
         parent = parent.parent
     return parent
@@ -153,7 +155,7 @@ def base_of(parent: Parent | None) -> Parent | None:
 
 # --- weights --------------------------------------------------------------------------------------------------------
 def load_base(model: nn.Module, parent: Parent | None) -> None:
-    """Put the last full training behind `parent` into a model without adapters. Raises CheckpointError if it does not fit."""
+    """Load the last full training behind `parent` into a model without adapters. Raises CheckpointError if it does not fit."""
     parent = base_of(parent)
     if parent is None:
         return
@@ -169,7 +171,7 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     strange = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
     if strange:
         raise CheckpointError(
-            f"its model is another than this run's: {len(strange)} tensors differ, such as {strange[0]}",
+            f"its model differs from this run's: {len(strange)} tensors differ, such as {strange[0]}",
             where=f"{WHERE} = {parent.info.path}",
             fix=f"set model.path to that run's: {parent.info.meta['model']}",
         )
@@ -177,9 +179,9 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
 
 
 def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor] | None:
-    """The adapters to go on with; None if the run begins new ones or none.
+    """Return the adapters to continue; None if the run begins new ones or none.
 
-    Raises CheckpointError if they are in another precision than this run's weights.
+    Raises CheckpointError if their precision differs from that of this run's weights.
     """
     if parent is None or parent.trained == "none":
         return None
@@ -194,7 +196,7 @@ def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor
 
 
 def require_proven(model: nn.Module, parent: Parent) -> None:
-    """Raise CheckpointError unless base and adapters together are the weights that were saved."""
+    """Raise CheckpointError unless base and adapters together are the saved weights."""
     found = fingerprint(named_weights(model)).combined
     if found != parent.fingerprint:
         numerics: Any = parent.info.meta["numerics"]
@@ -206,7 +208,7 @@ def require_proven(model: nn.Module, parent: Parent) -> None:
 
 
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], CheckpointState]:
-    """A checkpoint's weights under the names of lockstep.models.weights, and the whole state."""
+    """Return a checkpoint's weights under the names of lockstep.models.weights, and the whole state."""
     state = read_state(info)
     return live_tensors(state.weights, residual=bool(read_base(info.path)[1])), state
 

@@ -47,9 +47,9 @@ class ChatFormat:
     template_hash: str
     """16 hex digits; equal hashes and equal messages give equal ids."""
     prefix: TokenIds
-    """Ids that every prompt begins with."""
+    """Ids with which every prompt begins."""
     notes: tuple[str, ...]
-    """What a reader of the log should know about this template."""
+    """Remarks about this template for the log."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_eos: int | Sequence[int] | None = None
@@ -70,11 +70,11 @@ class ChatFormat:
         self._opened = self.parser == "think" and self._opens_thought()
 
     def render(self, messages: Sequence[Message], tools: str = "") -> TokenIds:
-        """Ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
+        """Return the ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
 
-        `tools` is a JSON list of function schemas; a template that shows no tools gets them as part of the system text.
-        Raises ChatError if the turns make no chat, spell a control token, are refused by the template, or if the ids
-        would begin with two BOS tokens.
+        `tools` is a JSON list of function schemas; a template that shows no tools gets them as part of the system text. Raises
+        ChatError if the turns are not a valid chat, contain a control token, are refused by the template, or if the ids would
+        begin with two BOS tokens.
         """
         turns, _ = frame(self.chat, messages)
         if turns[-1]["role"] == "assistant":
@@ -84,35 +84,38 @@ class ChatFormat:
         return self._ids(turns, generate=True, tools=tools)
 
     def render_prompt(self, prompt: Prompt) -> TokenIds:
-        """`render` of a task's prompt; its errors name the prompt."""
+        """Run `render` on a task's prompt; its errors name the prompt."""
         try:
             return self.render(prompt.messages, prompt.tools)
         except ChatError as error:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
 
     def doubtful(self, prompt: Prompt, room: float) -> bool:
-        """Whether a prompt's own text may make `render` refuse it or take more than `room` ids; it has no more ids than bytes."""
+        """Return whether a prompt's own text may make `render` refuse it or take more than `room` ids; it has no more ids than
+        bytes.
+        """
         text = "\n".join(message["content"] for message in prompt.messages)
         spelled = self._control is not None and self._control.search(text) is not None
         return spelled or len(text.encode("utf-8", "surrogatepass")) > room
 
     def shared_prefix(self, ids: TokenIds) -> int:
-        """How many leading ids of a prompt are those that every prompt begins with: system text and examples."""
+        """Return the number of leading ids of a prompt that every prompt has: system text and examples."""
         size = len(self.prefix)
         return size if size < len(ids) and ids[:size] == self.prefix else 0
 
     def continuation(self) -> Continuation:
-        """How observations follow a reply."""
+        """Return the rule by which observations follow a reply."""
         return Continuation(self.tokenizer, self.template, self.chat.template_kwargs, self.stop_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a whole reply for people and records, without its end token and other special tokens but those that mark
-        thoughts. Text is never turned back into ids."""
+        """Return the text of a whole reply for people and records, without its end token and other special tokens except those
+        that mark thoughts. Text is never turned back into ids.
+        """
         end = len(ids) - 1 if ids and ids[-1] in self.stop_ids else len(ids)
         return self._text(ids[:end], special=self._marked)
 
     def answer(self, ids: Sequence[int]) -> str:
-        """The part of a reply that is graded: all of it, or what the parser finds behind the thoughts ("" if these never end)."""
+        """Return the graded part of a reply: all of it, or the text after the thoughts ("" if these never end)."""
         if self.parser == "none":
             return self._text(ids, special=False)
         text = answer_of(self._text(ids, special=self._marked), self.parser, opened=self._opened)
@@ -121,7 +124,7 @@ class ChatFormat:
         return text
 
     def read(self, ids: Sequence[int]) -> tuple[str, str]:
-        """`decode` and `answer` of a reply, decoded once where both are the same text."""
+        """Return `decode` and `answer` of a reply, decoded once if both are the same text."""
         silent = (
             not ids or ids[-1] not in self.stop_ids or ids[-1] in self._special_ids
         )  # the end token is left out by both
@@ -137,13 +140,13 @@ class ChatFormat:
         return text
 
     def _opens_thought(self) -> bool:
-        """Whether the template opens a thought for the reply; in a chat of its own, whose other text says nothing of thoughts."""
+        """Return whether the template opens a thought for the reply, tested on a chat that does not mention thoughts."""
         probe = [Message(role="user", content="a")]
         ids = as_ids(self.tokenizer, self.template, probe, self.chat.template_kwargs, generate=True)
         return opens_thought(self._text(ids, special=True))
 
     def preview(self, messages: Sequence[Message], tools: str = "") -> str:
-        """The prompt as the model sees it, special tokens shown, under a line with its length and end tokens."""
+        """Return the prompt as the model sees it, special tokens shown, under a line with its length and end tokens."""
         ids = self.render(messages, tools)
         ends = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)} ({i})" for i in self.stop_ids)
         head = f"prompt of {len(ids)} tokens, template {self.template_hash}, a reply ends at {ends}"
@@ -153,14 +156,14 @@ class ChatFormat:
     def trained_mask(
         self, messages: Sequence[Message], *, last_only: bool = False
     ) -> tuple[TokenIds, tuple[bool, ...]]:
-        """Ids of a whole chat, framed as `render` frames a prompt, and which of them are trained.
+        """Return the ids of a whole chat, framed as `render` frames a prompt, and a mask of those that are trained.
 
-        Trained are the task's assistant turns, or the last of them, each to its end token; the recipe's examples are not. A
-        template with {% generation %} says so itself; for others an assistant turn is what the chat up to it has beyond its
-        prompt.
+        Trained are the task's assistant turns, or only the last of them, each up to its end token; the recipe's examples are
+        not. A template with {% generation %} marks them itself; for others an assistant turn is the difference between the chat
+        up to it and its prompt.
 
-        Raises ChatError if no assistant turn ends the chat, or if prompts are not prefixes of the chat (templates that
-        rewrite earlier turns): training would then see other ids than sampling.
+        Raises ChatError if no assistant turn ends the chat, or if prompts are not prefixes of the chat (templates that rewrite
+        earlier turns): training would then see other ids than sampling.
         """
         turns, before = frame(self.chat, messages)
         if turns[-1]["role"] != "assistant":
@@ -180,10 +183,10 @@ class ChatFormat:
         return ids, tuple(trained)
 
     def _common_prefix(self) -> TokenIds:
-        """What two unlike prompts have in common, less the last token, which the question's first could change."""
+        """Return the common prefix of two unlike prompts, without its last token, which the question's first could change."""
         try:
             one, other = (self.render(({"role": "user", "content": text},)) for text in ("0", "What?"))
-        except ChatError:  # a template that refuses such a chat: nothing is shared, and prompts say what is wrong
+        except ChatError:  # a template that refuses such a chat: nothing is shared, and prompts report the fault
             return ()
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         return one[: max(0, same - 1)]
@@ -235,11 +238,9 @@ class ChatFormat:
     def _notes(self, *, dated: bool) -> tuple[str, ...]:
         notes = []
         if dated:
-            notes.append(f"the template prints today's date; {FIXED_DATE} stands for it, so that runs can be repeated")
+            notes.append(f"the template prints today's date; {FIXED_DATE} replaces it, so that runs can be repeated")
         if self.parser != "none":
-            notes.append(
-                f"replies are read by the parser {self.parser}: thoughts are kept in the record and not graded"
-            )
+            notes.append(f"replies are read by the parser {self.parser}: thoughts are recorded and not graded")
         bos = self.tokenizer.bos_token_id
         if bos is not None:
             plain = self.tokenizer("a")["input_ids"]

@@ -1,4 +1,4 @@
-"""What follows a reply in a chat of several turns: ids that are appended to those already there, which are never made again."""
+"""Ids that follow a reply in a chat of several turns; they are appended, and earlier ids are never made again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _TOOL = re.compile(r"""['"]tool['"]|tool_response""")
 class Continuation:
     """Turns observations into ids, as the template writes them after a reply.
 
-    The chat so far is not rendered again: a template that rewrites earlier turns (Qwen3 drops their thoughts) would then
-    give other ids than those that were sampled. Only the new turns are rendered, behind a stand-in for the reply, and what
-    the template writes after it is appended. Raises ChatError if the template leaves the reply out.
+    The chat so far is not rendered again: a template that rewrites earlier turns (Qwen3 drops their thoughts) would then give
+    other ids than those that were sampled. Only the new turns are rendered, after a placeholder for the reply, and the
+    template's text after the placeholder is appended. Raises ChatError if the template leaves the reply out.
     """
 
     role: str
-    """How the result of a tool is said: tool if the template knows that role, else user."""
+    """Role that carries the result of a tool: tool if the template knows it, else user."""
     notes: tuple[str, ...]
-    """What a reader of the log should know about this template in chats of several turns."""
+    """Remarks about this template in chats of several turns, for the log."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Continuation:
         self.notes = self._notes()
 
     def after(self, last: int, observation: Sequence[Message]) -> TokenIds:
-        """Ids from the end of a reply, whose last id is `last`, to the opening of the next one.
+        """Return the ids from the end of a reply, whose last id is `last`, to the opening of the next one.
 
-        They begin with what ends a turn, unless `last` has ended it: a reply that was cut off is closed like any other.
-        Text that spells a control token is broken up by a space. Raises ChatError for turns that make no chat.
+        They begin with the end of the turn, unless `last` has ended it: a reply that was cut off is closed like any other. A
+        space is put into text that contains a control token. Raises ChatError for turns that are not a valid chat.
         """
         check_messages(observation)
         ids = encode(self._tokenizer, self._tail([self._said(message) for message in observation]))
@@ -61,7 +61,7 @@ class Continuation:
         return Message(role=role, content=text)
 
     def _tail(self, observation: Sequence[Message]) -> str:
-        """What the template writes after a reply when these turns follow it."""
+        """Return the template's text after a reply when these turns follow it."""
         probe = [Message(role="user", content="a"), Message(role="assistant", content=_REPLY), *observation]
         tokenizer, kwargs = self._tokenizer, self._kwargs
         _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
@@ -70,7 +70,7 @@ class Continuation:
         return tail
 
     def _closing_ids(self) -> TokenIds:
-        """What stands between a reply and what follows, up to the token that ends the reply; empty if nothing ends it."""
+        """Return the ids between a reply and the next turn, up to the token that ends the reply; empty if nothing ends it."""
         one, other = (
             encode(self._tokenizer, self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
         )
@@ -81,7 +81,7 @@ class Continuation:
     def _shows_tool_results(self) -> bool:
         try:
             return "42" in self._tail([Message(role="tool", content="42")])
-        except ChatError:  # it wants tool results in a form of its own: they are said as the user's turns
+        except ChatError:  # it wants its own form of tool results: they are given as the user's turns
             return False
 
     def _notes(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where in a rendered chat the assistant speaks."""
+"""Positions of the assistant's turns in a rendered chat."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Render(Protocol):
 
 
 def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], replies: int) -> list[Span]:
-    """Spans that the template marks by {% generation %}, one a reply; `marked` is of `marked_by_template`.
+    """Return the spans that the template marks by {% generation %}, one per reply; `marked` is the result of
+    `marked_by_template`.
 
-    Raises ChatError if the ids are others than `ids`, or the spans not as many as the replies.
+    Raises ChatError if the ids differ from `ids`, or the number of spans from that of the replies.
     """
     marked_ids, mask = marked
     if marked_ids != ids:
@@ -36,7 +37,7 @@ def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], 
 
 
 def runs_of_true(mask: Sequence[bool]) -> list[Span]:
-    """Maximal runs of True. Example: [F, T, T, F, T] gives [(1, 3), (4, 5)]."""
+    """Return maximal runs of True. Example: [F, T, T, F, T] gives [(1, 3), (4, 5)]."""
     spans: list[Span] = []
     start: int | None = None
     for i, on in enumerate([*mask, False]):
@@ -51,10 +52,10 @@ def runs_of_true(mask: Sequence[bool]) -> list[Span]:
 def spans_by_prefix(
     render: Render, turns: Sequence[Message], reply: int, ids: TokenIds, stop_ids: Sequence[int]
 ) -> Span:
-    """The span of turn `reply`: what the chat up to it has beyond its prompt, cut after the first end token.
+    """Return the span of turn `reply`: the difference between the chat up to it and its prompt, cut after the first end token.
 
-    The cut leaves out what a template writes after the end token (ChatML: a line break): no sampling produces it.
-    Raises ChatError if the prompt or the chat up to the reply is not a prefix of the whole.
+    The cut leaves out the template's text after the end token (ChatML: a line break), which sampling never produces. Raises
+    ChatError if the prompt or the chat up to the reply is not a prefix of the whole.
     """
     prompt = render(turns[:reply], generate=True)
     upto = render(turns[: reply + 1], generate=False)

@@ -1,7 +1,7 @@
-"""What of a reply is the answer: models that think aloud mark where they stop, each family in its own way.
+"""The answer within a reply: models that think aloud mark the end of their thoughts, each family in its own way.
 
-A verifier sees the answer alone, so that a number in a thought is never taken for it; records keep the whole reply. A thought
-that was never closed has no answer.
+A verifier sees only the answer, so that a number in a thought is never taken for it; records keep the whole reply. A reply
+whose thought was never closed has no answer.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ _SEGMENT = re.compile(r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|me
 
 
 def parser_of(template: str) -> Parser:
-    """The parser for replies to prompts of this chat template: harmony channels (gpt-oss), think tags (Qwen3, R1), or none."""
+    """Return the parser for replies to prompts of this chat template: harmony channels (gpt-oss), think tags (Qwen3, R1), or
+    none.
+    """
     if CHANNEL in template:
         return "harmony"
     return "think" if CLOSE in template or OPEN in template else "none"
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends within a thought, so that the reply begins in it."""
+    """Return whether a prompt ends within a thought, so that the reply begins in it."""
     return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
 
 
 def answer_of(text: str, parser: Parser, *, opened: bool = False) -> str:
-    """The part of a reply, control tokens included, that a verifier sees. `opened`: the prompt ended within a thought."""
+    """Return the part of a reply, control tokens included, that a verifier sees. `opened`: the prompt ended within a
+    thought.
+    """
     match parser:
         case "none":
             return text
@@ -43,7 +47,7 @@ def answer_of(text: str, parser: Parser, *, opened: bool = False) -> str:
 
 
 def _after_thoughts(text: str, *, opened: bool) -> str:
-    """What follows the last closed thought, up to one that is opened again and never closed."""
+    """Return the text after the last closed thought, up to one that is opened again and never closed."""
     _, closed, rest = text.rpartition(CLOSE)
     if not closed and opened:
         return ""
@@ -51,7 +55,9 @@ def _after_thoughts(text: str, *, opened: bool) -> str:
 
 
 def _final_channel(text: str) -> str:
-    """The messages of the channel `final`; of a reply without any channel its whole text, in front of the next control token."""
+    """Return the messages of the channel `final`; for a reply without any channel its whole text before the next
+    control token.
+    """
     if CHANNEL not in text:
         return _SEGMENT_END.split(text.rpartition(MESSAGE)[2], maxsplit=1)[0].strip()
     finals = [match.end() for match in _SEGMENT.finditer(text) if match[1] == FINAL]

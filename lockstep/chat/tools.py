@@ -26,12 +26,12 @@ For each function call, return a json object with function name and arguments wi
 
 
 def shows_tools(template: str) -> bool:
-    """Whether a chat template has a place for tools."""
+    """Return whether a chat template has a place for tools."""
     return _TOOLS.search(template) is not None
 
 
 def with_tools(turns: Sequence[Message], tools: str) -> list[Message]:
-    """The turns with the tools, a JSON list of function schemas, explained at the end of their system text."""
+    """Return the turns with the tools, a JSON list of function schemas, explained at the end of their system text."""
     text = _EXPLAINED.format(tools="\n".join(json.dumps(tool) for tool in json.loads(tools)))
     if turns and turns[0]["role"] == "system":
         return [Message(role="system", content=f"{turns[0]['content']}\n\n{text}"), *turns[1:]]

@@ -1,1 +1,1 @@
-"""Checkpoints: whole or not there, every byte checked before it is used. See docs/checkpoints.md."""
+"""Checkpoints: complete or absent, every byte checked before it is used. See docs/checkpoints.md."""

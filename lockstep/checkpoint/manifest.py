@@ -1,6 +1,6 @@
-"""COMMIT.json: the name, size and SHA-256 of every file of a checkpoint, written last, under a seal of its own.
+"""COMMIT.json: the name, size and SHA-256 of every file of a checkpoint, written last, with its own seal.
 
-Nothing in a checkpoint is believed before its file was hashed, and no file is read whose kind can run code: tensors are
+No content of a checkpoint is used before its file was hashed, and no kind of file that can run code is read: tensors are
 safetensors, the rest is JSON or plain text.
 """
 
@@ -22,14 +22,14 @@ from lockstep.track.files import sync_to_disk
 COMMIT = "COMMIT.json"
 FORMAT = "lockstep-checkpoint-1"
 SUFFIXES = frozenset({".safetensors", ".json", ".jsonl", ".jinja", ".txt", ".model", ".md"})
-"""Tensors, JSON, chat templates, vocabularies. `.model` is sentencepiece's, which is a protobuf."""
+"""Allowed endings: tensors, JSON, chat templates, vocabularies. `.model` is sentencepiece's, which is a protobuf."""
 LARGEST_HEADER = 32 << 20
 LARGEST_COMMIT = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Example: FileEntry("9f86d0…", 538090408)"""
+    """Hash and size of a file. Example: FileEntry("9f86d0…", 538090408)"""
 
     sha256: str
     bytes: int
@@ -37,11 +37,11 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What COMMIT.json says."""
+    """Content of COMMIT.json."""
 
     step: int
     files: Mapping[str, FileEntry]
-    """By path inside the checkpoint, with / between folders."""
+    """Files by path inside the checkpoint, with / between folders."""
 
     @property
     def bytes(self) -> int:
@@ -68,7 +68,7 @@ def commit(folder: Path, step: int) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read COMMIT.json and check its seal; the files are not looked at. Raises CorruptCheckpointError."""
+    """Read COMMIT.json and check its seal, without the other files. Raises CorruptCheckpointError."""
     path = folder / COMMIT
     if folder.is_symlink() or path.is_symlink():
         raise _corrupt(folder, COMMIT, "a symbolic link stands in for it")
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Check that the folder holds exactly the files that were written, byte for byte, and none of a refused kind.
 
-    Raises CorruptCheckpointError naming the first file that is not right.
+    Raises CorruptCheckpointError naming the first file that is wrong.
     """
     manifest = read_manifest(folder)
     present = dict(_scan(folder))
@@ -112,7 +112,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def _scan(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Everything below `folder` that is not a folder, COMMIT.json apart, in order of name; links are not followed."""
+    """Yield everything below `folder` that is not a folder, except COMMIT.json, in order of name; links are not followed."""
     found = []
     for inner, folders, names in os.walk(folder, followlinks=False):
         links = [name for name in folders if (Path(inner) / name).is_symlink()]
@@ -124,7 +124,7 @@ def _scan(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _refused(path: Path) -> str:
-    """Why a file of this kind may not be in a checkpoint, without opening it; "" if it may."""
+    """Return why a file of this kind may not be in a checkpoint, without opening it; "" if it may."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         return "it is a symbolic link"
@@ -136,8 +136,9 @@ def _refused(path: Path) -> str:
 
 
 def _bad_tensors(path: Path) -> str:
-    """Why this is no safetensors file although it is called one; "" for other names. Before anything allocates the header,
-    its length is looked at; the rest is the library's business."""
+    """Return why a file with the name of a safetensors file is not one; "" for other names. The header's length is checked
+    before anything allocates it; the library checks the rest.
+    """
     if path.suffix != ".safetensors":
         return ""
     size = path.stat().st_size
@@ -156,7 +157,7 @@ def _bad_tensors(path: Path) -> str:
 
 
 def _parse(data: object) -> Manifest:
-    """Raises ValueError unless `data` has exactly the fields of a manifest."""
+    """Parse a manifest. Raises ValueError unless `data` has exactly its fields."""
     if not isinstance(data, dict) or data.keys() != {"format", "step", "files", "seal"}:
         raise ValueError("its fields are not format, step, files and seal")
     if data["format"] != FORMAT:
@@ -167,7 +168,7 @@ def _parse(data: object) -> Manifest:
 
 
 def _inside(name: str) -> str:
-    """Raises ValueError for a path that leaves the checkpoint's folder or could be spelt otherwise."""
+    """Return the path. Raises ValueError if it leaves the checkpoint's folder or could be spelt otherwise."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", COMMIT) or "\0" in name:
         raise ValueError(f"{name!r} is not a file inside the checkpoint")
@@ -183,7 +184,7 @@ def _entry(data: object) -> FileEntry:
 
 
 def _render(manifest: Manifest) -> bytes:
-    """The one spelling of a manifest, sealed by the hash of everything before the seal."""
+    """Return the one spelling of a manifest, sealed by the hash of everything before the seal."""
     files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(manifest.files.items())}
     body: dict[str, object] = {"format": FORMAT, "step": manifest.step, "files": files}
     seal = hashlib.sha256(json.dumps(body).encode()).hexdigest()

@@ -26,16 +26,16 @@ WeightsFile: TypeAlias = Literal["model.safetensors", "adapter_model.safetensors
 WEIGHTS_FILES: tuple[WeightsFile, ...] = ("model.safetensors", "adapter_model.safetensors")
 OPTIMIZER = "optimizer.safetensors"
 HEADERS = 1 << 20
-"""Bytes allowed for headers and small files in the estimate of a checkpoint's size."""
+"""Bytes reserved for headers and small files in the estimate of a checkpoint's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Everything that a run resumes from. Tensor names are the learner's business."""
+    """Everything that a run resumes from. The learner defines the tensor names."""
 
     step: int
     weights: Mapping[str, Tensor]
-    """In the layout of the file that they go into: Hugging Face's, or PEFT's for an adapter."""
+    """Weights in the layout of their file: Hugging Face's, or PEFT's for an adapter."""
     optimizer: Mapping[str, Tensor]
     meta: Mapping[str, Json] = field(default_factory=dict)
     """Versions, data position, recipe hash, weights fingerprint: numbers and texts."""
@@ -47,7 +47,7 @@ class CheckpointState:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What stands beside the weights so that the folder loads elsewhere.
+    """Files beside the weights, so that other programs can load the folder.
 
     Example: ModelFiles("adapter_model.safetensors", texts={"adapter_config.json": "{…}"})
     """
@@ -56,7 +56,7 @@ class ModelFiles:
     texts: Mapping[str, str] = field(default_factory=dict)
     """File name → content, for instance config.json."""
     copy_from: Path | None = None
-    """A model folder whose config, tokenizer and chat template are copied; its weights and code are not."""
+    """Model folder whose config, tokenizer and chat template are copied; its weights and code are not."""
 
 
 def save_state(run_dir: Path, state: CheckpointState, files: ModelFiles, *, overwrite: bool = False) -> Path:
@@ -72,7 +72,7 @@ def save_state(run_dir: Path, state: CheckpointState, files: ModelFiles, *, over
 
 
 def read_state(info: CheckpointInfo) -> CheckpointState:
-    """The tensors, on the CPU, of a checkpoint that open_checkpoint verified. Raises CorruptCheckpointError."""
+    """Return the tensors, on the CPU, of a checkpoint that open_checkpoint verified. Raises CorruptCheckpointError."""
     present = [name for name in WEIGHTS_FILES if (info.path / name).is_file()]
     if len(present) != 1:
         raise CorruptCheckpointError(f"it has {present or 'no'} weights, one file is expected", where=str(info.path))
@@ -92,7 +92,7 @@ def write_files(folder: Path, state: CheckpointState, files: ModelFiles) -> None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file; the same tensors give the same bytes. Raises CheckpointError for aliases or a full disk."""
+    """Write one safetensors file; the same tensors give the same bytes. Raises CheckpointError for aliases or a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -103,13 +103,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )  # transformers asks for the format; more keys would be shuffled
     except SafetensorError as error:
         raise CheckpointError(f"cannot be written: {error}", where=str(path), fix="free space, then resume") from error
-    except RuntimeError as error:  # what safetensors raises for aliases; it names them
+    except RuntimeError as error:  # safetensors raises this for aliases; it names them
         reason = " ".join(str(error).split())
         raise CheckpointError(reason, where=str(path), fix="save tied weights once, under one name") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError if it is none."""
+    """Return all tensors of a safetensors file, on the CPU. Raises CorruptCheckpointError for any other file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -120,7 +120,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
-    """Configuration, tokenizer and templates of a model folder: no weights, no code, nothing below it."""
+    """Copy configuration, tokenizer and templates of a model folder: no weights, no code, no subfolders."""
     ours = (
         COMMIT,
         STATE,
@@ -142,7 +142,7 @@ def _copy_beside(source: Path, folder: Path) -> None:
 
 
 def _plain_config(path: Path) -> str:
-    """A model's config.json without word of quantised weights: those that are saved beside it are plain."""
+    """Return a model's config.json without mention of quantised weights: the weights saved beside it are not quantised."""
     text = path.read_text(encoding="utf-8")
     try:
         config = json.loads(text)

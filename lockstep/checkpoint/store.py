@@ -1,13 +1,13 @@
 """The folder checkpoints/ of a run: save atomically, list, open verified, prune. Loads no torch.
 
-A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so
-`step_000010` is whole or not there, whenever the process dies. Hidden folders that a killed process left behind:
+A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so `step_000010` is
+complete or absent, whenever the process dies. Hidden folders that a killed process left behind:
 
     .tmp-step_000010    a save that did not finish
     .old-step_000010    the checkpoint that a new save of the same step was just replacing
     .trash-step_000010  a checkpoint that was just being deleted
 
-Writing (save, clean, prune) is for the one process that holds the run's lock; reading is for everybody.
+Writing (save, clean, prune) is for the one process that holds the run's lock; any process may read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDER = "checkpoints"
 STATE = "state.json"
 LARGEST_STATE = 64 << 20
 SPARE = 16 << 20
-"""Bytes that a save leaves free on the disk, beyond what it needs."""
+"""Free bytes that a save leaves on the disk, beyond its own need."""
 HIDDEN = (".tmp-", ".old-", ".trash-")
 PLACE = re.compile(r"(\.tmp-|\.old-|\.trash-|)step_(\d{6,})$")
 
@@ -47,16 +47,16 @@ class CheckpointInfo:
     path: Path
     complete: bool
     problem: str = ""
-    """Why it is not complete."""
+    """Reason why it is not complete."""
     bytes: int = 0
     meta: Mapping[str, Json] = field(default_factory=dict)
-    """What was given to `save`."""
+    """The `meta` given to `save`."""
     notes: tuple[str, ...] = ()
-    """What `open_checkpoint` passed over to get here, and why. Show it to the user."""
+    """Checkpoints that `open_checkpoint` passed over, and why. Show it to the user."""
 
 
 def step_name(step: int) -> str:
-    """Example: "step_000010"."""
+    """Return the folder's name of a step. Example: "step_000010"."""
     return f"step_{step:06d}"
 
 
@@ -72,9 +72,9 @@ def save(
 ) -> Path:
     """Write one checkpoint: `writer` puts its files into the folder it is given, `meta` becomes state.json.
 
-    Returns the checkpoint's folder. `bytes_needed` is what the writer is going to write, checked against the free space
-    first. An intact checkpoint of the same step is replaced only with `overwrite`, a damaged one always. Raises
-    CheckpointError; whatever happens, the other checkpoints stay as they were and nothing half-written is left.
+    Returns the checkpoint's folder. `bytes_needed` is the size of the writer's files, checked against the free space first. An
+    intact checkpoint of the same step is replaced only with `overwrite`, a damaged one always. Raises CheckpointError; whatever
+    happens, the other checkpoints stay as they were and nothing half-written is left.
     """
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def save(
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Raises CheckpointError if `bytes_needed` more would not fit on the disk of `folder`."""
+    """Raise CheckpointError if `bytes_needed` more would not fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if bytes_needed + SPARE > free:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def check_space(folder: Path, bytes_needed: int) -> None:
 
 
 def clean(run_dir: Path) -> tuple[str, ...]:
-    """Remove what killed saves and deletions left, and finish an interrupted replacement. Returns what was done."""
+    """Remove the remains of killed saves and deletions, and finish an interrupted replacement. Returns the actions."""
     done = []
     for path in sorted((run_dir / FOLDER).glob(".*-step_*")):
         kind, step = _place(path.name)
@@ -131,9 +131,9 @@ def clean(run_dir: Path) -> tuple[str, ...]:
 
 
 def set_aside(run_dir: Path, after: int) -> list[str]:
-    """Rename the checkpoints of steps after `after`, which a run that goes on from there is going to make anew: damaged_step_N.
+    """Rename the checkpoints of steps after `after`, which a run that continues from there will repeat: damaged_step_N.
 
-    They would count as the newest otherwise, and the new ones would be deleted for them. Returns their new names.
+    Otherwise they would count as the newest, and the new ones would be deleted in their favour. Returns their new names.
     """
     names = []
     for info in list_checkpoints(run_dir):
@@ -148,9 +148,9 @@ def set_aside(run_dir: Path, after: int) -> list[str]:
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[int]:
-    """Delete complete checkpoints but the newest `keep_last` and the one of step `keep_best`. Returns the deleted steps.
+    """Delete complete checkpoints except the newest `keep_last` and the one of step `keep_best`. Returns the deleted steps.
 
-    Raises CheckpointError if `keep_last` is less than 1 or `keep_best` is no checkpoint.
+    Raises CheckpointError if `keep_last` is less than 1 or `keep_best` is not a checkpoint.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last = {keep_last} would delete every checkpoint", where=str(run_dir))
@@ -161,7 +161,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[i
     doomed = [info for info in complete[:-keep_last] if info.step != keep_best]
     for info in doomed:
         trash = info.path.with_name(f".trash-{step_name(info.step)}")
-        info.path.rename(trash)  # gone at once, or not at all
+        info.path.rename(trash)  # deleted as a whole, or not at all
         sync_to_disk(trash.parent)
         shutil.rmtree(trash)
     return [info.step for info in doomed]
@@ -186,7 +186,7 @@ def _intact(folder: Path) -> bool:
 
 
 def _state(step: int, meta: Mapping[str, Json]) -> str:
-    """Raises CheckpointError for what would not come back from JSON as it was."""
+    """Return the JSON. Raises CheckpointError for values that JSON would change."""
     try:
         text = json.dumps({"step": step, "meta": dict(meta)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -198,7 +198,7 @@ def _state(step: int, meta: Mapping[str, Json]) -> str:
 
 # --- read -----------------------------------------------------------------------------------------------------------
 def list_checkpoints(run_dir: Path) -> list[CheckpointInfo]:
-    """All checkpoints by step, incomplete ones and leftovers of killed saves too, with their `problem`."""
+    """Return all checkpoints by step, also incomplete ones and remains of killed saves, with their `problem`."""
     infos = [_inspect(path) for path in (run_dir / FOLDER).glob("*") if PLACE.match(path.name)]
     return sorted(infos, key=lambda info: (info.step, info.complete))
 
@@ -322,7 +322,7 @@ def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
 
 
 def _place(name: str) -> tuple[str, int]:
-    """(".tmp-", 10) of ".tmp-step_000010"; ("?", -1) of a stranger's name."""
+    """Return (".tmp-", 10) for ".tmp-step_000010"; ("?", -1) for an unknown name."""
     match = PLACE.match(name)
     return (match[1], int(match[2])) if match else ("?", -1)
 

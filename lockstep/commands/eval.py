@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, CorruptCheckpointError, EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode, EvalSet, Recipe
-    from lockstep.scoring.score import How, Outcome
+    from lockstep.scoring.score import Outcome, ScoreOptions
     from lockstep.scoring.targets import Target
     from lockstep.types import Score
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)
     outcomes, outside, alarms = [], [], []
-    for outcome in score_targets(targets, how_of(args)):
+    for outcome in score_targets(targets, options_of(args)):
         lines, found = report(outcome, args.allow_mismatch, args.with_base)
         print("\n".join(lines), flush=True)
         outcomes.append(outcome)
@@ -113,16 +113,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def how_of(args: argparse.Namespace) -> How:
+def options_of(args: argparse.Namespace) -> ScoreOptions:
     """What the options of `add_measuring_arguments` ask for."""
-    from lockstep.scoring.score import How
+    from lockstep.scoring.score import ScoreOptions
 
-    return How(
+    return ScoreOptions(
         modes=lambda recipe: choose_modes(recipe, args.mode),
         sets=lambda recipe: choose_sets(recipe, args.role, args.items),
         out=args.out,
         base=not args.no_base,
-        rival=args.with_base or (args.allow_mismatch and not args.no_base),
+        recipe_model=args.with_base or (args.allow_mismatch and not args.no_base),
         watch=Progress,
     )
 

@@ -62,21 +62,21 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     from lockstep.evaluate.runner import graded_replies, heldout_items, require_numerics
     from lockstep.run.evaluation import computing, numerics_of
     from lockstep.scoring.score import placed, saved_of
-    from lockstep.scoring.targets import build_rig
+    from lockstep.scoring.targets import build_eval_session
 
-    rig = build_rig(target.recipe)
-    numerics = numerics_of(target.recipe, rig.policy.numerics)
-    plan = eval_plan(target.recipe, numerics, rig.policy.context)
+    session = build_eval_session(target.recipe)
+    numerics = numerics_of(target.recipe, session.policy.numerics)
+    plan = eval_plan(target.recipe, numerics, session.policy.context)
     try:
-        prompts = heldout_items(rig.task, replace(plan, items=count))
+        prompts = heldout_items(session.task, replace(plan, items=count))
     except (TaskError, EvaluationError) as error:  # they speak of an evaluation's setting
         raise type(error)(error.what, where=error.where, fix=error.fix.replace("eval.items=", "-n ")) from error
-    saved = saved_of(target, rig)
-    proof = placed(target, rig, saved)
+    saved = saved_of(target, session)
+    proof = placed(target, session, saved)
     mode = EvalMode(name="sample", temperature=heat)
-    with computing(rig.engine, numerics, rig.policy.numerics):
-        require_numerics(rig.engine, numerics)
-        graded = graded_replies(rig.engine, rig.task, rig.policy.chat, prompts, mode, plan, proof)
+    with computing(session.engine, numerics, session.policy.numerics):
+        require_numerics(session.engine, numerics)
+        graded = graded_replies(session.engine, session.task, session.policy.chat, prompts, mode, plan, proof)
     samples = [Sample(prompt, reply) for prompt, (reply, _) in zip(prompts, graded, strict=True)]
     note = f"{saved.note}\n" if saved is not None and saved.note else ""
     how = "greedy" if heat == 0 else f"T={heat:g}"

@@ -1,1 +1,1 @@
-"""Environments of several turns: tools, games, and the driver that plays them through an engine."""
+"""Environments of several turns: tools, games, and their runners."""

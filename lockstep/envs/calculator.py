@@ -1,4 +1,4 @@
-"""A calculator for models: exact where it can be, bounded in time and size whatever it is asked."""
+"""A calculator for models: exact if possible, with bounded time and size for any input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 200
 MAX_BITS = 2048
-"""Of numerator and denominator of any number on the way."""
+"""Most bits of the numerator and denominator of any intermediate number."""
 MAX_DEPTH = 40
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -78,7 +78,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """A whole number exactly, anything else with ten significant digits."""
+    """Write a whole number exactly, anything else with ten significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, assert_never
 Format: TypeAlias = Literal["hermes", "plain"]
 
 MAX_CALLS = 16
-"""Calls of one reply that are read."""
+"""Most calls read from one reply."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PLAIN = re.compile(r"^[ \t]*([A-Za-z_][A-Za-z0-9_]*)[ \t]*\((.*)\)[ \t]*\.?[ \t]*$")
 _END_THINK = "</think>"
@@ -19,25 +19,25 @@ _END_THINK = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call as it was read. Example: Call("calculator", {"expression": "3 + 4"})"""
+    """One call as read from a reply. Example: Call("calculator", {"expression": "3 + 4"})"""
 
     name: str
     arguments: Mapping[str, object] | str
-    """By name; or as text, of a plain call: the tool's only argument, or a list of them."""
+    """Arguments by name; or, for a plain call, as text: the tool's only argument, or a list of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """Something that begins as a call and is none; `why` is for the model to read."""
+    """Text that begins like a call but is not one; `why` is for the model to read."""
 
     why: str
 
 
 def read_calls(reply: str, format: Format, names: Collection[str]) -> tuple[Call | BadCall, ...]:
-    """The calls of a reply in order, at most MAX_CALLS; empty if it calls nothing and so is an answer.
+    """Return the calls of a reply in order, at most MAX_CALLS; empty if it calls nothing and so is an answer.
 
-    Of a reply that thinks aloud, what comes after the thinking is read. `names` are the tools that there are: a plain line
-    counts as a call only if it begins with one of them. Time grows linearly with the reply.
+    If a reply thinks aloud, only the text after the thoughts is read. `names` are the known tools: a plain line counts as a
+    call only if it begins with one of them. Time grows linearly with the reply.
     """
     said = reply.rpartition(_END_THINK)[2]
     match format:
@@ -52,7 +52,7 @@ def read_calls(reply: str, format: Format, names: Collection[str]) -> tuple[Call
 
 
 def _tagged(said: str) -> tuple[Call | BadCall, ...]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen write it."""
+    """Read <tool_call>{"name": …, "arguments": {…}}</tool_call>, the form of Hermes and Qwen."""
     calls: list[Call | BadCall] = []
     for piece in said.split(_OPEN)[1 : MAX_CALLS + 1]:
         body, closed, _ = piece.partition(_CLOSE)
@@ -62,7 +62,7 @@ def _tagged(said: str) -> tuple[Call | BadCall, ...]:
 
 
 def _bare(said: str) -> tuple[Call | BadCall, ...]:
-    """The whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
+    """Read the whole reply as JSON: an object with name and parameters (Llama 3), or a list of objects (Mistral)."""
     text = said.strip()
     if not text.startswith(("{", "[")) or '"name"' not in text:
         return ()

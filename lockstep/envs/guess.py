@@ -10,7 +10,9 @@ _NUMBER = re.compile(r"-?\d{1,12}(?!\d)")
 
 
 class GuessNumber:
-    """The first number of a reply is the guess. The number found pays 1; else `progress` times what the hints ruled out."""
+    """Guessing game. The first number of a reply is the guess. Finding the number scores 1; else `progress` times the share
+    that the hints ruled out.
+    """
 
     def __init__(self, hidden: int, low: int, high: int, progress: float = 0.0) -> None:
         self._hidden, self._progress = hidden, progress
@@ -43,7 +45,7 @@ class GuessNumber:
 
 
 def opening(low: int, high: int) -> tuple[Message, ...]:
-    """The question, the same for every hidden number."""
+    """Return the question, the same for every hidden number."""
     text = f"I think of a whole number from {low} to {high}. Guess it: I answer higher or lower. Your guess?"
     return (Message(role="user", content=text),)
 

@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"-?\d{1,9}(?!\d)")
 
 
 class GymText:
-    """A gymnasium.Env behind text. A reply's last action counts; one that names none is told so and costs a turn.
+    """A gymnasium.Env with text in and out. A reply's last action counts; a reply that names none is told so and costs a turn.
 
-    Said are observations that are text, numbers, choices or short arrays of them; an environment with render_mode "ansi" is
-    shown as it renders itself.
+    Supported observations are text, numbers, choices or short arrays of them; an environment with render_mode "ansi" is shown
+    as it renders itself.
     """
 
     def __init__(self, env: Any, instructions: str, actions: list[str], solved: float) -> None:
@@ -35,7 +35,8 @@ class GymText:
         action, name = self._action(reply)
         if action is None:
             return Turn(
-                (Message(role="user", content=f"That is no action. {self._choices()}"),), metrics={"tool_errors": 1.0}
+                (Message(role="user", content=f"That is no action. {self._choices()}"),),
+                metrics={"tool_errors": 1.0},
             )
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self._total += float(reward)
@@ -46,7 +47,7 @@ class GymText:
 
     def _said(self, observation: object) -> str:
         if getattr(self._env.unwrapped, "render_mode", None) == "ansi":
-            return re.sub(r"\x1b\[[0-9;]*m", "*", str(self._env.render()))  # colours mark where one stands
+            return re.sub(r"\x1b\[[0-9;]*m", "*", str(self._env.render()))  # colours mark the player's position
         return observation if isinstance(observation, str) else str(_plain(observation))
 
     def _choices(self) -> str:
@@ -59,7 +60,7 @@ class GymText:
         return f"Actions: {', '.join(self._actions) if self._actions else f'{first} to {last}'}."
 
     def _action(self, reply: str) -> tuple[object, str]:
-        """The action that a reply names, and its name; None if it names none."""
+        """Return the action that a reply names, and its name; None if it names none."""
         from gymnasium.spaces import Discrete
 
         space = self._env.action_space
@@ -77,13 +78,15 @@ class GymText:
 
 
 def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
-    """Raises TaskError for an environment that is not there, or whose spaces cannot be said in words."""
+    """Return a function that makes the environment. Raises TaskError for a missing one, or one whose spaces cannot be put into
+    words.
+    """
     gymnasium = _gymnasium()
     factory: Callable[..., Any]
     if ".py:" in settings.env:
         found = load_object(settings.env)
         if not callable(found):
-            raise TaskError("it is no class", where=settings.env, fix="name a class with reset and step")
+            raise TaskError("it is not a class", where=settings.env, fix="name a class with reset and step")
         factory = found
     else:
 
@@ -118,7 +121,7 @@ def _check(env: Any, settings: schema.GymnasiumTask) -> None:
 
 
 def _plain(observation: object) -> object:
-    """Numbers and lists instead of NumPy's."""
+    """Convert NumPy values to numbers and lists."""
     if isinstance(observation, dict):
         return {key: _plain(value) for key, value in observation.items()}
     if isinstance(observation, tuple):

@@ -1,4 +1,6 @@
-"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it reads no data and no torch."""
+"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it loads no data and no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from lockstep.verifiers.python import check_call, load_class, make_object
 Make = Callable[[Prompt], Env]
 ENV_METHODS = {"start": ("seed",), "step": ("reply",)}
 SEED = "seed"
-"""The key of a prompt's data that holds the seed of its episode."""
+"""Key of a prompt's data that holds the seed of its episode."""
 
 
 class Seeded:
-    """An environment whose opening is a function of its prompt's seed: all samples of the prompt meet the same episode."""
+    """An environment whose opening is a function of its prompt's seed: all samples of the prompt get the same episode."""
 
     def __init__(self, env: Env, seed: int) -> None:
         self._env, self._seed = env, seed
@@ -33,7 +35,9 @@ class Seeded:
 
 
 def env_maker(settings: schema.Task) -> Make:
-    """What makes the environments of a task. Raises TaskError if the code or game that it names is not there."""
+    """Return the function that makes the environments of a task. Raises TaskError if the code or game that it names is
+    missing.
+    """
     match settings:
         case schema.ToolTask():
             tools = build_tools(settings.tools)
@@ -61,12 +65,12 @@ def env_maker(settings: schema.Task) -> Make:
 
 
 def is_env_task(made: type) -> bool:
-    """Whether a class has the methods of an EnvTask, rather than those of a single Env."""
+    """Return whether a class has the methods of an EnvTask, rather than those of a single Env."""
     return callable(getattr(made, "env", None))
 
 
 def own_class(path: str) -> type:
-    """The user's class. Raises TaskError unless it is one, with the methods of an Env or of an EnvTask."""
+    """Return the user's class. Raises TaskError unless it is a class with the methods of an Env or of an EnvTask."""
     made = load_class(path)
     methods: dict[str, tuple[str, ...]] = {"env": ("prompt",)} if is_env_task(made) else dict(ENV_METHODS)
     for method, parameters in methods.items():
@@ -82,7 +86,7 @@ def own_class(path: str) -> type:
 
 
 def made_with(made: type, settings: schema.EnvTask) -> object:
-    """An object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
+    """Return an object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
     return make_object(made, settings.settings, settings.path)
 
 

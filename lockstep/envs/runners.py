@@ -1,4 +1,4 @@
-"""Where environments run: in this process, if they are built in and quick, or each in a process of its own."""
+"""Runners of environments: in this process for quick built-in ones, else each in a separate process."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lockstep.types import Env, Prompt, Turn
 from lockstep.user_code import describe
 
 MOST = 256
-"""Processes of one task at a time; further episodes wait for one to end."""
+"""Most processes of one task at a time; further episodes wait for one to end."""
 START_SECONDS = 120.0
-"""Time in which a task's code must be imported."""
+"""Time limit for the import of a task's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An environment failed; its sample cannot be scored."""
+    """Failure of an environment; its sample cannot be scored."""
 
     kind: Literal["timeout", "error"]
     why: str
 
 
 Answer: TypeAlias = tuple[str, Turn | Fault]
-"""The key of an episode, and what its environment said."""
+"""Key of an episode, and its environment's turn or failure."""
 
 
 class Runner(Protocol):
@@ -48,16 +48,16 @@ class Runner(Protocol):
     def step(self, key: str, reply: str) -> None: ...
 
     def poll(self, seconds: float) -> list[Answer]:
-        """What has been answered; waits at most so long for the first."""
+        """Return the answers since the last call; waits at most `seconds` for the first."""
 
     def end(self, key: str) -> None:
-        """The episode is over, whether or not its environment knows."""
+        """End the episode, whether its own environment has ended or not."""
 
     def close(self) -> None: ...
 
 
 class InlineRunner:
-    """Environments that come with Lockstep and end in microseconds, whatever they are told."""
+    """Runner of environments that come with Lockstep and take microseconds for any input."""
 
     def __init__(self, make: Callable[[Prompt], Env]) -> None:
         self._make = make
@@ -96,26 +96,28 @@ def _tried(call: Callable[[], Turn]) -> Turn | Fault:
 
 @dataclass(slots=True)
 class _Episode:
-    """One environment's process."""
+    """Process of one environment."""
 
     key: str
     channel: socket.socket
     pid: int = 0
     deadline: float | None = None
-    """When it must have answered; None while it has nothing to do."""
+    """Time by which it must have answered; None while it is idle."""
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
 
 
 class ProcessRunner:
-    """Each episode in a process of its own, which is ended when it takes longer than `seconds` for one step.
+    """Runner with one process per episode, which is killed when one step takes longer than `seconds`.
 
-    The processes are forked from one that has imported the task's code, so that starting one takes milliseconds. An
-    episode's time runs from when it was asked, however many others there are.
+    The processes are forked from one that has imported the task's code, so that starting one takes milliseconds. A step's time
+    counts from its request, whatever the number of other episodes.
     """
 
     def __init__(self, settings: BaseModel, seconds: float) -> None:
-        """`settings` are of the task, as the process reads them. Raises TaskError if the task's code cannot be imported."""
+        """Start the process. `settings` are the task's, as the process reads them. Raises TaskError if the task's code cannot
+        be imported.
+        """
         self._settings, self._seconds = settings.model_dump_json(), seconds
         self._open: dict[str, _Episode] = {}
         self._waiting: deque[tuple[str, list[bytes]]] = deque()
@@ -228,7 +230,9 @@ class ProcessRunner:
                 self._send(episode, message)
 
     def _hand_over(self, channel: socket.socket) -> None:
-        """Have a process forked for the channel; if the one that forks was ended, by the kernel for example, from a new one."""
+        """Fork a process for the channel; if the forking process was killed, by the kernel for example, start a new
+        one first.
+        """
         assert self._control is not None
         try:
             socket.send_fds(self._control, [b"."], [channel.fileno()])
@@ -257,7 +261,7 @@ class ProcessRunner:
         except (BrokenPipeError, ConnectionResetError):
             self._fail(episode, Fault("error", "its process ended"))
         except (ValueError, KeyError, TypeError) as error:
-            self._fail(episode, Fault("error", f"its process sent something else than a turn: {error}"))
+            self._fail(episode, Fault("error", f"its process sent something other than a turn: {error}"))
         else:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if episode.unsent else 0)
             if self._open.get(episode.key) is episode:
@@ -283,7 +287,7 @@ class ProcessRunner:
 
 
 def poll_all(runners: Sequence[Runner], seconds: float) -> list[Answer]:
-    """What any of them has answered; waits at most about so long for the first."""
+    """Return the answers of all runners; waits at most about `seconds` for the first."""
     if len(runners) == 1:
         return runners[0].poll(seconds)
     until = time.monotonic() + seconds
@@ -295,7 +299,7 @@ def poll_all(runners: Sequence[Runner], seconds: float) -> list[Answer]:
 
 
 def _kill(pid: int) -> None:
-    """End a process with all that it has started; one that is gone already is no mistake."""
+    """Kill a process with all that it has started; a process that is gone already is not an error."""
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from lockstep.types import Message, Turn
 from lockstep.user_code import load_object
 
 MAX_OPPONENT_TURNS = 200
-"""Actions of the opponent in a row; a game that never returns to the player is broken."""
+"""Most actions of the opponent in a row; a game that never returns to the player is broken."""
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _LISTED = re.compile(r"(?:available|valid|legal|possible)[^\n:]*:(.*(?:\n[ \t]*[-*'\"\[].*)*)", re.IGNORECASE)
 
@@ -21,9 +21,9 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class Arena:
-    """One game. What the player has not seen yet is said after each of its actions; rewards come at the end, from -1 to 1.
+    """One game. The player gets all new messages after each of its actions; rewards come at the end, from -1 to 1.
 
-    Random numbers are Python's global ones, which the game seeds: it must run in a process of its own.
+    Random numbers are Python's global ones, which the game seeds: it must run in a separate process.
     """
 
     def __init__(self, game: Any, players: int, seat: int, opponent: Opponent) -> None:
@@ -49,7 +49,7 @@ class Arena:
         return Turn(self._said(), extracted=reply[-80:])
 
     def _opponent_plays(self) -> bool:
-        """Let the opponent act until it is the player's turn; whether the game is over."""
+        """Let the opponent act until it is the player's turn; returns whether the game is over."""
         for _ in range(MAX_OPPONENT_TURNS):
             player, seen = self._game.get_observation()
             text = _text(seen)
@@ -68,7 +68,7 @@ class Arena:
 
 
 def _text(seen: object) -> str:
-    """The messages of an observation as (sender, text, kind), or already as text."""
+    """Return the text of an observation given as (sender, text, kind) messages, or already as text."""
     if isinstance(seen, str):
         return seen
     if isinstance(seen, list | tuple):
@@ -77,13 +77,13 @@ def _text(seen: object) -> str:
 
 
 def _bracketed(reply: str) -> str:
-    """Games read actions in square brackets; a reply without any is put into them, as TextArena's own wrapper does."""
+    """Put a reply without square brackets into them, as TextArena's own wrapper does: games read actions in brackets."""
     text = reply.strip()
     return text if "[" in text and "]" in text else f"[{text}]"
 
 
 def random_move(text: str, numbers: random.Random) -> str:
-    """One of the moves that the game lists in what the opponent was shown last. Raises ValueError if it lists none."""
+    """Return one of the moves that the game listed in the opponent's last observation. Raises ValueError if it lists none."""
     listed = _LISTED.findall(text)
     moves = _MOVE.findall(listed[-1]) if listed else []
     if not moves:
@@ -92,14 +92,14 @@ def random_move(text: str, numbers: random.Random) -> str:
 
 
 def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
-    """Raises TaskError for a game that is not there, or that is for more than two players."""
+    """Return a function that makes the game. Raises TaskError for a missing game, or one for more than two players."""
     ta, where = _textarena(), f"task.game = {settings.game}"
     name = _raw_name(settings.game, ta.envs.registration.ENV_REGISTRY, where)
     opponent: Opponent = random_move
     if settings.opponent != "random":
         found = load_object(settings.opponent)
         if not callable(found):
-            raise TaskError("it is no function", where=settings.opponent, fix="define it as (text, numbers)")
+            raise TaskError("it is not a function", where=settings.opponent, fix="define it as (text, numbers)")
         opponent = found
 
     def make() -> Arena:
@@ -110,7 +110,7 @@ def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
 
 
 def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> int:
-    """1 or 2: the fewest with which the game begins."""
+    """Return 1 or 2: the smallest number of players with which the game begins."""
     refused = ""
     for players in (1, 2):
         try:
@@ -123,7 +123,7 @@ def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> 
 
 
 def _raw_name(game: str, registry: Any, where: str) -> str:
-    """The game without TextArena's wrappers, which repeat the whole history in every observation."""
+    """Return the game's name without TextArena's wrappers, which repeat the whole history in every observation."""
     for name in (game if game.endswith("-raw") else f"{game}-raw", game):
         if name in registry:
             return name

@@ -11,7 +11,9 @@ from lockstep.types import Message, Turn
 
 
 class ToolEnv:
-    """Keeps nothing between replies. Bad calls and tools that raise are told to the model and counted, never fatal."""
+    """Episode with tools; it has no state between replies. Bad calls and tools that raise are reported to the model and
+    counted, never fatal.
+    """
 
     def __init__(self, tools: Mapping[str, Tool], format: Format) -> None:
         self._tools, self._format = tools, format
@@ -26,13 +28,13 @@ class ToolEnv:
         results = [run_call(self._tools, call) for call in calls]
         metrics = {"tool_calls": float(len(calls)), "tool_errors": float(sum(result.failed for result in results))}
         role = "tool" if self._format == "hermes" else "user"
-        if role == "user":  # one turn: several of the user's in a row are refused by some templates
+        if role == "user":  # one turn: some templates refuse several user turns in a row
             return Turn((Message(role=role, content="\n".join(result.text for result in results)),), metrics=metrics)
         return Turn(tuple(Message(role=role, content=result.text) for result in results), metrics=metrics)
 
 
 def explained(tools: Mapping[str, Tool]) -> str:
-    """The tools in words, for a model that knows no tool calls."""
+    """Return the tools in words, for a model without tool calls."""
     lines = []
     for tool in tools.values():
         names = ", ".join(tool.parameters.get("properties", {}))
@@ -44,5 +46,5 @@ def explained(tools: Mapping[str, Tool]) -> str:
 
 
 def schemas(tools: Mapping[str, Tool]) -> str:
-    """As Prompt.tools has them."""
+    """Return the schemas in the form of Prompt.tools."""
     return json.dumps([tool.schema for tool in tools.values()])

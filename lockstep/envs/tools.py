@@ -19,12 +19,12 @@ from lockstep.errors import TaskError
 from lockstep.user_code import describe, load_object
 
 MAX_RESULT = 8000
-"""Characters of a result that the model is shown."""
+"""Most characters of a result that the model is shown."""
 BUILT_IN: Mapping[str, Callable[..., object]] = {"calculator": calculator}
-"""Tools that need no file, and no process of their own: they end in microseconds, whatever they are given."""
+"""Tools that need no file and no separate process: they end in microseconds, whatever their input."""
 
 Check = Callable[[Mapping[str, object]], Mapping[str, object]]
-"""Arguments as they were called, to arguments as the function takes them; raises ValueError."""
+"""Maps arguments of a call to arguments of the function; raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,25 @@ class Tool:
     function: Callable[..., object]
     check: Check
     file: Path | None = None
-    """Where the function is from, for messages."""
+    """File of the function, for messages."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Schema in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call gave, as the model reads it."""
+    """Result of a call, as the model reads it."""
 
     text: str
     failed: bool = False
 
 
 def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
-    """The tools by name. Raises TaskError for a file or function that is not there, and for two of one name."""
+    """Return the tools by name. Raises TaskError for a missing file or function, and for two of one name."""
     tools: dict[str, Tool] = {}
     for one in settings:
         tool = build_tool(one)
@@ -67,13 +67,13 @@ def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
 
 
 def build_tool(settings: schema.Tool) -> Tool:
-    """A function with its schema from the settings, or else from its signature and docstring."""
+    """Return a function with its schema from the settings, or else from its signature and docstring."""
     if settings.path in BUILT_IN:
         function, file = BUILT_IN[settings.path], None
     else:
         found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
         if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
-            raise TaskError("it is no plain function", where=settings.path, fix="name a function defined by def")
+            raise TaskError("it is not a plain function", where=settings.path, fix="name a function defined by def")
         function = found
     summary, described = _docstring(function)
     if settings.parameters is None:
@@ -87,7 +87,7 @@ def build_tool(settings: schema.Tool) -> Tool:
 
 
 def run_call(tools: Mapping[str, Tool], call: Call | BadCall) -> Result:
-    """Run a call. What goes wrong is told to the model: a wrong name or argument, and what the function raises."""
+    """Run a call. Errors are reported to the model: a wrong name or argument, and exceptions of the function."""
     if isinstance(call, BadCall):
         return Result(f"error: {call.why}", failed=True)
     tool = tools.get(call.name)
@@ -104,7 +104,7 @@ def run_call(tools: Mapping[str, Tool], call: Call | BadCall) -> Result:
 
 
 def _by_name(tool: Tool, arguments: Mapping[str, object] | str) -> Mapping[str, object]:
-    """Arguments of a plain call by name: an object, name=value pairs, the only argument as it stands, or a list in order."""
+    """Return arguments of a plain call by name: an object, name=value pairs, the only argument as it is, or a list in order."""
     if not isinstance(arguments, str):
         return arguments
     names = list(tool.parameters.get("properties", {}))
@@ -133,7 +133,7 @@ def _value(text: str, *, as_text: bool) -> object:
 
 
 def _model_of(function: Callable[..., object], described: Mapping[str, str], where: str) -> type[BaseModel]:
-    """A model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
+    """Return a model with the function's parameters as fields. Raises TaskError for parameters that no call can name."""
     from pydantic import Field
 
     try:
@@ -171,7 +171,9 @@ def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
     try:
         jsonschema.Draft202012Validator.check_schema(dict(parameters))
     except jsonschema.SchemaError as error:
-        raise TaskError(f"its parameters are no JSON schema: {error.message}", where=where, fix="correct it") from error
+        raise TaskError(
+            f"its parameters are not a JSON schema: {error.message}", where=where, fix="correct it"
+        ) from error
     validator = jsonschema.Draft202012Validator(dict(parameters))
 
     def check(arguments: Mapping[str, object]) -> Mapping[str, object]:
@@ -183,7 +185,7 @@ def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
 
 
 def _docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and the lines of `Args:` by parameter."""
+    """Return the first paragraph, and the lines of `Args:` by parameter."""
     text = inspect.getdoc(function) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
     arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?)+)", text, re.MULTILINE)

@@ -12,7 +12,7 @@ from lockstep.types import Message, Prompt, Turn
 
 HEAD = struct.Struct(">I")
 LARGEST = 1 << 24
-"""Bytes of a message; a longer one ends the episode."""
+"""Most bytes of a message; a longer one ends the episode."""
 
 
 def packed(message: Mapping[str, Any]) -> bytes:
@@ -23,7 +23,7 @@ def packed(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(buffer: bytearray) -> dict[str, Any] | None:
-    """The first message of the buffer, taken out of it; None if it is not complete. Raises ValueError if it is none."""
+    """Remove and return the first message of the buffer; None if it is not complete. Raises ValueError if it is invalid."""
     if len(buffer) < HEAD.size:
         return None
     (size,) = HEAD.unpack_from(buffer)
@@ -34,12 +34,12 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
     body = json.loads(bytes(buffer[HEAD.size : HEAD.size + size]))
     del buffer[: HEAD.size + size]
     if not isinstance(body, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return body
 
 
 def prompt_to(prompt: Prompt) -> dict[str, Any]:
-    """Raises TypeError for data that JSON does not know."""
+    """Convert a prompt to JSON. Raises TypeError for data that JSON cannot hold."""
     return {
         "id": prompt.id,
         "messages": [dict(message) for message in prompt.messages],
@@ -74,14 +74,14 @@ def turn_from(found: Mapping[str, Any]) -> Turn:
 
 
 def fault_of(turn: object) -> str:
-    """Why what an environment returned is no usable Turn; empty if it is one."""
+    """Return why an environment's result is not a usable Turn; empty if it is one."""
     if not isinstance(turn, Turn):
         return f"it returned {type(turn).__name__}, not a lockstep.types.Turn"
     for message in turn.observation:
         if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
             return f"a turn of its observation is {message!r}, not a role and a content of text"
         if message["role"] not in ("user", "tool"):
-            return f"its observation speaks as {message['role']}, not as user or tool"
+            return f"its observation has the role {message['role']}, not user or tool"
         try:
             message["content"].encode()
         except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """The process that environments are forked from: python -m lockstep.envs.zygote FD SETTINGS
 
-It imports what the environments need, once and without torch. For each descriptor that arrives it forks a child, which
-serves one episode on it: a child that hangs, dies or grows is ended alone, and its random numbers are its own.
+It imports the environments' code, once and without torch. For each descriptor that arrives it forks a child, which serves one
+episode on it: a child that hangs, dies or grows is ended alone, and its random numbers are its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Make = Callable[[Prompt], Env]
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     settings: schema.Task = TypeAdapter(schema.Task).validate_json(sys.argv[2])
-    with Path(os.devnull).open("r+") as nowhere:  # what user code prints is not for the run's console
+    with Path(os.devnull).open("r+") as nowhere:  # output of user code does not belong on the run's console
         for stream in (0, 1, 2):
             os.dup2(nowhere.fileno(), stream)
     try:
@@ -41,8 +41,10 @@ def main() -> None:
     except LockstepError as error:
         control.sendall(wire.packed({"what": error.what, "where": error.where, "fix": error.fix}))
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the run, which ends this process when it is done
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt is handled by the run, which ends this process when it is done
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the system
     control.sendall(wire.packed({}))
     while True:
         try:
@@ -60,7 +62,7 @@ def main() -> None:
 def _child(channel: socket.socket, make: Make, settings: schema.Task) -> None:
     """Serve one episode, then end without running anything of the parent's."""
     try:
-        os.setpgid(0, 0)  # what the environment starts is ended with it
+        os.setpgid(0, 0)  # processes that the environment starts are ended with it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         limits = getattr(settings, "turns", None)
@@ -90,7 +92,7 @@ def _serve(channel: socket.socket, make: Make) -> None:
 
 
 def _answered(env: Env | None, message: dict[str, Any], make: Make) -> tuple[Env | None, dict[str, Any]]:
-    """What an environment says to one message. Its own mistakes become errors, which leave the sample unscored."""
+    """Return an environment's answer to one message. Its own mistakes become errors, which leave the sample unscored."""
     try:
         if message["op"] == "start":
             _seed_globals(message["seed"])
@@ -106,7 +108,7 @@ def _answered(env: Env | None, message: dict[str, Any], make: Make) -> tuple[Env
 
 
 def _seed_globals(seed: int) -> None:
-    """For environments that draw from the global random numbers of Python or NumPy."""
+    """Seed the global random numbers of Python and NumPy, for environments that draw from them."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

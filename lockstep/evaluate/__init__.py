@@ -1,4 +1,4 @@
-"""Evaluation: when, under which conditions, how sure, and against what."""
+"""Evaluation: its steps and conditions, intervals, and comparisons."""
 
 from __future__ import annotations
 

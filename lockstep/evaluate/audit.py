@@ -1,4 +1,6 @@
-"""Wrong replies for a person to read: was the answer wrong, or was it read wrongly? A score cannot be better than its parser."""
+"""Wrong replies for a person to read: was the answer wrong, or was it read wrongly? A score cannot be better than its
+parser.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from lockstep.types import ItemResult, Score
 
 SHOWN = 50
 TAIL = 300
-"""Characters of a reply's end that are shown and searched: answers stand there."""
+"""Number of characters of a reply's end that are shown and searched: answers stand there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,18 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class ParserAudit:
-    """What a person should read, and what can be counted without one."""
+    """Replies that a person should read, and counts that need none."""
 
     wrong: int
     shown: tuple[Suspect, ...]
     suspicious: int
-    """Among all wrong replies."""
+    """Number of suspicious replies among all wrong ones."""
     methods: tuple[tuple[str, int], ...]
-    """Ways of reading the wrong replies, most frequent first."""
+    """Methods by which the wrong replies were read, most frequent first."""
 
 
 def audit_parser(score: Score, count: int = SHOWN) -> ParserAudit:
-    """Up to `count` wrong replies, drawn by the score's weights and conditions alone: the same every time."""
+    """Draw up to `count` wrong replies from the score's weights and conditions alone: the same every time."""
     wrong = [result for result in score.results if result.correct is False]
     marked = [Suspect(result, is_suspicious(result)) for result in wrong]
     rng = random.Random(seed_for("audit", score.conditions.weights, score.conditions.data_hash, score.conditions.mode))
@@ -54,7 +56,7 @@ def audit_parser(score: Score, count: int = SHOWN) -> ParserAudit:
 
 
 def is_suspicious(result: ItemResult) -> bool:
-    """Whether the reference answer stands as a whole word in the end of a reply that was graded wrong."""
+    """Return whether the reference answer stands as a whole word in the end of a reply that was graded wrong."""
     answer = result.answer.strip()
     if not answer:
         return False
@@ -62,7 +64,7 @@ def is_suspicious(result: ItemResult) -> bool:
 
 
 def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
-    """Counts and what follows from them."""
+    """Return counts and conclusions from them."""
     r = reading(score.results)
     lines = [
         f"{audit.wrong} of {r.scored} scored replies are wrong; {r.wrong_truncated} of those were cut off",
@@ -78,19 +80,19 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
         )
         if r.unparsed_rate > UNPARSED:
             lines.append(
-                f"above {UNPARSED:.0%}: mend the parser, the format or the token budget before believing the score"
+                f"above {UNPARSED:.0%}: fix the parser, the format or the token budget before believing the score"
             )
     if audit.wrong:
         share = wilson(audit.suspicious, audit.wrong)
         lines.append(
             f"{audit.suspicious} wrong replies ({audit.suspicious / audit.wrong:.0%} [{share.low:.0%}, {share.high:.0%}]) end "
-            "with the reference answer in them, marked ?: if reading them shows more than 5% misread, mend the parser first"
+            "with the reference answer in them, marked ?: if reading them shows more than 5% misread, fix the parser first"
         )
     return lines
 
 
 def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
-    """A reply for reading: what was expected, what was read and how, and the reply's end."""
+    """Return a reply for reading: what was expected, what was read and how, and the reply's end."""
     from lockstep.track.text import one_line
 
     r = one.result
@@ -104,7 +106,7 @@ def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
 
 
 def text_of(score: Score, audit: ParserAudit) -> list[str]:
-    """The whole audit."""
+    """Return the whole audit."""
     shown: Sequence[Suspect] = audit.shown
     return [
         *summary_lines(score, audit),

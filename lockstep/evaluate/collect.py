@@ -1,4 +1,6 @@
-"""Score files by what a user names: a file, a run or a folder of them. Reads no more of each than a comparison needs."""
+"""Collection of score files that a user names: a file, a run or a folder of them. Reads no more of each than a comparison
+needs.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ RECORD = re.compile(r"step_(\d+)_.+\.json|.+_step_(\d+)_.+\.json")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A score file and what was read of it."""
+    """A score file and the part of it that was read."""
 
     path: Path
     brief: Brief
 
     @property
     def key(self) -> tuple[str, str]:
-        """Scores of one key are of the same items in the same mode."""
+        """Key of the comparison: scores of one key have the same items and the same mode."""
         return self.brief.score.conditions.task, self.brief.score.conditions.mode
 
     @property
     def label(self) -> str:
-        """Example: "runs/mine at step 40"; the file's name for a record that does not say."""
+        """Name for people. Example: "runs/mine at step 40"; the file's name for a record that does not say."""
         return self.brief.score.source or str(self.path)
 
 
@@ -43,7 +45,7 @@ class Pair:
 
 
 def records_of(name: str) -> list[Record]:
-    """Every score that NAME or NAME@STEP means: a file, a run's own scores, or those of a folder.
+    """Return every score that NAME or NAME@STEP means: a file, a run's own scores, or those of a folder.
 
     Raises EvaluationError, naming the file, for one that is missing, damaged or no score record.
     """
@@ -67,7 +69,9 @@ def records_of(name: str) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Of each task and mode the one of the last step. Raises EvaluationError if there are two that differ in conditions."""
+    """Return the record of the last step for each task and mode. Raises EvaluationError if there are two that differ in
+    conditions.
+    """
     last: dict[tuple[str, str], int] = {}
     for record in records:
         last[record.key] = max(record.brief.score.step, last.get(record.key, 0))
@@ -75,7 +79,7 @@ def newest(records: Sequence[Record]) -> list[Record]:
 
 
 def base_and_last(records: Sequence[Record]) -> list[Pair]:
-    """A run's base against its last score, in every mode. Raises EvaluationError if there are no two, or more."""
+    """Return a run's base against its last score, in every mode. Raises EvaluationError if there are no two, or more."""
     last = {record.key: record for record in newest(records)}
     base = _one_each([record for record in records if record.brief.score.step == 0])
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
@@ -85,7 +89,7 @@ def base_and_last(records: Sequence[Record]) -> list[Pair]:
 
 
 def _one_each(records: Sequence[Record]) -> list[Record]:
-    """One record a key; of several under the same conditions, which say the same, the first."""
+    """Return one record per key; if several have the same conditions, which makes them equal, the first."""
     found: dict[tuple[str, str], Record] = {}
     for record in records:
         other = found.setdefault(record.key, record)
@@ -114,7 +118,7 @@ def pair(before: Sequence[Record], after: Sequence[Record], *, by_step: bool = F
 
 
 def unpaired(before: Sequence[Record], after: Sequence[Record], pairs: Sequence[Pair]) -> list[Record]:
-    """What was left out."""
+    """Return the records that are in no pair."""
     used = {id(record) for one in pairs for record in (one.before, one.after)}
     return [record for record in (*before, *after) if id(record) not in used]
 

@@ -12,17 +12,17 @@ from lockstep.evaluate.records import comparable
 from lockstep.types import Conditions, Score
 
 ALPHA = 0.05
-"""A difference is called an effect below this p."""
+"""Limit of p below which a difference is called an effect."""
 
 
 class Verdict(StrEnum):
-    """What a comparison says, in words."""
+    """Result of a comparison, in words."""
 
     IMPROVED = "improved"
     WORSE = "worse"
     NO_EFFECT = "no effect shown"
     CONDITIONS = "conditions differ"
-    """The two were not measured the same way: the difference is of the conditions and the weights together."""
+    """The two were not measured the same way: the difference is due to conditions and weights together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +30,50 @@ class Comparison:
     """trained - base over the items that both scored. Shares, not per cent."""
 
     estimate: str
-    """What is compared. Example: "pass@1"."""
+    """Name of the compared estimate. Example: "pass@1"."""
     base: float
     trained: float
     difference: float
     low: float
     high: float
-    """95 % interval of the difference, by bootstrap over items."""
+    """Upper end of the 95 % interval of the difference, by bootstrap over items."""
     b: int
-    """Items that fell (right before, wrong after)."""
+    """Number of items that fell (right before, wrong after)."""
     c: int
-    """Items that rose."""
+    """Number of items that rose."""
     p: float
     test: str
     n: int
-    """Items compared."""
+    """Number of items compared."""
     floor: float | None
-    """A smaller difference could not be told from noise; None if none could."""
+    """Smallest difference that can be told from noise; None if none can."""
     dropped: int
-    """Items left out because a reply could not be scored in one of the two, or is missing there."""
+    """Number of items left out because a reply could not be scored in one of the two, or is missing there."""
     texts: int
-    """Replies that both have."""
+    """Number of replies that both have."""
     changed_texts: int
-    """Replies whose text differs."""
+    """Number of replies whose text differs."""
     identical: bool
-    """All replies are the same, word for word."""
+    """True if all replies are the same, word for word."""
     fell: tuple[str, ...]
     rose: tuple[str, ...]
     mismatched: tuple[str, ...]
-    """Conditions that differ, compared all the same because the user said so."""
+    """Conditions that differ, compared anyway at the user's request."""
     warning: str
-    """Empty, or why the numbers should not be believed yet."""
+    """Reason why the numbers should not be believed yet; empty if there is none."""
 
     @property
     def verdict(self) -> Verdict:
-        """Other models may be compared, since that is asked about; otherwise measured scores give no verdict on the weights."""
+        """Verdict on the weights. Other models may be compared, since that is the question; otherwise different conditions
+        allow no verdict.
+        """
         if set(self.mismatched) - {"model"}:
             return Verdict.CONDITIONS
         return verdict_of(self.difference, self.p)
 
 
 def verdict_of(difference: float, p: float) -> Verdict:
-    """In words: an effect is shown if chance alone would give so large a difference less often than ALPHA."""
+    """Return the verdict: an effect is shown if chance alone gives so large a difference less often than ALPHA."""
     if p >= ALPHA:
         return Verdict.NO_EFFECT
     return Verdict.IMPROVED if difference > 0 else Verdict.WORSE
@@ -92,7 +94,7 @@ def compare(
         raise EvaluationError(
             f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}",
             where="compare",
-            fix="evaluate both the same way, or pass --allow-mismatch and say so wherever you report it",
+            fix="evaluate both the same way, or pass --allow-mismatch and report the mismatch with the result",
         )
     name = estimate or first.marks.names[0]
     left, right = _values(first, name), _values(second, name)
@@ -129,14 +131,14 @@ def compare(
 
 
 def differences(a: Conditions, b: Conditions) -> str:
-    """Each condition that differs, with both values. Example: "prompt_suffix: '' against ' Think.'; seed: 1 against 2" """
+    """Return each condition that differs, with both values. Example: "prompt_suffix: '' against ' Think.'; seed: 1 against 2" """
     return "; ".join(
         f"{name}: {_shown(getattr(a, name))} against {_shown(getattr(b, name))}" for name in comparable(a, b)
     )
 
 
 def identical_warning(a: Conditions, b: Conditions, replies: int) -> str:
-    """Why two scores whose replies are all the same, word for word, should not be; "" if they may be."""
+    """Return a warning if the replies of two scores are all the same, word for word, but should differ; "" otherwise."""
     head = f"All {replies} replies are the same, word for word, although"
     if a.weights != b.weights:
         return (
@@ -146,13 +148,15 @@ def identical_warning(a: Conditions, b: Conditions, replies: int) -> str:
     if a.numerics != b.numerics:
         return (
             f"numerics not applied? {head} one was computed in {a.numerics} and one in {b.numerics}. "
-            "Check that the engine really computed so: the number of layers touched is printed"
+            "Check that the engine really used it: the number of quantised layers is printed"
         )
     return ""
 
 
 def power_line(c: Comparison) -> str:
-    """What so many items can show. Example: "with 202 items, of which 47 changed, a difference under 7.4 points cannot be …" """
+    """Return the power of the comparison. Example: "with 202 items, of which 47 changed, a difference under 7.4 points cannot
+    be …".
+    """
     head = f"1 item = {item_points(c.n):.2g} points; with {c.n} items, of which {c.b + c.c} changed,"
     if c.floor is None:
         return f"{head} no difference can be told from noise"
@@ -175,7 +179,7 @@ def _values(brief: Brief, name: str) -> dict[str, float]:
 
 
 def _changed_texts(base: Brief, trained: Brief) -> tuple[int, int]:
-    """Replies that both have, and how many of them differ."""
+    """Return the number of replies that both have, and how many of them differ."""
     before, texts, changed = base.digests(), 0, 0
     for id, after in trained.digests().items():
         other = before.get(id, "")

@@ -1,4 +1,4 @@
-"""How sure an accuracy, or a difference of two, is. Pure functions; resampling is seeded by its arguments alone."""
+"""Uncertainty of an accuracy, or of a difference of two. Pure functions; resampling is seeded by its arguments alone."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lockstep.errors import EvaluationError
 from lockstep.seeds import seed_for
 
 RESAMPLES = 2000
-"""Of a bootstrap interval."""
+"""Number of resamples of a bootstrap interval."""
 FLIPS = 10_000
-"""Of a permutation test: its smallest p is 0.0001."""
+"""Number of random sign flips of a permutation test: its smallest p is 0.0001."""
 Floats: TypeAlias = NDArray[np.float64]
 _CELLS = 1 << 20
-"""Signs drawn at once; bounds memory whatever the number of items."""
+"""Number of signs drawn together; bounds memory whatever the number of items."""
 _ALL_SIGNS = 12
-"""Up to so many differences, all 4096 signs are tried instead of random ones."""
+"""Up to this many differences, all 4096 signs are tried instead of random ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % interval unless said otherwise, in the unit of what it is of (shares, not per cent)."""
+    """A 95 % interval unless said otherwise, in the unit of its quantity (shares, not per cent)."""
 
     low: float
     high: float
@@ -43,24 +43,25 @@ class Difference:
     low: float
     high: float
     b: int
-    """Items that fell: right before and wrong after, or a smaller share of right replies after."""
+    """Number of items that fell: right before and wrong after, or a smaller share of right replies after."""
     c: int
-    """Items that rose."""
+    """Number of items that rose."""
     p: float
-    """Two-sided: the chance of a difference at least so large if there were none."""
+    """Two-sided p: the chance of a difference at least as large if there were none."""
     test: str
     """"mcnemar-exact" for one sample an item, "sign-flip" otherwise."""
     floor: float | None
-    """With so many items changed, a smaller difference (as a share) cannot be told from noise; None if none can."""
+    """With this many items changed, a smaller difference (as a share) cannot be told from noise; None if none can."""
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
-    """Score interval of a share (Wilson 1927, JASA 22:209). Unlike p ± 2 se it stays in [0, 1] and is honest near both.
+    """Return the score interval of a share (Wilson 1927, JASA 22:209). Unlike p ± 2 se it stays in [0, 1] and is valid near
+    both ends.
 
     Raises EvaluationError unless 0 <= correct <= n and n > 0.
     """
     if n <= 0 or not 0 <= correct <= n:
-        raise EvaluationError(f"{correct} correct of {n} is no share", where="wilson", fix="count at least one item")
+        raise EvaluationError(f"{correct} correct of {n} is not a share", where="wilson", fix="count at least one item")
     z = _z(confidence)
     p, z2 = correct / n, z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
@@ -74,7 +75,7 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
 def bootstrap_mean(
     values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
 ) -> Interval:
-    """Percentile interval of the mean over items (Efron 1979), each value the mean of an item's samples.
+    """Return the percentile interval of the mean over items (Efron 1979), each value the mean of an item's samples.
 
     Items, not samples, are resampled: samples of one item are not independent. Raises EvaluationError without values.
     """
@@ -84,10 +85,11 @@ def bootstrap_mean(
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Exact two-sided p of McNemar's test: of b + c items that changed, is a fair coin so uneven?
+    """Return the exact two-sided p of McNemar's test: the chance that a fair coin is at least as uneven over b + c changed
+    items.
 
-    Sums the binomial with whole numbers, so it is exact for any count. 1.0 when nothing changed.
-    Source: McNemar 1947, Psychometrika 12:153; the exact form is a two-sided sign test.
+    Sums the binomial with whole numbers, so it is exact for any count. 1.0 when nothing changed. Source: McNemar 1947,
+    Psychometrika 12:153; the exact form is a two-sided sign test.
     """
     if b < 0 or c < 0:
         raise EvaluationError(f"counts of items cannot be negative: {b}, {c}", where="mcnemar")
@@ -124,7 +126,7 @@ def paired_difference(
 
 
 def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
-    """The smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
+    """Return the smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
 
     None with five or fewer changed items: even all of them changing the same way is not rare enough.
     """
@@ -133,8 +135,9 @@ def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
 
 
 def _flip_floor(d: Floats, p: float, alpha: float = 0.05) -> float | None:
-    """About the smallest mean difference that `sign_flip` calls an effect: 1.96 of its deviations under chance, which for few
-    items is too small. It is on that side of the difference at hand where p says that it is."""
+    """Return approximately the smallest mean difference that `sign_flip` calls an effect: 1.96 of its deviations under chance,
+    which is too small for few items. It is placed on the same side of the observed difference as p indicates.
+    """
     if np.count_nonzero(d) <= 5:  # the rarest of 2^5 sign patterns and its opposite: p = 0.0625
         return None
     usual, found = 1.96 * math.sqrt(float((d * d).sum())) / len(d), abs(float(d.mean()))
@@ -151,13 +154,13 @@ def _least_margin(changed: int, alpha: float) -> int | None:
 
 
 def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: int = FLIPS) -> float:
-    """Two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
+    """Return two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
 
-    If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so
-    the test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25
-    here, 0 there). Of differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random
-    ones give (1 + hits) / (1 + flips), which is never 0. 1.0 without any difference.
-    Source: Fisher 1935, The Design of Experiments, §21; Davison and Hinkley 1997, §4.3.
+    If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so the
+    test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25 here, 0
+    there). For differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random ones give (1 +
+    hits) / (1 + flips), which is never 0. 1.0 without any difference. Source: Fisher 1935, The Design of Experiments, §21;
+    Davison and Hinkley 1997, §4.3.
     """
     d = _array(differences)
     d = d[d != 0]
@@ -177,13 +180,13 @@ def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: in
 
 
 def standard_error_of_mean(values: Sequence[float]) -> float:
-    """Of the mean of item means: sample deviation / sqrt(n). nan for a single item, of which nothing can be said."""
+    """Return the standard error of the mean of item means: sample deviation / sqrt(n). nan for a single item."""
     array = _array(values)
     return float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
 
 
 def item_points(n: int) -> float:
-    """What one item is worth, in percentage points. Example: 200 items: 0.5."""
+    """Return the weight of one item, in percentage points. Example: 200 items: 0.5."""
     if n <= 0:
         raise EvaluationError("an evaluation of no items", where="item points", fix="count at least one item")
     return 100 / n
@@ -231,7 +234,7 @@ def _least_rises(logs: Floats, changed: int, alpha: float) -> int:
 
 
 def resolution(n: int, changing: float = 0.2) -> str:
-    """In words, what a paired comparison of n items can show if a share `changing` of them changes."""
+    """Say what a paired comparison of n items can show if a share `changing` of them changes."""
     head = f"1 item = {item_points(n):.2g} points; with {changing:.0%} of items changing, "
     d = smallest_detectable(n, changing)
     if d is None:
@@ -256,7 +259,7 @@ def _rng(name: str, seed: int) -> np.random.Generator:
 
 
 def _resampled_means(values: Floats, seed: int, resamples: int) -> Floats:
-    """Means of `resamples` draws of len(values) values with replacement.
+    """Return means of `resamples` draws of len(values) values with replacement.
 
     Drawn as counts of the distinct values, which is the same distribution: shares of a few samples have few of them.
     """

@@ -1,4 +1,4 @@
-"""When a recipe evaluates, and under which conditions."""
+"""Steps at which a recipe evaluates, and the conditions."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from lockstep.evaluate.intervals import resolution
 from lockstep.types import Sampling
 
 _SHOWN = 12
-"""Steps written out in a plan; of longer plans the middle is left out."""
+"""Number of steps written out in a plan; in longer plans the middle is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """What all evaluations of a run have in common; with the mode and the weights it settles a score.
+    """The common settings of all evaluations of a run; with the mode and the weights they determine a score.
 
     Example: EvalPlan("smollm2-135m-instruct", "fp32", "native", "id_probe", 200, 64, 0, "numeric")
     """
 
     model: str
-    """As in the recipe."""
+    """Model as named in the recipe."""
     numerics: str
     """Precision of the weights that sample. Example: "bf16"."""
     engine: str
     """Kind of the engine. Example: "native"."""
     role: str
-    """Which held-out items."""
+    """Set of held-out items."""
     items: int
     max_tokens: int
     seed: int
-    """Of sampled modes. The same at every step, so that only the weights differ between two scores."""
+    """Seed of sampled modes. The same at every step, so that only the weights differ between two scores."""
     verifier: str
-    """How replies are graded, in short; part of a score's task. Example: "numeric(fallback=last_number)"."""
+    """Short name of the grading; part of a score's task. Example: "numeric(fallback=last_number)"."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     context: int | None = None
@@ -63,7 +63,7 @@ class EvalPlan:
 
 
 def eval_plan(recipe: Recipe, numerics: str, context: int | None = None, chosen: EvalSet | None = None) -> EvalPlan:
-    """The plan of a recipe for a set of items (without one its main set); `numerics` is the label of what computes."""
+    """Return the plan of a recipe for a set of items (without one its main set); `numerics` is the label of what computes."""
     chosen = chosen or recipe.eval.sets[0]
     return EvalPlan(
         model=recipe.model.path if recipe.model.revision is None else f"{recipe.model.path}@{recipe.model.revision}",
@@ -80,7 +80,7 @@ def eval_plan(recipe: Recipe, numerics: str, context: int | None = None, chosen:
 
 
 def verifier_label(recipe: Recipe) -> str:
-    """The verifier's kind and the settings that differ from its defaults; a task of one's own grades itself: "own"."""
+    """Return the verifier's kind and the settings that differ from its defaults; a user's task that grades itself: "own"."""
     return _label(recipe.task)
 
 
@@ -105,7 +105,9 @@ def _label(task: Task) -> str:
 
 
 def _label_of_verifier(verifier: Verifier) -> str:
-    """A judge changes with the model behind its address and with the day, so its label says more than its settings."""
+    """Return the label of a verifier. A judge changes with the model behind its address and with the day, so its label contains
+    more than its settings.
+    """
     parts = verifier.parts if isinstance(verifier, CompositeVerifier) else ()
     judges = [v for v in (verifier, *(part.verifier for part in parts)) if isinstance(v, JudgeVerifier)]
     if not judges:
@@ -116,7 +118,7 @@ def _label_of_verifier(verifier: Verifier) -> str:
 
 
 def without_workers(verifier: Verifier) -> Verifier:
-    """The verifier with the default number of processes, which decides no verdict."""
+    """Return the verifier with the default number of processes, which affects no verdict."""
     if isinstance(verifier, CompositeVerifier):
         parts = [part.model_copy(update={"verifier": without_workers(part.verifier)}) for part in verifier.parts]
         return verifier.model_copy(update={"parts": parts})
@@ -126,7 +128,7 @@ def without_workers(verifier: Verifier) -> Verifier:
 
 
 def _changed(section: Section, *without: str) -> str:
-    """A section's kind and the settings that are not its defaults."""
+    """Return a section's kind and the settings that are not its defaults."""
     settings = section.model_dump(exclude={TAG, *without}, exclude_defaults=True)
     changed = ",".join(f"{name}={value}" for name, value in settings.items())
     kind = str(getattr(section, TAG))
@@ -134,7 +136,7 @@ def _changed(section: Section, *without: str) -> str:
 
 
 def evaluation_steps(recipe: Recipe) -> tuple[int, ...]:
-    """Trained steps after which a run evaluates: 0 is the base model, and the last step is always among them."""
+    """Return the trained steps after which a run evaluates: 0 is the base model, and the last step is always among them."""
     if not recipe.eval.enabled:
         return ()
     start = (0,) if recipe.eval.at_start else ()
@@ -143,7 +145,7 @@ def evaluation_steps(recipe: Recipe) -> tuple[int, ...]:
 
 
 def plan_lines(recipe: Recipe) -> list[str]:
-    """What a run prints about its evaluations before it starts."""
+    """Return the lines that a run prints about its evaluations before it starts."""
     if not recipe.eval.enabled:
         return ["will not evaluate at all: eval.enabled is false"]
     steps = [str(step) for step in evaluation_steps(recipe)]
@@ -161,7 +163,7 @@ def plan_lines(recipe: Recipe) -> list[str]:
     else:
         lines += [f"{one.role}: {resolution(one.items)}" for one in recipe.eval.sets]
     lines += [
-        f"{one.role} is looked at and decides nothing" for one in recipe.eval.sets if one.role in ("sanity", "train")
+        f"{one.role} is measured only for information" for one in recipe.eval.sets if one.role in ("sanity", "train")
     ]
     lines += stop_lines(recipe)
     if not recipe.eval.at_start:
@@ -170,7 +172,7 @@ def plan_lines(recipe: Recipe) -> list[str]:
 
 
 def stop_lines(recipe: Recipe) -> list[str]:
-    """The stopping rule in words; nothing without one."""
+    """Return the stopping rule in words; nothing without one."""
     match recipe.eval.stop:
         case NoStop():
             return []
@@ -187,14 +189,14 @@ def stop_lines(recipe: Recipe) -> list[str]:
 
 
 def eval_sampling(mode: EvalMode, plan: EvalPlan) -> Sampling:
-    """How replies of a mode are drawn: the whole distribution, whatever top_k, top_p or min_p training uses."""
+    """Return the sampling of a mode: the whole distribution, whatever top_k, top_p or min_p training uses."""
     return Sampling(max_tokens=plan.max_tokens, temperature=mode.temperature, stop=plan.stop)
 
 
 def mode_label(mode: EvalMode, stop: tuple[str, ...] = ()) -> str:
-    """The mode as part of a score's conditions. Examples: "greedy", "sampled(T=1)", "sampled(T=0.6,n=8)".
+    """Return the mode as part of a score's conditions. Examples: "greedy", "sampled(T=1)", "sampled(T=0.6,n=8)".
 
-    All that shapes a reply is in it, so that two modes of one name with other settings are not taken for the same.
+    Every setting that affects a reply is in it, so that two modes of one name with other settings are not taken for the same.
     """
     parts = [] if mode.name in ("greedy", GREEDY) and mode.temperature == 0 else [f"T={mode.temperature:.10g}"]
     if mode.samples > 1:

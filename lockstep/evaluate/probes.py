@@ -1,4 +1,4 @@
-"""What can be known before a run is paid for: whether replies have the format, and whether there is anything to learn from."""
+"""Probes to make before an expensive run: do replies have the format, and is there anything to learn from?"""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lockstep.types import Estimate, ItemResult
 HARD, EASY = 0.05, 0.9
 """Solve rates below which groups hardly ever have a right reply, and above which hardly ever a wrong one."""
 MIXED = 0.5
-"""Share of mixed groups that is worth its cost: others carry no gradient where rewards are compared within a group."""
+"""Share of mixed groups that is worth its cost: other groups carry no gradient if rewards are compared within a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatProbe:
-    """How many replies have the answer where the verifier looks for it."""
+    """Counts of replies that have the answer where the verifier looks for it."""
 
     what: str
-    """"boxed", or "answer found" where the verifier does not look for boxes."""
+    """The property: "boxed", or "answer found" if the verifier does not look for boxes."""
     good: int
     replies: int
     interval: Interval
     complete: int
-    """Replies that were not cut off."""
+    """Number of replies that were not cut off."""
     good_complete: int
     right: int
-    """Right replies among those with the format: reasoning, apart from format."""
+    """Number of right replies among those with the format: reasoning, apart from format."""
 
     @property
     def rate(self) -> float:
@@ -39,23 +39,23 @@ class FormatProbe:
 
     @property
     def passed(self) -> bool:
-        """The rule: at least 95 %. Whether so few replies can tell is `sure`."""
+        """True if the rate is at least 95 %. `sure` tells whether the number of replies is large enough."""
         return self.rate >= BOXED
 
     @property
     def sure(self) -> bool:
-        """The rule holds, or fails, for every rate in the 95 % interval."""
+        """True if the rule holds, or fails, for every rate in the 95 % interval."""
         return self.interval.low >= BOXED or self.interval.high < BOXED
 
 
 def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
-    """Raises EvaluationError without replies, or for a verifier that does not say what it reads."""
+    """Measure the format. Raises EvaluationError without replies, or for a verifier that does not report what it read."""
     if not results:
         raise EvaluationError("a probe of no replies", where="format", fix="ask at least one item")
     boxes = any(r.boxed is not None for r in results)
     if not boxes and not any(r.method or r.extracted is not None for r in results):
         raise EvaluationError(
-            "the verifier says neither of boxes nor of what it reads, so there is no format to measure",
+            "the verifier reports neither boxes nor the answer that it read, so there is no format to measure",
             where="format",
             fix="let it give `extracted`, or the metric `boxed`, or probe with a built-in verifier",
         )
@@ -73,7 +73,7 @@ def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
 
 
 def format_lines(probe: FormatProbe) -> list[str]:
-    """The rule's word, how sure it is, and what the rest of the numbers say."""
+    """Return the verdict of the rule, its certainty, and conclusions from the other numbers."""
     low, high = probe.interval.low, probe.interval.high
     lines = [
         f"{probe.what}: {probe.good} of {probe.replies} replies, {probe.rate:.1%} [{low:.1%}, {high:.1%}]",
@@ -102,7 +102,7 @@ def format_lines(probe: FormatProbe) -> list[str]:
 
 
 def items_to_be_sure() -> int:
-    """Replies, all good, of which the interval lies above the rule."""
+    """Return the number of replies, all good, whose interval is above the rule."""
     n = 1
     while wilson(n, n).low < BOXED:
         n += 1
@@ -111,11 +111,11 @@ def items_to_be_sure() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What groups of a task's questions look like to a model."""
+    """Statistics of groups of a task's questions for a model."""
 
     samples: int
     passes: tuple[Estimate, ...]
-    """pass@1, pass@2, pass@4 … pass@n."""
+    """Estimates pass@1, pass@2, pass@4 … pass@n."""
     mixed: tuple[tuple[int, float], ...]
     """By group size, the share of groups with both right and wrong replies; unbiased, from n samples of each item."""
     never: float
@@ -128,7 +128,9 @@ class Headroom:
 
 
 def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
-    """Raises EvaluationError with fewer than two samples an item, or if no item has all its samples scored."""
+    """Measure the headroom. Raises EvaluationError with fewer than two samples per item, or if no item has all its samples
+    scored.
+    """
     if samples < 2:
         raise EvaluationError("headroom needs at least 2 samples an item", where="headroom", fix="draw 8 or more")
     marks = [[bool(r.correct) for r in replies if r.correct is not None] for replies in by_item(results).values()]
@@ -146,13 +148,13 @@ def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
 
 
 def mixed_chance(n: int, right: int, group: int) -> float:
-    """Unbiased chance that a group has both right and wrong replies, of n samples of which `right` are right."""
+    """Return the unbiased chance that a group has both right and wrong replies, from n samples of which `right` are right."""
     total = math.comb(n, group)
     return 1 - math.comb(right, group) / total - math.comb(n - right, group) / total
 
 
 def headroom_lines(probe: Headroom, group: int) -> list[str]:
-    """The numbers, and advice for a recipe that takes `group` samples of a prompt."""
+    """Return the numbers, and advice for a recipe that takes `group` samples of a prompt."""
     from lockstep.evaluate.table import estimate_line
 
     top = probe.passes[-1]
@@ -166,7 +168,7 @@ def headroom_lines(probe: Headroom, group: int) -> list[str]:
 
 
 def advise(probe: Headroom, group: int) -> list[str]:
-    """On group size and difficulty, at least one sentence."""
+    """Return advice on group size and difficulty, at least one sentence."""
     rate, mixed = probe.solve_rate, dict(probe.mixed)
     if rate < HARD:
         return [

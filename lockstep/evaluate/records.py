@@ -1,4 +1,4 @@
-"""Scores on disk, what is read of them to compare, and which of them may be compared.
+"""Scores on disk, the part of them that a comparison reads, and the check that they may be compared.
 
 A record is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
 
@@ -27,14 +27,16 @@ from lockstep.types import Conditions, Score
 
 FORMAT = "lockstep.score"
 VERSION = 2
-"""Version 1 had neither reasoning effort, suffix, estimates nor methods; it is read, and says so with None."""
+"""Version of the format. Version 1 had neither reasoning effort, suffix, estimates nor methods; it is read with None
+for these.
+"""
 _HEAD = re.compile(rb'\{"format": "lockstep\.score", "version": 2, "sha256": "([0-9a-f]{64})",\n')
 _PARTS = (b'"score": ', b'"brief": ', b'"results": ')
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The lines of a record of version 2 whose checksum was found right."""
+    """Lines of a record of version 2 whose checksum is correct."""
 
     score: bytes
     brief: bytes
@@ -42,7 +44,7 @@ class _Parts:
 
 
 def score_path(run_dir: Path, step: int, mode: str) -> Path:
-    """Where a run keeps the score of a step and a mode's name. Example: scores/step_000020_greedy.json"""
+    """Return the path of a run's score at a step and a mode's name. Example: scores/step_000020_greedy.json"""
     if step < 0 or not re.fullmatch(r"[a-z0-9_.@-]+", mode):
         raise EvaluationError(f"no file name for step {step} and mode {mode!r}", fix="use the mode's name")
     return run_dir / "scores" / f"step_{step:06d}_{mode}.json"
@@ -68,7 +70,7 @@ def write_score(path: Path, score: Score) -> None:
 
 
 def read_score(path: Path) -> Score:
-    """The score in a file that `write_score` wrote.
+    """Return the score in a file that `write_score` wrote.
 
     Raises EvaluationError, naming the file, if it is missing, no score record, of another version, or changed since.
     """
@@ -82,7 +84,7 @@ def read_score(path: Path) -> Score:
 
 
 def read_brief(path: Path) -> Brief:
-    """What a comparison needs of a score's file: the replies' texts are checked by checksum and not read.
+    """Return the part of a score's file that a comparison needs: the replies' texts are covered by the checksum and not parsed.
 
     Raises EvaluationError as `read_score` does.
     """
@@ -97,9 +99,9 @@ def read_brief(path: Path) -> Brief:
 
 
 def stored_score(path: Path, conditions: Conditions) -> Score | None:
-    """The score at `path` if it was measured under exactly these conditions, weights included: no need to repeat it.
+    """Return the score at `path` if it was measured under exactly these conditions, weights included: no need to repeat it.
 
-    None if there is no file or it is of other conditions; a damaged file raises.
+    None if there is no file or its conditions differ; a damaged file raises.
     """
     if not path.exists():
         return None
@@ -109,9 +111,9 @@ def stored_score(path: Path, conditions: Conditions) -> Score | None:
 
 
 def comparable(a: Conditions, b: Conditions) -> list[str]:
-    """Names of the conditions in which two scores differ, weights apart: those are what is being compared.
+    """Return names of the conditions in which two scores differ, except the weights, which are being compared.
 
-    What a record does not say (None) is not held against it: the template hash covers both such fields.
+    Fields that a record does not state (None) are ignored: the template hash covers both such fields.
     """
     names = [f.name for f in dataclasses.fields(Conditions) if f.name != "weights"]
     pairs = [(name, getattr(a, name), getattr(b, name)) for name in names]
@@ -127,7 +129,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parts(raw: bytes, path: Path) -> _Parts | None:
-    """The lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is not theirs."""
+    """Return the lines of a record of version 2; None for anything else. Raises EvaluationError if the checksum is wrong."""
     head = _HEAD.match(raw)
     if head is None:
         return None
@@ -142,13 +144,13 @@ def _parts(raw: bytes, path: Path) -> _Parts | None:
 
 
 def _older(raw: bytes, path: Path) -> Score:
-    """A record of version 1, or the reason why this is none."""
+    """Return a record of version 1. Raises EvaluationError if it is not one."""
     try:
         body = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _foreign(path, f"not JSON ({error})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise _foreign(path, f"no record of format {FORMAT}")
+        raise _foreign(path, f"not a record of format {FORMAT}")
     if body.get("version") == VERSION:  # its head is not as it was written
         raise _damaged(path)
     if body.get("version") != 1:
@@ -166,7 +168,9 @@ def _older(raw: bytes, path: Path) -> Score:
 
 
 def _upgraded(payload: Any) -> Score:
-    """A score of version 1 in today's fields: what it did not say is None or empty, its estimate is made of its marks."""
+    """Return a score of version 1 in the present fields: missing ones are None or empty, its estimate is computed from its
+    marks.
+    """
     if not isinstance(payload, dict):
         raise CodecError("expected fields", ".Score")
     conditions, results = payload.get("conditions"), payload.get("results")
@@ -189,12 +193,12 @@ def _digest(payload: object) -> str:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _damaged(path: Path) -> EvaluationError:
     return EvaluationError(
-        "its checksum is not that of its content: the file was changed or damaged after it was written",
+        "its checksum does not match its content: the file was changed or damaged after it was written",
         where=str(path),
         fix="delete the file and evaluate again; a score is not edited by hand",
     )
@@ -202,7 +206,7 @@ def _damaged(path: Path) -> EvaluationError:
 
 def _foreign(path: Path, why: str) -> EvaluationError:
     return EvaluationError(
-        f"is no score record: {why}",
+        f"is not a score record: {why}",
         where=str(path),
         fix="give a file that Lockstep wrote into a run's scores folder; if this one lies there, move it away",
     )

@@ -43,15 +43,14 @@ def evaluate(
     source: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Sample a reply (or mode.samples) to every held-out item, grade them, and say under which conditions.
+    """Sample a reply (or mode.samples) to every held-out item, grade them, and record the conditions.
 
-    `proof` is of the engine's present weights; `step` counts the trained steps that they have behind them; `source` names
-    them; `progress` is called with the replies done and asked for. Nothing is drawn from any global random state.
+    `proof` must be of the engine's present weights; `step` counts their trained steps; `source` names them; `progress` is
+    called with the numbers of replies done and requested. Nothing is drawn from any global random state.
 
     Raises StaleWeightsError unless the proof passed and is of the engine's version, before and after, or if the engine computes
-    with noise; ChatError for a
-    prompt that leaves no room for a reply; EvaluationError if the task gives other items than asked, the engine does
-    not answer every request exactly once, or no reply could be scored.
+    with noise; ChatError for a prompt that leaves no room for a reply; EvaluationError if the task gives other items than
+    requested, the engine does not answer every request exactly once, or no reply could be scored.
     """
     require_proof(engine, proof)
     require_numerics(engine, plan.numerics)
@@ -80,14 +79,17 @@ def graded_replies(
     proof: Proof,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[ItemResult, Grade]]:
-    """`mode.samples` replies to each prompt, or episodes that it begins, in their order: as a score records them, and graded.
+    """Return `mode.samples` graded replies to each prompt, or episodes that it begins, in order, as a score records them.
 
-    Raises as `evaluate` does, but for replies that cannot be scored.
+    Raises the errors of `evaluate`, except for replies that cannot be scored.
     """
     if plan.context is not None:
         for prompt in prompts:
             check_length(prompt.id, len(chat.render_prompt(prompt)), plan.max_tokens, plan.context)
-    sampling, seed = eval_sampling(mode, plan), ("eval", plan.seed)  # not of the step: each evaluation draws alike
+    sampling, seed = (
+        eval_sampling(mode, plan),
+        ("eval", plan.seed),
+    )  # without the step: each evaluation draws the same samples
     groups = make_rollouts(
         engine, chat, task, prompts, mode.samples, sampling, seed, proof.version, AsyncGrader(task), progress
     )
@@ -96,7 +98,7 @@ def graded_replies(
 
 
 def require_proof(engine: RolloutEngine, proof: Proof) -> None:
-    """Raise StaleWeightsError unless `proof` passed and is of the weights that the engine has now, without noise on them."""
+    """Raise StaleWeightsError unless `proof` passed and is of the engine's present weights, without noise on them."""
     if not proof.passed:
         names = ", ".join(proof.mismatched[:5]) or "the log-probability probe"
         raise StaleWeightsError(
@@ -115,31 +117,31 @@ def require_proof(engine: RolloutEngine, proof: Proof) -> None:
         raise StaleWeightsError(
             f"the engine computes with noise of sigma {noise.sigma:g} on {len(noise.targets)} norms",
             where="evaluation",
-            fix="take the noise off (set_forward) before evaluating; a score is never of noisy weights",
+            fix="remove the noise (set_forward) before evaluating; a score is never of noisy weights",
         )
 
 
 def require_numerics(engine: RolloutEngine, label: str) -> None:
-    """Raise EvaluationError unless the engine computes in what the score will be labelled with."""
+    """Raise EvaluationError unless the engine computes in the numerics that the score will be labelled with."""
     computed = engine.forward.numerics
     if computed != numeric_in(label):
         raise EvaluationError(
-            f"the score would be labelled {label}, and the engine computes in {computed or 'the precision of the weights'}",
+            f"the score would be labelled {label}, but the engine computes in {computed or 'the precision of the weights'}",
             where="numerics.eval",
             fix="set the engine's numerics first (set_forward)",
         )
 
 
 def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
-    """The items of a plan: held out, or for the role train those of a first step.
+    """Return the items of a plan: held-out items or, for the role train, those of a first step.
 
-    Raises EvaluationError if they are fewer or more than planned, or an id comes twice.
+    Raises EvaluationError if their number is not the planned one, or an id comes twice.
     """
     train = plan.role == "train"
     prompts = task.batch(0, plan.items) if train else task.heldout(plan.role, plan.items)
     if len(prompts) != plan.items:
         raise EvaluationError(
-            f"{plan.items} items of {plan.role} were asked for, the task has {len(prompts)}",
+            f"{plan.items} items of {plan.role} were requested, the task has {len(prompts)}",
             where=f"task {task.name}",
             fix=f"set eval.items={len(prompts)} (of `lockstep eval`: --items {len(prompts)})"
             if prompts
@@ -156,7 +158,7 @@ def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
 def score_conditions(
     prompts: Sequence[Prompt], task: BuiltTask, chat: ChatFormat, mode: EvalMode, plan: EvalPlan, proof: Proof
 ) -> Conditions:
-    """Everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
+    """Return everything that the score will depend on; known before anything is sampled, so a stored score can be reused."""
     return Conditions(
         weights=proof.fingerprint,
         model=plan.model,
@@ -175,15 +177,15 @@ def score_conditions(
 
 
 def reasoning_effort(chat: ChatFormat) -> str:
-    """What the template is told about thinking. Examples: "", "reasoning_effort=high", "enable_thinking=False"."""
+    """Return the template's setting for thinking. Examples: "", "reasoning_effort=high", "enable_thinking=False"."""
     settings = chat.chat.template_kwargs
     return ",".join(f"{name}={settings[name]}" for name in sorted(settings) if re.search("reason|think", name))
 
 
 def is_correct(grade: Grade) -> bool | None:
-    """Whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
+    """Return whether a grade counts as right: its metric `correct` if it has one, else a reward of at least 1.
 
-    None, which is unscored, without a reward or with one that is no finite number.
+    None, which is unscored, without a reward or with one that is not a finite number.
     """
     if grade.reward is None or not math.isfinite(grade.reward):
         return None
@@ -201,7 +203,7 @@ def score_of(
     numbers: Sequence[str] = (),
     source: str = "",
 ) -> Score:
-    """All numbers of graded replies, of which at least one is scored; the first of `numbers` is the accuracy."""
+    """Return all numbers of graded replies, of which at least one is scored; the first of `numbers` is the accuracy."""
     names = numbers or (default_estimate(samples),)
     estimates = tuple(estimate(results, name, samples) for name in names)
     return Score(
@@ -225,7 +227,7 @@ def score_of(
 
 
 def item_result(rollout: Rollout) -> ItemResult:
-    """A graded rollout as a score records it."""
+    """Return a graded rollout as a score records it."""
     prompt, grade = rollout.prompt, rollout.grade
     correct = is_correct(grade)
     boxed = grade.metrics.get("boxed")

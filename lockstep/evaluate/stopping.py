@@ -1,4 +1,4 @@
-"""When a run stops itself by what its evaluations say, and whether training and evaluation have parted. Pure functions."""
+"""Rules that stop a run by its evaluations, and a check that training and evaluation diverge. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep.config.evaluate import Drops, NoStop, Plateau, Stop
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A metric's value after so many trained steps."""
+    """A metric's value after a number of trained steps."""
 
     step: int
     value: float
 
 
 def should_stop(rule: Stop, points: Sequence[Point]) -> str:
-    """Why the run should stop after the last of its evaluations, oldest first; "" if it should go on."""
+    """Return why the run should stop after the last of its evaluations, oldest first; "" if it should continue."""
     match rule:
         case NoStop():
             return ""
@@ -33,7 +33,7 @@ def should_stop(rule: Stop, points: Sequence[Point]) -> str:
 
 
 def smoothed(points: Sequence[Point], width: int) -> list[Point]:
-    """The mean of each point and those before it, `width` in all; nothing before there are so many."""
+    """Return the mean of each point and those before it, `width` in all; nothing before there are that many."""
     return [
         Point(points[i].step, statistics.fmean(point.value for point in points[i + 1 - width : i + 1]))
         for i in range(width - 1, len(points))
@@ -41,16 +41,16 @@ def smoothed(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def best(points: Sequence[Point]) -> Point:
-    """The highest, of equal ones the first."""
+    """Return the highest point, the first of equal ones."""
     return max(points, key=lambda point: (point.value, -point.step))
 
 
 def diverges(train: Sequence[Point], held_out: Sequence[Point], width: int = 3, least: float = 0.02) -> str:
-    """Why training and evaluation have parted; "" if they have not.
+    """Return why training and evaluation diverge; "" if they do not.
 
-    They have if the training reward (the mean of its last `width` points up to the last evaluation) is at least `least` above
-    where it was when the held-out score was best, and the held-out score has fallen by at least as much since and again at
-    its last evaluation. A probe of the training distribution alone may miss it.
+    They do if the training reward (the mean of its last `width` points up to the last evaluation) is at least `least` higher
+    than when the held-out score was best, and the held-out score has fallen by at least as much since and again at its last
+    evaluation. A probe of the training distribution alone may miss it.
     """
     if len(held_out) < 3:
         return ""
@@ -61,13 +61,15 @@ def diverges(train: Sequence[Point], held_out: Sequence[Point], width: int = 3, 
     if now - then < least or top.value - last.value < least:
         return ""
     return (
-        f"training and evaluation part: since step {top.step} the training reward went from {then:.3f} to {now:.3f}, the "
+        f"training and evaluation diverge: since step {top.step} the training reward went from {then:.3f} to {now:.3f}, the "
         f"held-out score from {100 * top.value:.1f} to {100 * last.value:.1f} %; the best weights may be those of step {top.step}"
     )
 
 
 def _level(points: Sequence[Point], step: int, width: int) -> float | None:
-    """The mean of the last `width` points up to `step`; before the first one, which is the base's rollouts, of the first."""
+    """Return the mean of the last `width` points up to `step`; before the first one, which is the base's rollouts, of the
+    first.
+    """
     found = [point.value for point in points if point.step <= step][-width:] or [
         point.value for point in points[:width]
     ]

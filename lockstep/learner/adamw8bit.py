@@ -1,8 +1,8 @@
-"""AdamW whose moments take a byte each: blocks of codes with a scale (Dettmers et al., 8-bit optimizers, arXiv 2110.02861).
+"""AdamW whose moments take one byte each: blocks of codes with a scale (Dettmers et al., 8-bit optimizers, arXiv 2110.02861).
 
-A block of 256 numbers is divided by its largest; each becomes the nearest of 256 levels, which lie in seven decades, the more of
-them in a decade the nearer it is to 1. Of the second moment the root is coded: halved exponents reach twice as far down, and a
-small one never becomes 0, which would make its step enormous. Weights and gradients stay as they are.
+A block of 256 numbers is divided by its largest; each becomes the nearest of 256 levels, which cover seven decades, with more
+levels in the decades nearer to 1. For the second moment the square root is coded: half the exponent reaches twice as far down,
+so a small moment never becomes 0, which would make its step enormous. Weights and gradients are not quantised.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 BLOCK = 256
 CHUNK = 2**25
-"""Weights that are updated at once: the moments of these are wide for a moment. A multiple of BLOCK."""
+"""Number of weights that are updated together: their moments are unpacked for that time. A multiple of BLOCK."""
 DECADES = 7
 
 
 def levels(signed: bool) -> Tensor:
-    """The 256 numbers that a code may stand for, ascending, in [-1, 1] or [0, 1]; fp64."""
+    """Return the 256 numbers that a code can stand for, ascending, in [-1, 1] or [0, 1]; fp64."""
     numbers = [0.0, 1.0]
     for decade in range(DECADES):
         count = 2 ** (decade if signed else decade + 1)
@@ -32,7 +32,7 @@ def levels(signed: bool) -> Tensor:
 
 
 def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, shaped as `values`) and one scale a block. Only 0 is coded as 0 if not signed."""
+    """Return codes (uint8, shaped as `values`) and one scale per block. If not signed, only 0 is coded as 0."""
     flat = values.reshape(-1)
     blocks = nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
@@ -42,7 +42,7 @@ def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The numbers that `encode` came near, in the scales' precision."""
+    """Return the approximate numbers that `encode` stored, in the scales' precision."""
     table, _ = _tables(signed, scales.dtype, scales.device)
     flat = table[codes.reshape(-1).int()]
     blocks = nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK) * scales[:, None]
@@ -51,7 +51,7 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 @cache
 def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Levels, and the borders between those of neighbours."""
+    """Return the levels, and the borders between neighbouring ones."""
     table = levels(signed)
     borders = (table[1:] + table[:-1]) / 2
     if not signed:
@@ -60,12 +60,14 @@ def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
 
 class AdamW8bit:
-    """What MasterOptimizer needs of torch.optim.AdamW: groups, state, step, zero_grad. Weights must be contiguous."""
+    """The part of torch.optim.AdamW that MasterOptimizer needs: groups, state, step, zero_grad. Weights must be contiguous."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         self.param_groups = [dict(group) for group in groups]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        """step, on the CPU; exp_avg and exp_avg_sq, codes of the first moment and of the second's root; their NAME_scale."""
+        """State per parameter: step, on the CPU; exp_avg and exp_avg_sq, codes of the first moment and of the second's root;
+        their NAME_scale.
+        """
         self._betas, self._eps = betas, eps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -85,7 +87,7 @@ class AdamW8bit:
     def _update(
         self, weights: Tensor, grad: Tensor, state: dict[str, Tensor], step: float, lr: float, weight_decay: float
     ) -> None:
-        """As torch.optim.AdamW does it, on part of a weight."""
+        """Update part of a weight as torch.optim.AdamW does."""
         first, second = self._betas
         mean = decode(state["exp_avg"], state["exp_avg_scale"], signed=True).lerp_(grad, 1 - first)
         square = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"], signed=False).square_()
@@ -100,12 +102,14 @@ class AdamW8bit:
 
 
 def scale_count(parameter: Tensor) -> int:
-    """Blocks of a weight."""
+    """Return the number of blocks of a weight."""
     return -(-parameter.numel() // BLOCK)
 
 
 def _empty_state(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Level 0 of the second moment is 0; of the first 0 is in the middle, and a scale of 0 makes all of them 0."""
+    """Return the state before the first step. Level 0 of the second moment is 0; the first has 0 in the middle, and a scale of
+    0 makes all of it 0.
+    """
     state = {"step": torch.zeros(())}
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
@@ -114,7 +118,7 @@ def _empty_state(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _chunks(parameter: nn.Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Views of the weights, their gradients and their state, CHUNK weights at a time."""
+    """Yield views of the weights, their gradients and their state, CHUNK weights at a time."""
     if parameter.grad is None:
         return
     weights, grad = parameter.view(-1), parameter.grad.reshape(-1)

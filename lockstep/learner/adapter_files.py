@@ -36,21 +36,21 @@ _PLAIN = re.compile(r"[\w.\\^$-]*")
 _PART = re.compile(r"(lora|vera|oft|boft|hra|hada|lokr|ia3|miss|delora|randlora)_")
 """How PEFT's names of an adapter's parameters begin."""
 _MODULES = (".lora_A", ".lora_B")
-"""Parts that PEFT's files name with a .weight at the end."""
+"""Parts whose names in PEFT's files end with .weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The weights that an adapter is for. Example: Base("Qwen/Qwen3-4B", "9f…", "bfloat16")"""
+    """The weights that an adapter was made for. Example: Base("Qwen/Qwen3-4B", "9f…", "bfloat16")"""
 
     name: str
     fingerprint: str
-    """Of all its weights in this precision, before any adapter."""
+    """Fingerprint of all its weights in this precision, before any adapter."""
     dtype: str
 
     @staticmethod
     def of(model: nn.Module, name: str) -> Base:
-        """`model` without adapters."""
+        """Describe `model`, which has no adapters."""
         weights = dict(named_weights(model))
         return Base(name, fingerprint(iter(weights.items())).combined, dtype_name(next(iter(weights.values()))))
 
@@ -63,14 +63,14 @@ class AdapterFolder:
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
     base: Base | None
-    """None for a folder that other programs wrote."""
+    """The base; None for a folder that other programs wrote."""
     residual: str = ""
-    """pissa or olora if the weights have such a start."""
+    """Residual start of the weights: pissa, olora, or "" for none."""
 
 
 # --- write ----------------------------------------------------------------------------------------------------------
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The active adapter under PEFT's file names, for the original base."""
+    """Return the active adapter under PEFT's file names, for the original base."""
     starts = {name: start for name, layer in lora_layers(model).items() if (start := start_of(layer)) is not None}
     tensors = {}
     for name, tensor in trained_tensors(model):
@@ -84,12 +84,12 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_tensors(model: nn.Module) -> WeightStream:
-    """Parameters of the active adapter."""
+    """Yield the parameters of the active adapter."""
     return ((n, t) for n, t in named_weights(model, trainable_only=True) if not n.endswith(".lora_scaling"))
 
 
 def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str]:
-    """The two JSON files beside the tensors."""
+    """Return the two JSON files beside the tensors."""
     config: Any = model.peft_config["default"]  # type: ignore[index]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -106,7 +106,7 @@ def saved_texts(model: nn.Module, adapter: Adapter, base: Base) -> dict[str, str
 
 
 def save_adapter(folder: Path, model: nn.Module, adapter: Adapter, base: Base) -> None:
-    """Write the three files into `folder`, which is made if need be."""
+    """Write the three files into `folder`, which is created if missing."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def save_adapter(folder: Path, model: nn.Module, adapter: Adapter, base: Base) -
 
 # --- read -----------------------------------------------------------------------------------------------------------
 def read_adapter(folder: Path) -> AdapterFolder:
-    """Raises ModelError unless it is an adapter in PEFT's layout with safetensors."""
+    """Read an adapter. Raises ModelError unless it has PEFT's layout with safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -169,7 +169,7 @@ def layers_of(names: Iterable[str]) -> list[str]:
 
 
 def read_base(folder: Path) -> tuple[Base | None, str]:
-    """What adapter_base.json says; (None, "") if there is none."""
+    """Return the content of adapter_base.json; (None, "") if there is none."""
     if not (folder / BASE).is_file():
         return None, ""
     content = read_json(folder / BASE)
@@ -182,7 +182,7 @@ def read_base(folder: Path) -> tuple[Base | None, str]:
 
 
 def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, Tensor]:
-    """From PEFT's file names to those of lockstep.models.weights; with `residual` the start is told apart again."""
+    """Translate PEFT's file names to those of lockstep.models.weights; with `residual` the start is split off again."""
     live: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         own = live_name(name)
@@ -197,7 +197,7 @@ def live_tensors(tensors: Mapping[str, Tensor], *, residual: bool) -> dict[str, 
 
 
 def check_base(found: AdapterFolder, base: Base) -> str:
-    """A warning if it cannot be told whether an adapter fits, else "". Raises ModelError if it was made for another base."""
+    """Return a warning if it is unknown whether an adapter fits, else "". Raises ModelError if it was made for another base."""
     if found.base is None:
         made_for = found.config.get("base_model_name_or_path") or "an unnamed base"
         return f"warning: {found.path} does not say which weights it was made for (it names {made_for}); base is {base.name}"
@@ -216,12 +216,12 @@ def check_base(found: AdapterFolder, base: Base) -> str:
 
 
 def file_name(name: str) -> str:
-    """model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
+    """Return the file's name of a tensor: model.layers.0.q.lora_A → base_model.model.model.layers.0.q.lora_A.weight"""
     return f"{PREFIX}{name}{'.weight' if name.endswith(_MODULES) else ''}"
 
 
 def live_name(name: str) -> str:
-    """The inverse of file_name; other names stay as they are."""
+    """Return the inverse of file_name; other names are unchanged."""
     if not name.startswith(PREFIX):
         return name
     own = name.removeprefix(PREFIX)

@@ -1,12 +1,12 @@
-"""Several saved adapters over one base in memory, one on at a time: evaluated one after the other, or swapped per task.
+"""Several saved adapters over one base in memory, one active at a time: evaluated one after the other, or swapped per task.
 
     adapters = AdapterSet(model, Base.of(model, name))
     adapters.attach("sums", Path("runs/sums/checkpoints/step_000100"))
     adapters.attach("chess", Path("chess-adapter"))
     adapters.activate("sums")         # None: the base
 
-After activate() an engine over `adapters.model` must be given a new version (engine.load(iter(()), version)), which drops what
-it computed with the weights before; the proof of sync then shows the active adapter's fingerprint.
+After activate() an engine over `adapters.model` must be given a new version (engine.load(iter(()), version)), which drops its
+results from the previous weights; the proof of sync then shows the active adapter's fingerprint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AdapterSet:
     """Adapters by name over one base, all frozen."""
 
     def __init__(self, model: PreTrainedModel, base: Base) -> None:
-        """`model` has no adapters yet; `base` is of it. It is changed in place: its layers become PEFT's."""
+        """Take `model`, which has no adapters yet, and its `base`. The model is changed in place: its layers become PEFT's."""
         self.model: nn.Module = model
         self.active: str | None = None
         self._base, self._names = base, [name for name, _ in named_weights(model)]
@@ -43,16 +43,16 @@ class AdapterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were attached."""
+        """Names in the order in which the adapters were attached."""
         return tuple(self._attached)
 
     def attach(self, name: str, folder: Path) -> str:
-        """Read an adapter in PEFT's layout; the active one stays. Returns a warning, or "".
+        """Read an adapter in PEFT's layout; the active one stays active. Returns a warning, or "".
 
-        Raises ModelError if the name is taken, the adapter is of another base or method, or it does not fit.
+        Raises ModelError if the name is taken, the adapter has another base or method, or it does not fit.
         """
         if not NAME.fullmatch(name) or name in self._attached:
-            raise ModelError(f"{name!r} is taken or no name", where=str(folder), fix="letters, digits, - and _")
+            raise ModelError(f"{name!r} is taken or not a name", where=str(folder), fix="letters, digits, - and _")
         found = read_adapter(folder)
         warning = check_base(found, self._base)
         self._add(_inner(name), found)
@@ -77,7 +77,7 @@ class AdapterSet:
         config = _config(found)
         model: Any = self.model
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")  # of names that are about to change, and of several adapters
+            warnings.simplefilter("ignore")  # derived from names that are about to change, and from several adapters
             try:
                 if hasattr(model, "peft_config"):
                     model.add_adapter(name, config, autocast_adapter_dtype=False)
@@ -85,7 +85,7 @@ class AdapterSet:
                     self.model = get_peft_model(model, config, adapter_name=name, autocast_adapter_dtype=False).eval()
             except ValueError as error:
                 raise ModelError(
-                    f"it does not go beside the others: {error}",
+                    f"it cannot be attached beside the others: {error}",
                     where=str(found.path),
                     fix="load it over a base of its own",
                 ) from error
@@ -103,7 +103,7 @@ class AdapterSet:
         model.requires_grad_(False)
 
     def _fill(self, found: AdapterFolder) -> None:
-        """The saved tensors into the active adapter. Raises ModelError for tensors that are missing, strange or misshapen."""
+        """Copy the saved tensors into the active adapter. Raises ModelError for missing, unknown or misshapen tensors."""
         base = set(self._names)
         own = {n: t for n, t in named_weights(self.model) if n not in base and not n.endswith(".lora_scaling")}
         saved = _over_the_original(found)
@@ -119,7 +119,7 @@ class AdapterSet:
 
 
 def _inner(name: str) -> str:
-    """PEFT's name of an adapter: one that no module of a model has."""
+    """Return PEFT's name of an adapter, made so that no module of a model has it."""
     return f"@{name}"
 
 
@@ -148,7 +148,7 @@ def _config(found: AdapterFolder) -> Any:
 
 
 def _over_the_original(found: AdapterFolder) -> dict[str, torch.Tensor]:
-    """The tensors as the files have them: with a start told apart, B·A - B₀·A₀ in one pair again."""
+    """Return the tensors as the files have them: with a separate start, B·A - B₀·A₀ joined in one pair again."""
     saved = dict(found.weights)
     for name in [name for name in saved if name.endswith(START_A)]:
         layer = name.removesuffix(START_A)

@@ -1,11 +1,11 @@
-"""Adapters that begin as a part of the weights they sit on (PiSSA, OLoRA): the base keeps the residual.
+"""Adapters that begin as a part of their own base's weights (PiSSA, OLoRA): the base keeps the residual.
 
 W = residual + scaling · B₀·A₀ with B₀·A₀ the largest singular values of W (PiSSA, arXiv 2404.02948) or the first columns of its
-QR decomposition (OLoRA, arXiv 2406.01775). The factors are rounded to the model's precision first and the residual is what they
-leave, so that the model begins as the base but for one rounding. B₀ and A₀ stay in the layer: they are the reference policy,
-and with them an adapter is saved so that it fits the original base: B·A - B₀·A₀ is a LoRA of twice the rank.
+QR decomposition (OLoRA, arXiv 2406.01775). The factors are rounded to the model's precision first, and the residual is the
+remainder, so that the model begins as the base except for one rounding. B₀ and A₀ stay in the layer: they are the reference
+policy, and with them an adapter is saved in a form that fits the original base: B·A - B₀·A₀ is a LoRA of twice the rank.
 
-The factors are kept in the cache, by fingerprint of the base, layers, rank and method.
+The factors are cached by fingerprint of the base, layers, rank and method.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.models.weights import clean_name
 
 Method: TypeAlias = Literal["pissa", "olora"]
 START_A, START_B = ".lora_start_A", ".lora_start_B"
-"""How a saved adapter's start is named among the weights of lockstep.run.state."""
+"""Suffixes of a saved adapter's start among the weights of lockstep.run.state."""
 TOLERANCE = 0.01
 """Largest relative error of a singular value, on the layers that are compared with a full decomposition."""
 SAMPLED = 2
@@ -37,7 +37,7 @@ FILE = "factors.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of one layer, fp32, for scaling 1: up_OR · down_RI."""
+    """Factors of one layer, fp32, for scaling 1: up_OR · down_RI."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -46,7 +46,7 @@ class Factors:
 def start_from_weights(model: nn.Module, adapter: Lora, method: Method, fingerprint: str) -> str:
     """Move the start of each LoRA layer of a fresh adapter out of its weight. Returns a line for the log.
 
-    `fingerprint` is of the original base. Raises ModelError if the singular values are not within 1 % of exact ones.
+    `fingerprint` identifies the original base. Raises ModelError if the singular values are not within 1 % of exact ones.
     """
     begin = time.perf_counter()
     layers = lora_layers(model)
@@ -68,7 +68,7 @@ def start_from_weights(model: nn.Module, adapter: Lora, method: Method, fingerpr
 
 @torch.no_grad()
 def set_start(layer: Any, down_RI: Tensor, up_OR: Tensor) -> None:
-    """Let a layer whose base is the original weight begin at these factors, in its precision."""
+    """Set these factors, in the layer's precision, as the start of a layer whose base is the original weight."""
     weight_OI: nn.Parameter = layer.get_base_layer().weight
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
     weight_OI.copy_(torch.addmm(weight_OI.to(wide), up_OR.to(wide), down_RI.to(wide), alpha=-layer.scaling["default"]))
@@ -78,13 +78,13 @@ def set_start(layer: Any, down_RI: Tensor, up_OR: Tensor) -> None:
 
 
 def start_of(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """(A₀, B₀) of a layer whose base is a residual; None for any other."""
+    """Return (A₀, B₀) of a layer whose base is a residual; None for any other."""
     start: tuple[Tensor, Tensor] | None = getattr(layer, "lockstep_start", None)
     return start
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
-    """The model's LoRA layers by the checkpoint's names."""
+    """Return the model's LoRA layers by the checkpoint's names."""
     return {clean_name(n): m for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")}
 
 
@@ -93,7 +93,7 @@ def has_residual_base(model: nn.Module) -> bool:
 
 
 def refuse_small(weights: Mapping[str, Tensor], rank: int) -> None:
-    """Raise ModelError if a layer's weight has fewer singular values than an adapter that begins from them has ranks."""
+    """Raise ModelError if a layer's weight has fewer singular values than the rank of an adapter that begins from them."""
     for name, weight in weights.items():
         if rank > (smallest := min(weight.shape)):
             raise ModelError(
@@ -132,7 +132,7 @@ def _by_qr(weight_OI: Tensor, rank: int) -> Factors:
 
 
 def _sampled(by_shape: Mapping[tuple[int, ...], Sequence[str]]) -> list[str]:
-    """A layer of the largest and one of the smallest shape."""
+    """Return one layer of the largest and one of the smallest shape."""
     shapes = sorted(by_shape, key=lambda shape: (shape[0] * shape[1], shape))
     first, last = by_shape[shapes[0]][0], by_shape[shapes[-1]][-1]
     return list(dict.fromkeys([first, last]))

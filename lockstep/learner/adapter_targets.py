@@ -1,4 +1,4 @@
-"""Which layers of a model get an adapter."""
+"""Selection of the layers that get an adapter."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Where configs say how many experts a layer has."""
+"""Config keys for the number of experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Full names of the layers, in the model's order, and what the log should say about them."""
+    """Full names of the layers, in the model's order, and lines for the log."""
 
     layers: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
     def spelled(self, model: torch.nn.Module) -> list[str]:
-        """As adapter_config.json has them: last names where these mean the same layers, else full names."""
+        """Return the names as adapter_config.json has them: last parts if these mean the same layers, else full names."""
         last = sorted({name.rsplit(".", 1)[-1] for name in self.layers})
         meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in last}
         return last if meant == set(self.layers) else sorted(self.layers)
 
 
 def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
-    """The linear layers that `targets` means. Raises ModelError for a name or expression that means none, or the head."""
+    """Return the linear layers that `targets` means. Raises ModelError for a name or expression that matches none, or
+    the head.
+    """
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     experts = experts_of(model)
@@ -55,20 +57,20 @@ def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
         raise ModelError(f"{targets} means no linear layer of {type(model).__name__}", where="adapter.targets")
     if experts and (outside := [name for name in layers if not in_attention(name)]):
         notes = (
-            f"warning: {len(outside)} of the {len(layers)} layers with adapters are outside of attention, such as "
+            f"warning: {len(outside)} of the {len(layers)} layers with adapters are outside attention, such as "
             f"{outside[0]}: routing and experts of a mixture shift easily, and each expert sees few tokens",
         )
     return Chosen(layers, notes)
 
 
 def experts_of(model: PreTrainedModel) -> int:
-    """Experts of a layer; 0 for a model without."""
+    """Return the number of experts per layer; 0 for a model without experts."""
     config: Any = model.config.get_text_config()
     return max((int(getattr(config, name, 0) or 0) for name in EXPERTS), default=0)
 
 
 def in_attention(name: str) -> bool:
-    """Whether a layer's full name says that it belongs to attention."""
+    """Return whether a layer belongs to attention, by its full name."""
     *path, last = name.split(".")
     return last in ATTENTION and any("attn" in part or "attention" in part for part in path)
 

@@ -1,4 +1,4 @@
-"""Adapters through PEFT, built in this one place."""
+"""Adapters through PEFT; this is the only place that builds them."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ METHODS = {
     "delora": "DeloraConfig",
     "randlora": "RandLoraConfig",
 }
-"""PEFT's config classes."""
+"""Names of PEFT's config classes."""
 OURS = (
     "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type", "peft_type", "inference_mode",
     "fan_in_fan_out", "revision", "peft_version", "auto_mapping", "base_model_name_or_path",
 )  # fmt: skip
-"""Options that are settings of ours, would train weights of the base, or say nothing here."""
+"""Options that are settings of ours, would train weights of the base, or have no effect here."""
 AWAY = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""An adapter's start may change a layer's output by this share, which is rounding."""
+"""Share by which an adapter's start may change a layer's output: the size of rounding."""
 AWAY_ROUNDED = 0.05
-"""The same in bf16, where reflections that should cancel leave a percent."""
+"""The same share in bf16, where reflections that should cancel leave one percent."""
 DOWN = ("down_proj", "fc2", "dense_4h_to_h", "c_proj", "wo", "w2")
-"""Last names of an MLP's second matrix, of which IA3 scales the input."""
+"""Last names of an MLP's second matrix, whose input IA3 scales."""
 _FACTS = "lockstep_adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model's adapter since it was attached; kept on the model."""
+    """Facts about a model's adapter since it was attached; stored on the model."""
 
     base: Base
     """The original base. An adapter's checkpoint names it."""
     notes: tuple[str, ...] = ()
-    """For the log."""
+    """Lines for the log."""
     reference: Mapping[str, Tensor] | None = None
-    """The adapter of the reference policy; None if that is the base with its adapters off."""
+    """The adapter of the reference policy; None if the reference is the base with its adapters off."""
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | None = None) -> torch.nn.Module:
-    """The model that is trained: the model itself, or a PEFT model around it whose base is frozen.
+    """Return the trained model: the model itself, or a PEFT model around it whose base is frozen.
 
-    Adapter weights have the base's dtype (the optimizer keeps their fp32 masters). `base` is of this very model, computed here
-    if it is not given. Raises ModelError for unknown targets or options, or an adapter.start that does not fit.
+    Adapter weights have the base's dtype (the optimizer keeps their fp32 masters). `base` describes this model and is computed
+    here if it is not given. Raises ModelError for unknown targets or options, or an adapter.start that does not fit.
     """
     if isinstance(adapter, NoAdapter):
         return model
@@ -84,7 +84,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
     chosen = choose_targets(model, adapter.targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with warnings.catch_warnings():  # PEFT asks transformers for a name that it is about to rename
+        with warnings.catch_warnings():  # PEFT asks transformers for a name that transformers will rename
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             attached = _peft_model(model, adapter, chosen).eval()
     notes = [*chosen.notes]
@@ -108,7 +108,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, seed: int, base: Base | Non
 
 @torch.no_grad()
 def _pack_base(model: torch.nn.Module) -> str:
-    """Keep the frozen layers under adapters in 4 bits. Returns a line for the log."""
+    """Store the frozen layers under adapters in 4 bits. Returns a line for the log."""
     layers = lora_layers(model).values()
     before = sum(layer.base_layer.weight.nbytes for layer in layers)
     for layer in layers:
@@ -118,13 +118,13 @@ def _pack_base(model: torch.nn.Module) -> str:
 
 
 def facts_of(model: torch.nn.Module) -> Facts | None:
-    """None for a model without an adapter of ours."""
+    """Return the facts of a model's adapter; None for a model without an adapter of ours."""
     facts: Facts | None = getattr(model, _FACTS, None)
     return facts
 
 
 def describe(adapter: Adapter, model: torch.nn.Module) -> str:
-    """For the log: what is trained and at which scaling, and what happened when it was attached."""
+    """Return a line for the log: the trained part, its scaling, and notes from attaching it."""
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"
@@ -144,7 +144,9 @@ def describe(adapter: Adapter, model: torch.nn.Module) -> str:
 
 @contextmanager
 def as_reference(model: Any) -> Iterator[torch.nn.Module]:
-    """The model as the reference policy within: its adapter off, or at what it began as (PiSSA, OLoRA, adapter.start)."""
+    """Turn the model into the reference policy inside the block: its adapter off, or at its start (PiSSA, OLoRA,
+    adapter.start).
+    """
     facts = facts_of(model)
     if facts is None or facts.reference is None:
         with model.disable_adapter():
@@ -166,8 +168,8 @@ def adopt_starts(
 ) -> dict[str, Tensor]:
     """Give the base the residual that saved weights were trained on; returns the weights without their starts.
 
-    `originals` yields the original base by name; it is called only if the model began at other factors than the saved run,
-    as when these were computed anew on another machine. Raises ModelError if only one side has a start.
+    `originals` yields the original base by name; it is called only if the model began at other factors than the saved run, for
+    example because they were computed again on another machine. Raises ModelError if only one side has a start.
     """
     layers = lora_layers(model)
     starts = {name: tensor for name, tensor in weights.items() if name.endswith((START_A, START_B))}
@@ -201,7 +203,7 @@ def _same(saved: Tensor | None, own: Tensor) -> bool:
 
 
 def _restart_reference(model: torch.nn.Module, starts: Mapping[str, Tensor]) -> None:
-    """The reference policy begins at other factors; whatever else it has stays."""
+    """Set other start factors for the reference policy; the rest of it is unchanged."""
     facts = facts_of(model)
     if facts is not None and facts.reference is not None:
         own = {name.replace(".lora_start_", ".lora_"): tensor for name, tensor in starts.items()}
@@ -246,7 +248,7 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
 
 @contextmanager
 def _as_asked(adapter: OtherPeft) -> Iterator[None]:
-    """Where PEFT would take another value than an option's and only warn, the warning is raised within."""
+    """Raise PEFT's warning inside the block when PEFT would replace an option's value and only warn."""
     with warnings.catch_warnings():
         for name in adapter.options:
             warnings.filterwarnings("error", message=f"Invalid `{re.escape(name)}`")
@@ -257,7 +259,7 @@ def _as_asked(adapter: OtherPeft) -> Iterator[None]:
 
 @torch.no_grad()
 def _require_base_start(model: torch.nn.Module) -> None:
-    """Raise ModelError if a fresh adapter changes what its layer computes: step 0 and the reference are taken for the base."""
+    """Raise ModelError if a fresh adapter changes its layer's output: step 0 and the reference must equal the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in model.named_modules():
@@ -273,9 +275,9 @@ def _require_base_start(model: torch.nn.Module) -> None:
 
 def _away(why: str) -> ModelError:
     return ModelError(
-        f"the adapter would begin away from the base, which step 0 and the reference are taken for: {why}",
+        f"the adapter would not begin at the base, but step 0 and the reference must equal it: {why}",
         where="adapter.options",
-        fix="leave out what sets how the adapter begins",
+        fix="leave out the option that sets the adapter's start",
     )
 
 
@@ -315,7 +317,7 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
             )
     if idle := [name for name, value in adapter.options.items() if name.endswith("dropout") and value]:
         raise ModelError(
-            f"{idle[0]} would have no effect: nothing is dropped out, so that training computes what was sampled",
+            f"{idle[0]} would have no effect: dropout is always off, so that training and sampling compute the same",
             where="adapter.options",
             fix="leave it out",
         )
@@ -336,7 +338,7 @@ def _options(adapter: OtherPeft) -> str:
 
 # --- start from a folder --------------------------------------------------------------------------------------------
 def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
-    """Copy a saved adapter into a fresh one. Raises ModelError unless method, layers, shapes and scaling are its own."""
+    """Copy a saved adapter into a fresh one. Raises ModelError unless method, layers, shapes and scaling are equal."""
     own = dict(trained_tensors(model))
     residual = adapter.init if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") else ""
     if start.residual != residual:
@@ -355,7 +357,7 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
         raise ModelError(
             f"{len(wrong)} tensors do not fit, the first is {name}: {shapes[0]} in the folder, {shapes[1]} by the recipe",
             where=str(start.path),
-            fix=f"set adapter to what it was made with: {_made_with(start)}",
+            fix=f"set adapter to the values that it was made with: {_made_with(start)}",
         )
     _check_settings(model, adapter, start)
     if residual:
@@ -368,7 +370,7 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
 
 
 def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
-    """What shapes do not tell: the scaling of LoRA, the options of the others."""
+    """Compare settings that shapes do not show: the scaling of LoRA, the options of the others."""
     if isinstance(adapter, Lora):
         config = start.config
         rank = int(config.get("r", adapter.rank))
@@ -384,7 +386,7 @@ def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder)
         raise ModelError(
             f"the adapter has {told}",
             where=str(start.path),
-            fix=f"set adapter to what it was made with: {_made_with(start)}",
+            fix=f"set adapter to the values that it was made with: {_made_with(start)}",
         )
 
 

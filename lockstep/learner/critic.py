@@ -25,13 +25,13 @@ from lockstep.models.weights import clean_name
 from lockstep.types import Batch, Metrics, TrainSequence
 
 _WEIGHT = "weight."
-"""Before a weight's name among `tensors`; the optimizer's begin with master., exp_avg., exp_avg_sq. and step."""
+"""Prefix of a weight's name among `tensors`; the optimizer's names begin with master., exp_avg., exp_avg_sq. and step."""
 
 
 def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None = None) -> TorchCritic:
-    """The critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is what the learner is given.
+    """Return the critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is the same as the learner's.
 
-    Build it from the policy's model as loaded, before anything else is done to that. Raises LearnerError if the recipe has none.
+    Build it from the policy's model as loaded, before anything else changes that. Raises LearnerError if the recipe has none.
     """
     settings = recipe.algorithm.critic
     if settings is None:
@@ -59,31 +59,33 @@ def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None
 
 
 def trained_copy(module: Any) -> Any:
-    """A copy whose trained parameters are its own and whose frozen ones are the original's, in the same memory."""
+    """Return a copy whose trained parameters are new and whose frozen ones are the original's, in the same memory."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
 class TorchCritic:
     """Implements types.Critic over a transformers decoder with a value head.
 
-    With a backbone of its own it trains that and the head. With a shared one the learner's update trains both losses at once:
-    give `joint` to TorchLearner; `update` here then trains the head alone, on states that it leaves as they are (warm-up).
+    A critic with its own backbone trains that and the head. With a shared backbone the learner's update trains both losses
+    together: give `joint` to TorchLearner; `update` here then trains only the head, on unchanged states (warm-up).
     """
 
     def __init__(
         self, decoder: nn.Module, training: ValueTraining, execution: Execution, *, joint: bool, share_prompts: bool
     ) -> None:
         self.decoder, self._training = decoder, training
-        """Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
+        """The decoder. Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
         self.trainable = training.trained
-        """What an update of the critic alone changes, by name: value_head.weight, value_head.bias, an own backbone's."""
+        """Parameters that an update of the critic alone changes, by name: value_head.weight, value_head.bias, an own
+        backbone's.
+        """
         self._share, self._budget = share_prompts, execution.tokens_per_microbatch
         self._device = next(decoder.parameters()).device
         self.joint = training if joint else None
-        """What the learner trains along with the policy; None with a backbone of its own."""
+        """The part that the learner trains together with the policy; None with an own backbone."""
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
-        """The value before each response token, 0 where not trained: of the state that predicts the token."""
+        """Return the value before each response token, 0 where not trained: the value of the state that predicts the token."""
 
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(sequences, chosen, prefix)
@@ -95,7 +97,7 @@ class TorchCritic:
             return number_tokens(sequences, self._streams(sequences, prefix), value)
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step towards the returns, in as many micro-batches as the token budget needs.
+        """Make one optimizer step towards the returns, in as many micro-batches as the token budget needs.
 
         A non-finite gradient changes nothing. Raises LearnerError after too many of those in a row, or without returns.
         """
@@ -121,20 +123,22 @@ class TorchCritic:
 
     # --- state ----------------------------------------------------------------------------------------------------
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name, the live ones."""
+        """Return the trained weights by name, the live ones."""
         return {name: parameter.detach() for name, parameter in self.trainable.items()}
 
     def counters(self) -> dict[str, int]:
         return self._training.counters()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resume needs besides the counters: weights as `weight.NAME`, and the optimizer's state."""
+        """Return everything that a resume needs besides the counters: weights as `weight.NAME`, and the optimizer's state."""
         weights = {f"{_WEIGHT}{name}": tensor for name, tensor in self.weights().items()}
         return weights | self._training.optimizer.tensors()
 
     @torch.no_grad()
     def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Continue where `counters` and `tensors` were saved, to the bit. Raises CheckpointError for those of another critic."""
+        """Continue where `counters` and `tensors` were saved, to the bit. Raises CheckpointError for those of another
+        critic.
+        """
         saved = {n.removeprefix(_WEIGHT): t for n, t in tensors.items() if n.startswith(_WEIGHT)}
         own = self.weights()
         wrong = {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}

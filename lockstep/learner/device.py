@@ -10,11 +10,11 @@ import torch
 
 from lockstep.errors import ConfigError
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """auto is the GPU if there is one. Raises ConfigError for a GPU that is not there."""
+    """Choose the device; auto is the GPU if there is one. Raises ConfigError for a missing GPU."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["device = 'cuda': torch sees no GPU on this machine"], fix="use device=auto or device=cpu")
     if setting == "auto":
@@ -27,7 +27,7 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if device.type == "cuda":
-        # A long sum that is split over blocks would else be rounded to bf16 block by block: gradients are such sums.
+        # A long sum that is split over blocks would otherwise be rounded to bf16 block by block: gradients are such sums.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
@@ -36,12 +36,14 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large freed blocks: returned to the system, each new tensor would cost page faults of its whole size."""
+    """Make glibc keep large freed blocks: if they went back to the system, each new tensor would cost page faults for its whole
+    size.
+    """
     if sys.platform != "linux":
         return
     try:
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # another C library: it has its own ways
+    except OSError:  # another C library: this call does not apply
         return
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * 2**20), (_M_ARENA_MAX, 1)):
         libc.mallopt(option, value)

@@ -1,4 +1,4 @@
-"""How an update runs on its device: what changes memory and seconds, and not the result."""
+"""Execution of an update on its device: choices that change memory and seconds, but not the result."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Decided by the memory plan where the recipe leaves it open."""
+    """Choices of the memory plan for settings that the recipe leaves open."""
 
     tokens_per_microbatch: int
     recompute: Recompute
 
 
 BY_DEVICE = {"cpu": Execution(8192, "none"), "cuda": Execution(16384, "selective")}
-"""Without a plan. 16384 tokens of a 1.5B model are some 22 GiB of activations."""
+"""Defaults without a plan. 16384 tokens of a 1.5B model are some 22 GiB of activations."""
 
 
 def execution_of(update: Update, device: torch.device, plan: Execution | None = None) -> Execution:
-    """The recipe's own choices, then the plan's, then those of the device."""
+    """Combine the recipe's own choices, then the plan's, then those of the device."""
     open_ = plan or BY_DEVICE.get(device.type, BY_DEVICE["cuda"])
     return Execution(
         update.tokens_per_microbatch or open_.tokens_per_microbatch,

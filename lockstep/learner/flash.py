@@ -1,10 +1,11 @@
 """Attention of a packed stream by flash-attention kernels that take segments end to end: no padding, no mask, no loop.
 
-Every segment of the stream (root, prompt, response, padding) sees itself causally, all of them in one call. What a segment
-continues it sees whole: a group's responses, as one block of queries, their prompt, and everything the root. The parts are
-merged by their log-sum-exps, which is the softmax over their union. Backward, a probability of the union is
-exp(score - merged log-sum-exp) and the row term is grad · merged output, so that each part's kernel yields its own share of the
-gradients when it is given those two (ring attention uses the same identity: Liu et al., arXiv 2310.01889).
+Every segment of the stream (root, prompt, response, padding) attends to itself causally, all of them in one call. A segment
+attends to all tokens of those that it continues: a group's responses, as one block of queries, to their prompt, and every
+segment to the root. The parts are merged by their log-sum-exps, which equals the softmax over their union. In the backward pass
+a probability of the union is exp(score - merged log-sum-exp) and the row term is grad · merged output, so each part's kernel
+gives its own share of the gradients when it receives those two (ring attention uses the same identity: Liu et al., arXiv
+2310.01889).
 
 Legend: T tokens of the stream, Q queries and S keys of a part, H query heads, K key/value heads, D head size.
 """
@@ -24,7 +25,7 @@ from lockstep.models.varlen import Spans, flash_backward, flash_forward, flash_s
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kernel call: the i-th segment of a range of queries sees the i-th segment of a range of keys."""
+    """One kernel call: the i-th segment of a range of queries attends to the i-th segment of a range of keys."""
 
     queries: slice
     keys: slice
@@ -37,33 +38,34 @@ class Part:
     def of(
         queries: slice, keys: slice, query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
     ) -> Part:
-        """Segments of queries that see segments of keys whole."""
+        """Return segments of queries that attend to all of their segments of keys."""
         return Part(queries, keys, Spans.of(query_lengths, device), Spans.of(key_lengths, device), causal=False)
 
     @staticmethod
     def itself(lengths: Sequence[int], device: torch.device) -> Part:
-        """A stream of segments that see themselves causally."""
+        """Return a stream of segments that attend to themselves causally."""
         whole, spans = slice(0, sum(lengths)), Spans.of(lengths, device)
         return Part(whole, whole, spans, spans, causal=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes a part. Log-sum-exps are fp32 [H, Q], of the scaled scores."""
+    """Functions that compute a part. Log-sum-exps are fp32 [H, Q], of the scaled scores."""
 
     serves: Callable[[Tensor], bool]
-    """Whether queries like these can be computed."""
+    """Returns True if the kernels can compute queries like these."""
     forward: Callable[[Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor]]
-    """query_QHD, key_SKD, value_SKD, part, scale → output_QHD, lse_HQ"""
+    """Maps query_QHD, key_SKD, value_SKD, part, scale → output_QHD, lse_HQ"""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part, float], tuple[Tensor, Tensor, Tensor]]
-    """grad_QHD, query_QHD, key_SKD, value_SKD, output_QHD, lse_HQ, part, scale → gradients of query, key and value. Output and
-    log-sum-exp may be those of a softmax over more keys than the part's."""
+    """Maps grad_QHD, query_QHD, key_SKD, value_SKD, output_QHD, lse_HQ, part, scale → gradients of query, key and value. Output
+    and log-sum-exp may be those of a softmax over more keys than the part's.
+    """
 
 
 def flash_attention(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, parts: Sequence[Part], scale: float, kernels: Kernels
 ) -> Tensor:
-    """Attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once."""
+    """Compute attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once."""
     function: Any = _FlashAttention
     output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, tuple(parts), scale, kernels)
     return output_THD
@@ -117,7 +119,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def merge_(output_QHD: Tensor, lse_HQ: Tensor, more_QHD: Tensor, more_lse_HQ: Tensor) -> None:
-    """Take further keys into a softmax-weighted mean and its log-sum-exp, in place."""
+    """Include further keys in a softmax-weighted mean and its log-sum-exp, in place."""
     kernel = _merge_kernel() if output_QHD.is_cuda else None
     if kernel is not None:
         kernel(output_QHD, lse_HQ, more_QHD, more_lse_HQ)
@@ -139,8 +141,8 @@ def _merge_kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
 
 # --- torch's own kernels --------------------------------------------------------------------------------------------
 def _spans(part: Part) -> tuple[Spans, Spans]:
-    # Of one query each, torch's kernel makes blocks of a key head's query heads and then takes every segment for one long: a
-    # wrong shape if some are empty, and log-sum-exps in another order. A bound of 2 keeps it off that path.
+    # With one query per segment, torch's kernel builds blocks from a key head's query heads and then treats every segment as
+    # long: a wrong shape if some are empty, and log-sum-exps in another order. A bound of 2 avoids that path.
     return Spans(part.query_spans.bounds, max(2, part.query_spans.longest)), part.key_spans
 
 
@@ -155,4 +157,4 @@ def _backward(
 
 
 FLASH = Kernels(flash_serves, _forward, _backward)
-"""FlashAttention 2 as torch has it built in. Key heads may be fewer than query heads."""
+"""FlashAttention 2 as built into torch. There may be fewer key heads than query heads."""

@@ -1,4 +1,4 @@
-"""What each token of a packed stream sees, and attention over it.
+"""Visibility of each token in a packed stream, and attention over it.
 
 Legend: T tokens of the stream, H query heads, K key/value heads, D head size, G responses of one prompt, Q queries, S keys.
 """
@@ -24,7 +24,7 @@ class Branch:
 
     @property
     def tail(self) -> int:
-        """Tokens of all its responses."""
+        """Number of tokens of all its responses."""
         return sum(self.responses)
 
     @property
@@ -33,11 +33,11 @@ class Branch:
 
 
 class PackedLayout:
-    """A root that all sequences begin with, then branches: a prompt and its responses. A response sees root, its prompt and
-    itself; a prompt sees root and itself.
+    """A root that all sequences begin with, then branches: a prompt and its responses. A response attends to root, its prompt
+    and itself; a prompt attends to root and itself.
 
-    The stream has each branch's prompt and responses together, or, with `prompts_first`, all prompts and then all responses. In
-    that order flash attention can take the responses of all branches at once; branches without response tokens come last there.
+    The stream has each branch's prompt and responses together or, with `prompts_first`, all prompts and then all responses. In
+    that order flash attention can take the responses of all branches in one call; branches without response tokens come last.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PackedLayout:
         self._branches, self._device, self._root, self._kernels = tuple(branches), device, root, kernels
         self._prompts_first = prompts_first
         self.prompt_starts, self.tail_starts = _starts(branches, root, prompts_first)
-        """Where each branch's prompt and its first response begin in the stream."""
+        """Positions in the stream where each branch's prompt and its first response begin."""
         self._used = root + sum(branch.tokens for branch in branches)
         self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
         self._gathers: list[_Gather] = []
@@ -75,7 +75,7 @@ class PackedLayout:
         return plain and ordered and self._kernels.serves(query_HTD)
 
     def _plan(self, padding: int) -> tuple[Part, ...]:
-        """The kernel calls. Padding is a segment of its own, so that every row is defined."""
+        """Return the kernel calls. Padding is a segment of its own, so that every row is defined."""
         root, branches = self._root, self._branches
         joined = [branch for branch in branches if branch.tail] if self._prompts_first else []
         if self._prompts_first:
@@ -95,7 +95,9 @@ class PackedLayout:
 
     # --- dense ----------------------------------------------------------------------------------------------------
     def _dense(self, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        """Branch by branch, for whatever the kernels do not serve: CPUs, fp32, narrow windows, caps, sinks."""
+        """Compute attention branch by branch, for everything that the kernels do not support: CPUs, fp32, narrow windows, caps,
+        sinks.
+        """
         if not self._gathers:
             self._gathers = [_Gather.of(branch.responses, self._device) for branch in self._branches]
         prompts_THD: list[Tensor] = []
@@ -129,7 +131,7 @@ class PackedLayout:
         value_KTD: Tensor,
         kind: AttentionKind,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of a branch's prompt and of its responses, each [·, H, D]."""
+        """Return the outputs of a branch's prompt and of its responses, each [·, H, D]."""
         query, key, value = (x[None, :, prompt] for x in (query_HTD, key_KTD, value_KTD))
         if self._root:
             key, value = (torch.cat([x[None, :, : self._root], y], 2) for x, y in ((key_KTD, key), (value_KTD, value)))
@@ -145,7 +147,7 @@ class PackedLayout:
         count = len(branch.responses)
         keys_GKSD = torch.cat([key.expand(count, -1, -1, -1), gather.pad(key_KTD[:, tail])], 2)
         values_GKSD = torch.cat([value.expand(count, -1, -1, -1), gather.pad(value_KTD[:, tail])], 2)
-        # One mask serves all responses: their padding sits at the end, where causality already hides it.
+        # One mask serves all responses: their padding is at the end, where causality already hides it.
         mask = causal_mask(gather.longest, keys_GKSD.shape[2], kind.window, key.device)
         output_GHQD = dense_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, mask, kind)
         return prompt_THD, gather.unpad(output_GHQD)
@@ -165,7 +167,7 @@ def _starts(branches: Sequence[Branch], root: int, prompts_first: bool) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """Between responses end to end [X, T, D] and one padded row each [G, X, longest, D]."""
+    """Conversion between responses end to end [X, T, D] and one padded row each [G, X, longest, D]."""
 
     count: int
     longest: int

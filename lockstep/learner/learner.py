@@ -48,27 +48,27 @@ class LearnerState:
 
     file: Literal["model.safetensors", "adapter_model.safetensors"]
     weights: Mapping[str, Tensor]
-    """In the layout of the file: Hugging Face's, or PEFT's for an adapter."""
+    """Weights in the layout of the file: Hugging Face's, or PEFT's for an adapter."""
     texts: Mapping[str, str]
-    """Files beside the weights: name → content."""
+    """Text files beside the weights: name → content."""
     optimizer: Mapping[str, Tensor]
     counters: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What the learner needs of the recipe."""
+class UpdatePlan:
+    """The learner's settings from the recipe."""
 
     share_prompts: bool
     optimizer_steps: int
-    """Of the whole run, for the schedule."""
+    """Optimizer steps of the whole run, for the schedule."""
     peak_lr: float
     max_skipped: int
 
     @staticmethod
-    def of(recipe: Recipe) -> Plan:
+    def of(recipe: Recipe) -> UpdatePlan:
         update = recipe.update
-        return Plan(update.share_prompts, recipe.policy_updates, recipe.lr, update.max_skipped)
+        return UpdatePlan(update.share_prompts, recipe.policy_updates, recipe.lr, update.max_skipped)
 
 
 class TorchLearner:
@@ -82,17 +82,18 @@ class TorchLearner:
         value: ValueTraining | None = None,
         plan: Execution | None = None,
     ) -> None:
-        """`reference` is a frozen copy for the KL penalty; with adapters none is needed, the base is the reference.
+        """Take the model. `reference` is a frozen copy for the KL penalty; with adapters none is needed, the base is the
+        reference.
 
         `value` is TorchCritic.joint: a value head on this model's own hidden states, whose loss joins each update. `plan` is
-        the memory plan's choice of what the recipe leaves open.
+        the memory plan's choice for settings that the recipe leaves open.
         """
         self.version = 0
         self.model = model
         self.optimizer_step = 0
         self.skipped = 0
         self._skipped_in_a_row = 0
-        self._settings, self._plan, self._reference = recipe.optimizer, Plan.of(recipe), reference
+        self._settings, self._plan, self._reference = recipe.optimizer, UpdatePlan.of(recipe), reference
         self._adapter = recipe.adapter
         self._value = value
         base = base_model(model)
@@ -100,7 +101,7 @@ class TorchLearner:
         self._device = next(base.parameters()).device
         self.execution = execution_of(recipe.update, self._device, plan)
         self.notes: tuple[str, ...] = ()
-        """For the log."""
+        """Lines for the log."""
         if self._device.type == "cuda":
             if reference is not None:
                 fuse_layers(base_model(reference))
@@ -123,10 +124,10 @@ class TorchLearner:
 
     # --- Learner --------------------------------------------------------------------------------------------------
     def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first of each sequence, at temperature 1, for proofs of sync.
+        """Return the log-probability of every token but the first of each sequence, at temperature 1, for proofs of sync.
 
-        In the precision of the weights unless a numeric is named: under quantised activations two right computations differ by
-        more than two versions of the weights do otherwise (docs/numerics.md).
+        It uses the precision of the weights unless a numeric is named: under quantised activations two correct computations
+        differ by more than two versions of the weights do otherwise (docs/numerics.md).
         """
         require_clean(self.model, "logprobs")
         self.numerics.serve(numeric)
@@ -136,7 +137,7 @@ class TorchLearner:
     def response_logprobs(
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
-        """Log-probability of each response token (0 where not trained), under the policy or the reference model."""
+        """Return the log-probability of each response token (0 where not trained), under the policy or the reference model."""
         require_clean(self.model, "response_logprobs")
 
         def repack(chosen: Sequence[int]) -> Packed:
@@ -150,14 +151,14 @@ class TorchLearner:
             return number_tokens(sequences, self._streams(sequences, prefix), score)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step on a batch, in as many micro-batches as the token budget needs.
+        """Make one optimizer step on a batch, in as many micro-batches as the token budget needs.
 
-        The gradient is that of Σ_i weight_i Σ_t loss_it, so that the split does not matter. Raises LearnerError after too
-        many steps in a row with a non-finite gradient; such a step leaves every weight as it was.
+        The gradient is that of Σ_i weight_i Σ_t loss_it, so the split has no effect on it. Raises LearnerError after too many
+        steps in a row with a non-finite gradient; such a step changes no weight.
         """
         require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
-        self.optimizer.forget()  # of an update that failed amid its micro-batches
+        self.optimizer.forget()  # left by an update that failed between its micro-batches
         if self._value is not None:
             self._value.forget()
         for packed in self._streams(batch.sequences, batch.prefix):
@@ -183,24 +184,24 @@ class TorchLearner:
         )
 
     def weights(self) -> WeightStream:
-        """The live weights. Raises EngineError while an engine's noise is on them."""
+        """Return the live weights. Raises EngineError while an engine's noise is on them."""
         require_clean(self.model, "the learner's weights")
         return named_weights(self.model)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def describe(self) -> LearnerFacts:
-        """Plain facts for the log and the manifest."""
+        """Return facts for the log and the manifest."""
         facts = facts_of(self.model)
         lines = (*describe(self._adapter, self.model).splitlines(), *self.notes)
         return LearnerFacts(str(self._device), lines, facts.base.fingerprint if facts else "")
 
     def fingerprint(self, *, frozen: bool = False) -> Fingerprints:
-        """Fingerprints of all weights, or of those that training must not change."""
+        """Return fingerprints of all weights, or of those that training must not change."""
         names = frozen_names(self.model) if frozen else None
         return fingerprint((n, w) for n, w in self.weights() if names is None or n in names)
 
     def save(self) -> LearnerState:
-        """What a checkpoint holds, as live tensors: read them before the next update."""
+        """Return the content of a checkpoint as live tensors: read them before the next update."""
         facts = facts_of(self.model)
         counters = {
             "version": self.version,
@@ -216,7 +217,7 @@ class TorchLearner:
         return LearnerState("adapter_model.safetensors", saved_tensors(self.model), texts, optimizer, counters)
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
-        """Continue where `counters` and the optimizer's tensors were saved. The weights are loaded beforehand."""
+        """Continue where `counters` and the optimizer's tensors were saved. The weights must be loaded before."""
         self.optimizer.restore(optimizer)
         self.version, self.optimizer_step = counters["version"], counters["optimizer_step"]
         self.skipped, self._skipped_in_a_row = counters["skipped"], counters["skipped_in_a_row"]
@@ -230,7 +231,7 @@ class TorchLearner:
         return pack(sequences, chosen, share_prompts=self._plan.share_prompts, device=self._device, prefix=prefix)
 
     def _train(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> int:
-        """Forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
+        """Run the forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
         optimizers = [self.optimizer] + ([self._value.optimizer] if self._value else [])
         for optimizer in optimizers:
             optimizer.collected.clear()
@@ -272,7 +273,7 @@ class TorchLearner:
             )
 
     def _as_reference(self) -> Any:
-        """The reference model as a context: the frozen copy, or the base without what was trained on top."""
+        """Return the reference model as a context: the frozen copy, or the base without its trained adapters."""
         if self._reference is not None:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
@@ -281,12 +282,12 @@ class TorchLearner:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The transformers model, without PEFT around it."""
+    """Return the transformers model, without PEFT around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def hidden_states(decoder: Any, packed: Packed) -> Tensor:
-    """Final hidden states of a transformers decoder, [R, H]: those that predict the tokens with loss."""
+    """Return final hidden states of a transformers decoder, [R, H]: those that predict the tokens with loss."""
     padding = -packed.tokens % STREAM_MULTIPLE
     ids_1T = nn.functional.pad(packed.ids_T, (0, padding))[None]
     positions_1T = nn.functional.pad(packed.positions_T, (0, padding))[None]
@@ -299,9 +300,9 @@ def hidden_states(decoder: Any, packed: Packed) -> Tensor:
 def _forward(
     model: nn.Module, packed: Packed, temperature: float, *, entropy: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and entropy of the tokens with loss, fp32 [R] each, and the hidden states [R, H] they come from.
+    """Return log-probability and entropy of the tokens with loss, fp32 [R] each, and their hidden states [R, H].
 
-    Without `entropy` that one has no element.
+    Without `entropy` the second is empty.
     """
     base = base_model(model)
     hidden_RH = hidden_states(base.get_decoder(), packed)
@@ -316,7 +317,9 @@ def _logprobs(model: nn.Module, packed: Packed, temperature: float) -> Tensor:
 def plain_logprobs(
     model: nn.Module, sequences: Sequence[TokenIds], tokens_per_microbatch: int
 ) -> list[tuple[float, ...]]:
-    """Log-probability of every token but the first of each sequence at temperature 1, by the forward pass of training."""
+    """Return the log-probability of every token but the first of each sequence at temperature 1, by the forward pass of
+    training.
+    """
     plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
     device = next(base_model(model).parameters()).device
     packed_streams = streams(plain, tokens_per_microbatch, share_prompts=False, device=device)

@@ -1,13 +1,13 @@
 """PEFT's LoRA layer with a fused forward and backward pass, plugged in through PEFT's own registry of custom layers.
 
-y = x Wᵀ + b + s · (x Aᵀ) Bᵀ. PEFT scales and adds in passes of their own over the whole output; here both ride on the matrix
-products (addmm), forward and backward, which on a CPU is a fifth of an update. Everything else is PEFT's: its files, its
-adapters on and off, merging. Under quantised numerics W and its x are the quantised ones; A and B see x as it came, in the
-weights' precision.
+y = x Wᵀ + b + s · (x Aᵀ) Bᵀ. PEFT scales and adds in separate passes over the whole output; here both are part of the matrix
+products (addmm), forward and backward, which saves a fifth of an update on a CPU. Everything else is PEFT's: its files,
+switching adapters on and off, merging. Under quantised numerics W and its x are the quantised ones; A and B see the unquantised
+x, in the weights' precision.
 
-The native engine lays an adapter's up matrix beside its weight (rollout/paged/fused.py). On a GPU a layer with more outputs than
-inputs then computes [x, s x Aᵀ] [W, B]ᵀ, forward, and both gradients that need the output's in one product, so that the long
-outputs are written and read once.
+The native engine stores an adapter's up matrix beside its weight (rollout/paged/fused.py). On a GPU a layer with more outputs
+than inputs then computes [x, s x Aᵀ] [W, B]ᵀ, forward, and both gradients that need the output's in one product, so that the
+long outputs are written and read once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LoraLinear(Linear):
 
 
 class _FusedLora(torch.autograd.Function):
-    """Of x and of what the base layer sees of it, whose gradients are x's too (straight-through).
+    """A function of x and of the base layer's version of x, whose gradients also go to x (straight-through).
 
     Legend: T tokens, I inputs, O outputs, R rank.
     """
@@ -82,7 +82,7 @@ class _FusedLora(torch.autograd.Function):
         ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, down_TR)
         ctx.scaling = scaling
         linear = torch.nn.functional.linear
-        if x_TI.is_cuda:  # a large product adds to what is there while it computes; a small one would wait for memory
+        if x_TI.is_cuda:  # a large product adds to the output while it computes; a small one would wait for memory
             return linear(down_TR * scaling, b_OR, bias_O).addmm_(used_TI, weight_OI.T)
         return linear(used_TI, weight_OI, bias_O).addmm_(down_TR, b_OR.T, alpha=scaling)
 
@@ -100,7 +100,9 @@ class _FusedLora(torch.autograd.Function):
 
 
 def beside(weight_OI: Tensor, b_OR: Tensor) -> Tensor | None:
-    """[W, …, B] as one tensor [O, Y], if the rows of both lie so in memory; what is between them is not this layer's."""
+    """Return [W, …, B] as one tensor [O, Y], if their rows are adjacent in memory; the columns between them are not this
+    layer's.
+    """
     offset = b_OR.data_ptr() - weight_OI.data_ptr()
     start = offset // weight_OI.element_size()
     columns, stride = start + b_OR.shape[1], weight_OI.stride(0)
@@ -115,9 +117,9 @@ def beside(weight_OI: Tensor, b_OR: Tensor) -> Tensor | None:
 
 
 class WideLora(torch.autograd.Function):
-    """As _FusedLora, of a weight with its up matrix beside it. The weight itself gets no gradient.
+    """A function like _FusedLora, for a weight with its up matrix beside it. The weight itself gets no gradient.
 
-    Legend: Y columns of the weight, of what lies between, and of the up matrix.
+    Legend: Y columns of the weight, of the part between, and of the up matrix.
     """
 
     @staticmethod
@@ -128,7 +130,7 @@ class WideLora(torch.autograd.Function):
         down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
         wide_TY = x_TI.new_empty(tokens, columns)
         wide_TY[:, :inputs] = x_TI
-        wide_TY[:, inputs : columns - rank] = 0  # whatever finite numbers stand there in the weights, they add nothing
+        wide_TY[:, inputs : columns - rank] = 0  # the weights there may be any finite numbers; they add nothing
         wide_TY[:, columns - rank :] = down_TR
         ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
         ctx.scaling = scaling

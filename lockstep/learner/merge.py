@@ -1,8 +1,8 @@
-"""A model with an adapter as the plain model that it computes: weights by the Hugging Face checkpoint's names.
+"""A model with an adapter as a plain model: merged weights by the Hugging Face checkpoint's names.
 
-LoRA and its relatives (rsLoRA, DoRA, PiSSA, OLoRA) are added up in fp32 and rounded once, by the same function that an engine
-without adapters is sent its weights by. Other methods are merged layer by layer by PEFT's own formula. The model stays as it
-is, and no copy of it is made.
+LoRA and its relatives (rsLoRA, DoRA, PiSSA, OLoRA) are added in fp32 and rounded once, by the same function that makes the
+weights for an engine without adapters. Other methods are merged layer by layer by PEFT's own formula. The model is not changed
+or copied.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.types import WeightStream
 
 
 def merged_weights(model: nn.Module) -> WeightStream:
-    """Names and tensors of the model with its active adapter merged in; tensors without an adapter are the live ones.
+    """Yield names and tensors of the model with its active adapter merged in; tensors without an adapter are the live ones.
 
-    A model without adapters yields its weights. Raises ModelError for weights that are not finite once merged.
+    A model without adapters yields its weights. Raises ModelError for weights that are not finite after merging.
     """
     layers = adapter_layers(model) if active_adapter(model) is not None else {}
     if all(hasattr(layer, "lora_A") for layer in layers.values()):
@@ -42,7 +42,7 @@ def merged_weights(model: nn.Module) -> WeightStream:
 
 
 def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
-    """The stream with layers that are kept in 4 bits as the weights that these stand for."""
+    """Yield the stream with the layers stored in 4 bits replaced by the weights that they stand for."""
     packed = {name for name, layer in layers.items() if isinstance(layer.get_base_layer(), Nf4Linear)}
     for name, tensor in named_weights(model):
         layer, _, part = name.rpartition(".")
@@ -53,7 +53,7 @@ def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
 
 
 def base_names(model: nn.Module) -> list[str]:
-    """The checkpoint's names of the weights without any adapter's, tied ones once."""
+    """Return the checkpoint's names of the weights without any adapter's, tied ones once."""
     of_adapters = tuple(
         name for _, layer in model.named_modules() for name in getattr(layer, "adapter_layer_names", ())
     )
@@ -65,7 +65,7 @@ def base_names(model: nn.Module) -> list[str]:
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """PEFT's layers by the checkpoint's names."""
+    """Return PEFT's layers by the checkpoint's names."""
     return {
         clean_name(name): module
         for name, module in model.named_modules()
@@ -83,7 +83,7 @@ def _merged_by_peft(layer: Any, part: str) -> Tensor:
 
 @contextmanager
 def _restored(layer: Any) -> Iterator[None]:
-    """Put the very tensors of a layer's base back: unmerging would subtract, and round."""
+    """Put the same tensors of a layer's base back afterwards: unmerging would subtract, and round."""
     base = layer.get_base_layer()
     kept = {name: parameter.data for name, parameter in base.named_parameters()}
     copies = {name: data.clone() for name, data in kept.items()}
@@ -98,5 +98,5 @@ def _restored(layer: Any) -> Iterator[None]:
 def _finite(stream: WeightStream) -> WeightStream:
     for name, tensor in stream:
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError("not finite once the adapter is merged", where=name, fix="take an earlier checkpoint")
+            raise ModelError("not finite after the adapter is merged", where=name, fix="take an earlier checkpoint")
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Two parts of a softmax become one, in one pass over the output (Triton).
+"""Merge two parts of a softmax in one pass over the output (Triton).
 
 Legend: Q queries, H heads, D head size.
 """
@@ -46,10 +46,12 @@ def _merge(
 
 
 def merge_by_kernel_(output_QHD: Tensor, lse_HQ: Tensor, more_QHD: Tensor, more_lse_HQ: Tensor) -> None:
-    """flash.merge_: rows of heads end to end, log-sum-exps with queries side by side; slices of larger tensors may be given."""
+    """Compute flash.merge_: rows of heads end to end, log-sum-exps with queries adjacent; slices of larger tensors are
+    allowed.
+    """
     queries, heads, size = output_QHD.shape
-    assert output_QHD.stride()[1:] == more_QHD.stride()[1:] == (size, 1), "heads must lie end to end"
-    assert lse_HQ.stride(1) == more_lse_HQ.stride(1) == 1, "queries must lie side by side"
+    assert output_QHD.stride()[1:] == more_QHD.stride()[1:] == (size, 1), "heads must be contiguous"
+    assert lse_HQ.stride(1) == more_lse_HQ.stride(1) == 1, "queries must be contiguous"
     _merge[(queries,)](
         output_QHD,
         lse_HQ,

@@ -1,5 +1,6 @@
-"""Memory that runs out: a micro-batch that does not fit is run in two halves with the same result, anything else is an error that
-says what to change."""
+"""Handling of exhausted memory: a micro-batch that does not fit is run in two halves with the same result; anything else is an
+error that says which setting to change.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Run = Callable[[Packed], None]
-"""Forward and backward pass of a micro-batch; it records what it did only when both are done."""
+"""Forward and backward pass of a micro-batch; it records its results only when both are done."""
 
 NO_ROOM = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
-"""What libraries say that ask the driver for memory themselves, when torch's allocator has left none."""
+"""Messages of libraries that ask the driver for memory themselves, when torch's allocator has left none."""
 
 
 def run_or_halve(
     packed: Packed, run: Run, repack: Callable[[Sequence[int]], Packed], collected: Callable[[], list[nn.Parameter]]
 ) -> int:
-    """Run a micro-batch; if the GPU's memory runs out, once more by halves of its tokens. Returns the splits, 0 or 1.
+    """Run a micro-batch; if the GPU's memory runs out, run it again by halves of its tokens. Returns the splits, 0 or 1.
 
-    A pass that broke off may have finished the gradients of some parameters: `collected` names those of the pass. They are left
-    out of the halves, so that each parameter's gradient counts every sequence once. Raises LearnerError if a half does not fit.
+    An aborted pass may have finished the gradients of some parameters: `collected` names them. They are left out of the halves,
+    so that each parameter's gradient counts every sequence once. Raises LearnerError if a half does not fit.
     """
     found = _attempt(run, packed)
     if not isinstance(found, _NoRoom):
@@ -47,21 +48,22 @@ def run_or_halve(
 def score_or_halve(
     packed: Packed, score: Callable[[Packed], Tensor], repack: Callable[[Sequence[int]], Packed]
 ) -> Tensor:
-    """What a pass without gradient gives for a micro-batch, [R]; if the GPU's memory runs out, by halves of its tokens.
+    """Return the result [R] of a pass without gradient for a micro-batch; if the GPU's memory runs out, by halves of its
+    tokens.
 
     Raises LearnerError if a half does not fit.
     """
     found = _attempt(score, packed)
     if not isinstance(found, _NoRoom):
         return found
-    log.warning("no memory to score %d tokens at once (%s): done in two halves", packed.tokens, found.reason)
+    log.warning("not enough memory to score %d tokens together (%s): done in two halves", packed.tokens, found.reason)
     halves = _halves(packed, found, repack, "scoring")
     return torch.cat([_fitting(score, repack(half), "scoring") for half in halves])
 
 
 @contextmanager
 def memory_for_step(where: str) -> Iterator[None]:
-    """An optimizer's step that finds no memory raises LearnerError. Some weights may then have been stepped and others not."""
+    """Raise LearnerError if an optimizer's step runs out of memory. Some weights may then have been stepped and others not."""
     try:
         yield
     except RuntimeError as error:
@@ -70,7 +72,7 @@ def memory_for_step(where: str) -> Iterator[None]:
         raise LearnerError(
             f"the GPU's memory ran out in the optimizer's step: {str(error).splitlines()[0]}",
             where=where,
-            fix="resume from the last checkpoint with less in memory: set optimizer.states=8bit, train an adapter, or free "
+            fix="resume from the last checkpoint with a lower memory use: set optimizer.states=8bit, train an adapter, or free "
             "memory of the GPU",
         ) from error
 
@@ -93,13 +95,15 @@ def _fitting(run: Callable[[Packed], T], packed: Packed, where: str) -> T:
 
 
 def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> int:
-    """Where to part the sequences so that the larger part has as few tokens as may be: their lengths may differ much."""
+    """Return where to split the sequences so that the larger part has as few tokens as possible: their lengths may
+    differ much.
+    """
 
     def tokens(place: int) -> tuple[int, int]:
         return repack(order[:place]).tokens, repack(order[place:]).tokens
 
     low, high = 1, len(order) - 1
-    while low < high:  # the first place with no more tokens behind it than before it
+    while low < high:  # the first place with no more tokens after it than before it
         middle = (low + high) // 2
         before, behind = tokens(middle)
         low, high = (low, middle) if before >= behind else (middle + 1, high)
@@ -108,7 +112,7 @@ def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _NoRoom:
-    """What the allocator said."""
+    """Record of the allocator's error."""
 
     reason: str
 
@@ -120,7 +124,7 @@ def _attempt(run: Callable[[Packed], T], packed: Packed) -> T | _NoRoom:
         if not _ran_out(error):
             raise
         found = _NoRoom(str(error).splitlines()[0])
-    # Only here, when the exception has gone, are the tensors of its traceback free.
+    # The tensors of the exception's traceback are free only after the exception is gone.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Optimizer steps on fp32 master weights, with clipping that refuses gradients that are not finite."""
+"""Optimizer steps on fp32 master weights, with clipping that refuses non-finite gradients."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from lockstep.learner.adamw8bit import scale_count
 from lockstep.learner.optimizers import Inner, build_inner, describe_inner
 
 NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
-"""Plain numbers that an optimizer of the user's own keeps are saved as tensors, under KEY~TYPE."""
+"""Types of plain numbers in the state of a user's optimizer, which are saved as tensors under KEY~TYPE."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     norm: float
     """Global gradient norm before clipping."""
     clipped: bool
     skipped: bool
-    """The gradient was not finite: nothing was changed."""
+    """True if the gradient was not finite and nothing was changed."""
 
 
 class MasterOptimizer:
     """An optimizer whose weights are fp32, whatever the parameters' dtype.
 
     A bf16 parameter has an fp32 master; gradients of all micro-batches are summed in fp32, and after a step the parameter is
-    the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters. What
-    makes the steps is the recipe's choice (learner.optimizers).
+    the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters. The
+    recipe chooses the optimizer that makes the steps (learner.optimizers).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Raises LearnerError for an optimizer of the user's own that cannot be used."""
+        """Build the optimizer. Raises LearnerError for a user's optimizer that cannot be used."""
         self._parameters = dict(parameters)
         self._max_grad_norm = settings.max_grad_norm
         wide = (torch.float32, torch.float64)
@@ -54,7 +54,7 @@ class MasterOptimizer:
         self._inner = build_inner(settings, self._masters)
         self._of = {name: inner for inner in self._inner for name in inner.names}
         self.note = describe_inner(self._inner, self._masters)
-        """For the log, where it is not plain AdamW."""
+        """Line for the log, unless it is plain AdamW."""
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
@@ -64,7 +64,7 @@ class MasterOptimizer:
                 master.grad = torch.zeros_like(master)
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
-        norm = float(torch.linalg.vector_norm(norms))  # the one wait for the device
+        norm = float(torch.linalg.vector_norm(norms))  # the only wait for the device
         limit = self._max_grad_norm
         if math.isfinite(norm):
             if norm > limit:
@@ -85,12 +85,13 @@ class MasterOptimizer:
             inner.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
-        self.collected.clear()  # what is left of the last pass: see _noter
+        self.collected.clear()  # remains of the last pass: see _noter
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state: `master.NAME` (where it is not the parameter itself), and what is kept of it likewise.
+        """Return the whole state: `master.NAME` (if it is not the parameter itself), and the optimizer's state under similar
+        names.
 
-        Raises CheckpointError if an optimizer of the user's own keeps something that is neither a tensor nor a number.
+        Raises CheckpointError if a user's optimizer stores something that is neither a tensor nor a number.
         """
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
@@ -105,7 +106,7 @@ class MasterOptimizer:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over `tensors()` of an earlier process, bit by bit.
 
-        Raises CheckpointError, before anything is changed, if it is not of these very parameters.
+        Raises CheckpointError, before anything is changed, if they belong to other parameters.
         """
         self._check(state)
         kept: dict[str, dict[str, Tensor]] = {name: {} for name in self._masters}
@@ -122,10 +123,12 @@ class MasterOptimizer:
                 inner.optimizer.state[master] = dict(_live(k, t, inner, master) for k, t in kept[name].items())
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
-        """The state of no step holds at most masters, any other holds everything, in the parameters' shapes."""
+        """Check names and shapes: the state before the first step holds at most masters, any other holds everything, in the
+        parameters' shapes.
+        """
         masters = {f"master.{name}" for name, master in self._masters.items() if master is not self._parameters[name]}
         kept = state.keys() - masters
-        if any(inner.keys is None for inner in self._inner):  # of the user's own: at least of these parameters
+        if any(inner.keys is None for inner in self._inner):  # a user's optimizer must cover these parameters
             expected = masters | {label for label in kept if label.partition(".")[2] in self._masters}
         else:
             moments = {f"{key}.{name}" for name, inner in self._of.items() for key in inner.keys or ()}
@@ -139,7 +142,7 @@ class MasterOptimizer:
             )
 
     def _shape(self, label: str, state: Mapping[str, Tensor]) -> torch.Size:
-        """That a tensor of the state must have."""
+        """Return the shape that a tensor of the state must have."""
         key, name = label.split(".", 1)
         master = self._masters[name]
         if key == "master":
@@ -152,7 +155,7 @@ class MasterOptimizer:
 
 
 def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
-    """A piece of an optimizer's state under the name that it is saved by."""
+    """Return a piece of an optimizer's state with the name under which it is saved."""
     if isinstance(key, str) and not set(key) & set(".~"):
         if isinstance(value, Tensor):
             return key, value
@@ -166,7 +169,7 @@ def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
 
 
 def _live(label: str, saved: Tensor, inner: Inner, master: nn.Parameter) -> tuple[str, object]:
-    """The reverse of `_stored`. Counts of steps stay on the host unless the optimizer is fused (as torch's own do)."""
+    """Reverse `_stored`. Counts of steps stay on the host unless the optimizer is fused (as torch's own do)."""
     key, _, number = label.partition("~")
     if number:
         return key, saved.item()
@@ -176,8 +179,9 @@ def _live(label: str, saved: Tensor, inner: Inner, master: nn.Parameter) -> tupl
 
 
 def _noter(collected: list[nn.Parameter]) -> Callable[[Tensor], None]:
-    """Notes whose gradient is complete. It knows the list alone: through a hook that knew the optimizer, the parameter would
-    keep itself alive, and everything that the optimizer holds."""
+    """Return a hook that records the parameters whose gradient is complete. It holds only the list: a hook that held the
+    optimizer would make a reference cycle, and the parameter would keep itself and the optimizer alive.
+    """
 
     def note(parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -187,10 +191,11 @@ def _noter(collected: list[nn.Parameter]) -> Callable[[Tensor], None]:
 
 
 def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """Adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""
+    """Return a hook that adds a parameter's gradient to its master's in fp32 as soon as it is complete, and frees it."""
 
     def collect(parameter: Tensor) -> None:
-        # It leaves the parameter first: if memory runs out for the sum, nothing may stay that is counted again (learner.oom).
+        # The gradient is removed from the parameter first: if memory runs out for the sum, nothing may remain that would be
+        # counted again (learner.oom).
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if master.grad is None:

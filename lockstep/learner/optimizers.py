@@ -1,4 +1,4 @@
-"""The optimizers that act on fp32 masters: torch's AdamW and Muon, 8-bit AdamW, or a class of the user's own."""
+"""The optimizers that act on fp32 masters: torch's AdamW and Muon, 8-bit AdamW, or a user's class."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ADAMW_KEYS = {
     "fp32": ("step", "exp_avg", "exp_avg_sq"),
     "8bit": ("step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
 }
-"""What AdamW keeps of a weight, by its setting `states`."""
+"""State that AdamW keeps per weight, by its setting `states`."""
 MUON_KEYS = ("momentum_buffer",)
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
 """Parts of the names of matrices that are tables of tokens or positions, which Muon is not meant for."""
 PLACEHOLDER_RATE = 1e-3
-"""Until the first step sets the schedule's."""
+"""Learning rate until the first step sets the schedule's."""
 
 
 class Steps(Protocol):
-    """What MasterOptimizer needs of torch.optim.Optimizer."""
+    """The part of torch.optim.Optimizer that MasterOptimizer needs."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -47,16 +47,16 @@ class Inner:
 
     optimizer: Steps
     names: frozenset[str]
-    """Of its masters."""
+    """Names of its masters."""
     keys: tuple[str, ...] | None
-    """What it keeps of each; None is known after a step only."""
+    """Keys of its state per master; None is known only after a step."""
     rate: float = 1.0
     """Its learning rate as a multiple of the schedule's."""
     path: str = ""
     """The user's class, for messages."""
 
     def step(self, lr: float) -> None:
-        """Raises LearnerError for whatever a class of the user's own raises."""
+        """Make a step. Raises LearnerError for any error in a user's class."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * lr
         if not self.path:
@@ -71,7 +71,7 @@ class Inner:
 
 
 def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
-    """The optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
+    """Return the optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
     match settings:
         case AdamW():
             return (_adamw(settings, masters),)
@@ -84,12 +84,12 @@ def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tup
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon is meant for it: a matrix between hidden states, not a table of tokens, nor a single row."""
+    """Return whether Muon is meant for the parameter: a matrix between hidden states, not a table of tokens or a single row."""
     return parameter.dim() == 2 and min(parameter.shape) > 1 and not any(word in name for word in NOT_HIDDEN)
 
 
 def describe_inner(inner: Sequence[Inner], masters: Mapping[str, nn.Parameter]) -> str:
-    """Which optimizer has what, where there are several or one is the user's."""
+    """Return which optimizer has which parameters, if there are several or one is the user's."""
 
     def share(one: Inner) -> str:
         count = sum(masters[name].numel() for name in one.names)
@@ -101,7 +101,7 @@ def describe_inner(inner: Sequence[Inner], masters: Mapping[str, nn.Parameter]) 
 
 
 def _groups(masters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
+    """Return parameter groups in which matrices decay and vectors do not."""
     decayed = [m for m in masters.values() if m.dim() >= 2]
     others = [m for m in masters.values() if m.dim() < 2]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -118,7 +118,7 @@ def _adamw(settings: AdamW, masters: Mapping[str, nn.Parameter]) -> Inner:
 
 
 def _muon(settings: Muon, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
-    """Raises LearnerError if there is no matrix for Muon."""
+    """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon."""
     matrices = {name: m for name, m in masters.items() if is_hidden_matrix(name, m)}
     rest = {name: m for name, m in masters.items() if name not in matrices}
     if not matrices:
@@ -164,7 +164,9 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
 
 
 def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
-    """The settings as the class's signature types them: it is the one definition. Raises LearnerError with every mistake."""
+    """Return the settings with the types of the class's signature, which is their only definition. Raises LearnerError with
+    every mistake.
+    """
     parameters = inspect.signature(found).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = get_type_hints(found.__init__)  # type: ignore[misc]  # of a class, not of an instance

@@ -1,4 +1,4 @@
-"""From sequences to token streams: micro-batches by a token budget, without padding, a group's prompt once.
+"""Pack sequences into token streams: micro-batches by a token budget, without padding, a group's prompt once.
 
 Legend: T tokens of the stream, R response tokens with loss, N sequences.
 """
@@ -33,9 +33,9 @@ class Packed:
     """Stream positions whose hidden states predict the tokens with loss."""
     targets_R: Tensor
     sequence_R: Tensor
-    """Index into the micro-batch's sequences."""
+    """Index of each token's sequence in the micro-batch."""
     order: tuple[int, ...]
-    """The micro-batch's sequences, as indices into what was packed."""
+    """The micro-batch's sequences, as indices into the packed list."""
 
     @property
     def tokens(self) -> int:
@@ -47,7 +47,7 @@ def microbatches(
 ) -> list[list[int]]:
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
-    Sequences of one group stay together where they fit, so that their prompt is processed once.
+    Sequences of one group stay together if they fit, so that their prompt is processed once.
     """
     prefix = prefix if share_prompts else 0
     chunks: list[list[int]] = []
@@ -67,12 +67,12 @@ def microbatches(
 
 @dataclass(slots=True)
 class _Shared:
-    """A prompt and the sequences that continue it, as places in the micro-batch."""
+    """A prompt and the sequences that continue it, as positions in the micro-batch."""
 
     prompt: TokenIds
-    """Without the root."""
+    """Prompt without the root."""
     fed: list[int] = field(default_factory=list)
-    """Response tokens that each of them feeds to the model."""
+    """Number of response tokens that each of them feeds to the model."""
 
 
 def pack(
@@ -84,9 +84,10 @@ def pack(
     prefix: int = 0,
     prompts_first: bool | None = None,
 ) -> Packed:
-    """The stream of one micro-batch: `chosen` are indices into `sequences`, neighbours of one group share their prompt.
+    """Return the stream of one micro-batch: `chosen` are indices into `sequences`; adjacent ones of one group share their
+    prompt.
 
-    The first `prefix` tokens, which all of them have, are processed once. The order of the stream is PackedLayout's; None
+    The first `prefix` tokens, which all of them share, are processed once. The order of the stream is PackedLayout's; None
     chooses by device. Raises LearnerError if sequences of a group or of a prefix differ in it.
     """
     members = [sequences[index] for index in chosen]
@@ -128,7 +129,7 @@ def pack(
 
 
 class _Column:
-    """Arrays of whole numbers that become one."""
+    """Integer arrays that are concatenated into one."""
 
     def __init__(self) -> None:
         self._pieces: list[Ints] = [np.empty(0, np.int64)]
@@ -143,7 +144,7 @@ class _Column:
 def _shared(
     members: Sequence[TrainSequence], chosen: Sequence[int], root: TokenIds, share_prompts: bool
 ) -> list[_Shared]:
-    """Neighbours of one group together; each alone without sharing."""
+    """Put adjacent sequences of one group together; without sharing each is alone."""
     result: list[_Shared] = []
     group, prompt = None, root
     for index, sequence in zip(chosen, members, strict=True):
@@ -162,13 +163,15 @@ def _shared(
 def streams(
     sequences: Sequence[TrainSequence], budget: int, *, share_prompts: bool, device: torch.device, prefix: int = 0
 ) -> Iterator[Packed]:
-    """All sequences as packed micro-batches of at most `budget` tokens; `Packed.order` says which are in which."""
+    """Yield all sequences as packed micro-batches of at most `budget` tokens; `Packed.order` holds the sequences of each."""
     for chosen in microbatches(sequences, budget, share_prompts=share_prompts, prefix=prefix):
         yield pack(sequences, chosen, share_prompts=share_prompts, device=device, prefix=prefix)
 
 
 def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    """Per-token lists of a micro-batch's sequences, tokens without loss left out, as a tensor [R] like `like`."""
+    """Return per-token lists of a micro-batch's sequences, without the tokens that have no loss, as a tensor [R] like
+    `like`.
+    """
     kept: list[npt.NDArray[np.float64]] = [np.empty(0)]
     for row, sequence in zip(values, sequences, strict=True):
         if len(row) != len(sequence.trained):
@@ -182,9 +185,11 @@ def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[floa
 def number_tokens(
     sequences: Sequence[TrainSequence], packed_streams: Iterable[Packed], number: Callable[[Packed], Tensor]
 ) -> list[tuple[float, ...]]:
-    """One number per response token of each sequence (0 where not trained), from a function that gives [R] of a stream."""
+    """Return one number per response token of each sequence (0 where not trained), from a function that returns [R] for a
+    stream.
+    """
     result: list[tuple[float, ...]] = [()] * len(sequences)
-    queued = [(packed.order, number(packed)) for packed in packed_streams]  # a GPU is not waited for in between
+    queued = [(packed.order, number(packed)) for packed in packed_streams]  # avoids a wait for the GPU in between
     for order, values_R in queued:
         values, start = values_R.double().cpu().numpy(), 0
         for index in order:
@@ -196,11 +201,11 @@ def number_tokens(
 
 
 def _fed(sequence: TrainSequence) -> int:
-    """Response tokens that the model reads: the last one is only predicted."""
+    """Return the number of response tokens that the model reads: the last one is only predicted."""
     return max(0, len(sequence.ids) - 1)
 
 
 def as_sequence(ids: TokenIds, group: int) -> TrainSequence:
-    """A plain sequence to be scored: one prompt token, every other token with loss."""
+    """Return a plain sequence for scoring: one prompt token, every other token with loss."""
     rest = len(ids) - 1
     return TrainSequence(ids[:1], ids[1:], (True,) * rest, (0.0,) * rest, (0.0,) * rest, 0.0, group)

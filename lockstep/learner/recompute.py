@@ -1,8 +1,8 @@
-"""Less memory for activations: layers computed again in the backward pass, whole or only where that is cheap.
+"""Lower memory for activations: layers are computed again in the backward pass, completely or only where that is cheap.
 
-`selective` keeps what matrix products and attention gave and drops what norms and activation products made of it: the input of a
-product is kept for the product's weight gradient, but it takes one pass over memory to make again from what the norm or the
-activation keeps for itself.
+`selective` keeps the outputs of matrix products and attention and drops those of norms and activation products: such an output
+is the input of a product and needed for the product's weight gradient, but one pass over memory makes it again from the tensors
+that the norm or the activation keeps for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ATTRIBUTE = "lockstep_selective"
 
 
 def set_recompute(model: Any, mode: Recompute) -> None:
-    """Set a transformers model or decoder up, in place. Forward passes that are to be differentiated run in `recomputing(it)`."""
+    """Set up a transformers model or decoder, in place. Forward passes with gradients must run in `recomputing(it)`."""
     match mode:
         case "none":
             pass
@@ -35,24 +35,24 @@ def set_recompute(model: Any, mode: Recompute) -> None:
 
 
 def recomputing(model: nn.Module) -> AbstractContextManager[Any]:
-    """What a forward pass of the model runs in."""
+    """Return the context that a forward pass of the model runs in."""
     selective: Selective | None = getattr(model, _ATTRIBUTE, None)
     return selective if selective is not None and torch.is_grad_enabled() else nullcontext()
 
 
 def _recompute_layers(model: Any) -> None:
-    """Have each decoder layer compute its activations again in the backward pass."""
-    # The name of transformers before 5.23 is deprecated since.
+    """Make each decoder layer compute its activations again in the backward pass."""
+    # Transformers before 5.23 uses a name that is deprecated since.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for layer in model.modules():
-        # transformers recomputes in training mode alone. Only the layer's own flag is set: no dropout, which sits inside, wakes.
+        # transformers recomputes only in training mode. Only the layer's own flag is set, so dropout inside it stays off.
         if getattr(layer, "gradient_checkpointing", False):
             layer.training = True
 
 
 class Selective:
-    """As a context: what autograd keeps of the outputs of cheap parts is how to make them again."""
+    """A context in which autograd stores, instead of the outputs of cheap parts, how to make them again."""
 
     def __init__(self, model: nn.Module) -> None:
         """Replace the forward of the model's norms over whole hidden states and of its gated MLPs."""
@@ -78,7 +78,7 @@ class Selective:
         self._remember(None)
 
     def run(self, part: Callable[..., Tensor], inputs: tuple[Tensor, ...], lean: bool) -> Tensor:
-        """A cheap part, remembered until the next. `lean`: it keeps nothing for its backward pass but its inputs."""
+        """Run a cheap part and remember it until the next. `lean`: it keeps nothing for its backward pass except its inputs."""
         if self._hooks is None or not torch.is_grad_enabled():
             return part(*inputs)
         output = part(*inputs) if lean else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -92,7 +92,7 @@ class Selective:
 
     def _pack(self, tensor: Tensor) -> Any:
         latest = self._latest
-        # The remembered output is alive, so that nothing else can lie at its address.
+        # The remembered output is alive, so nothing else can have its address.
         if latest is not None and tensor.data_ptr() == latest.address and tensor.numel() == latest.count:
             return latest, tensor.shape, tensor.stride()
         return tensor
@@ -107,11 +107,11 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class _Again:
-    """An output that is made again when it is asked for, once for all who ask, and goes when the last of them has gone."""
+    """An output that is made again on request, once for all its readers, and freed after the last of them."""
 
     def __init__(self, output: Tensor, part: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self.output: Tensor | None = output
-        """Held as long as it is the latest."""
+        """The output, held while it is the latest one."""
         self.address, self.count = output.data_ptr(), output.numel()
         self._part, self._inputs = part, inputs
         self._value: Tensor | None = None
@@ -124,7 +124,7 @@ class _Again:
 
 
 class _Cheap:
-    """A part that goes through Selective. A class, so that a copy of the model copies it along."""
+    """A part that runs through Selective. It is a class so that a copy of the model copies it, too."""
 
     def __init__(self, selective: Selective, part: Callable[..., Tensor], lean: bool) -> None:
         self._selective, self._part, self._lean = selective, part, lean

@@ -1,4 +1,6 @@
-"""What the rounding of bf16 alone does to a model's log-probabilities: the least that two engines of other kernels differ by."""
+"""Effect of bf16 rounding alone on a model's log-probabilities: a lower bound on the difference between two engines with other
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ from lockstep.learner.learner import base_model, plain_logprobs
 from lockstep.types import TokenIds
 
 RELATIVE = 2.0**-9
-"""Half of bf16's last digit. SmolLM2-135M on random tokens: such noise moves its log-probabilities by 0.073 on average, and bf16
-is 0.065 away from fp32."""
+"""Half of bf16's last digit. SmolLM2-135M on random tokens: such noise moves its log-probabilities by 0.073 on average, and
+bf16 is 0.065 away from fp32.
+"""
 
 
 @contextmanager
 def shaken(model: nn.Module, size: float = RELATIVE, seed: int = 1, *, attention: bool = False) -> Iterator[None]:
-    """Relative noise, the same for a seed, on the output of each layer, or of each layer's attention alone."""
+    """Add relative noise, the same for a seed, to the output of each layer, or of each layer's attention alone, inside the
+    block.
+    """
     decoder: Any = base_model(model).get_decoder()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -41,7 +46,7 @@ def shaken(model: nn.Module, size: float = RELATIVE, seed: int = 1, *, attention
 
 
 def rounding_gap(model: nn.Module, sequences: Sequence[TokenIds], tokens_per_microbatch: int) -> float:
-    """Mean |Δ log-probability|, nats, between the model and itself with such noise."""
+    """Return mean |Δ log-probability|, nats, between the model with and without such noise."""
     plain = plain_logprobs(model, sequences, tokens_per_microbatch)
     with shaken(model):
         moved = plain_logprobs(model, sequences, tokens_per_microbatch)

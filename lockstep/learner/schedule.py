@@ -9,10 +9,10 @@ from lockstep.config.schema import Optimizer
 
 
 def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> float:
-    """The rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor.
+    """Return the rate of optimizer step `step` (0-based) of `total`: linear warm-up, then the schedule down to its floor.
 
-    wsd is warm-up, stable, decay (MiniCPM, arXiv 2404.06395): the peak until the last `decay_share` of all steps, then
-    linear to the floor. All schedules reach their floor where step `total` would be.
+    wsd is warm-up, stable, decay (MiniCPM, arXiv 2404.06395): the peak until the last `decay_share` of all steps, then linear
+    to the floor. All schedules would reach their floor at step `total`.
     """
     if step < settings.warmup_steps:
         return peak * (step + 1) / settings.warmup_steps

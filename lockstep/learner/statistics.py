@@ -1,4 +1,4 @@
-"""What an update reports: token-weighted means, maxima and percentiles over all its micro-batches."""
+"""Metrics of an update: token-weighted means, maxima and percentiles over all its micro-batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class UpdateStatistics:
         self._maxima: dict[str, list[Tensor]] = defaultdict(list)
         self._losses: list[Tensor] = []
         self._inputs: list[LossInput] = []
-        """Without gradient: what entropies and mismatch are measured on."""
+        """Inputs without gradient, for entropies and mismatch."""
         self._tokens, self._processed = 0, 0
 
     def add(self, inputs: LossInput, output: LossOutput, loss: Tensor | float, processed: int) -> None:
-        """One micro-batch: its loss (already weighted) and the tokens that its forward pass processed.
+        """Add one micro-batch: its loss (already weighted) and the number of tokens that its forward pass processed.
 
-        Nothing is kept before all is computed: where memory runs out in here, the micro-batch is done again by halves.
+        Nothing is stored before everything is computed: if memory runs out here, the micro-batch is run again by halves.
         """
         inputs = replace(inputs, logprobs_T=inputs.logprobs_T.detach(), entropy_T=inputs.entropy_T.detach())
         entropy = {"entropy/mean": inputs.entropy_T} if inputs.entropy_T.numel() else {}  # a supervised batch has none
@@ -44,7 +44,7 @@ class UpdateStatistics:
         self._processed += processed
 
     def metrics(self) -> Metrics:
-        """Names as in docs/metrics.md. Without any token there is nothing to report but the counts."""
+        """Return metrics as named in docs/metrics.md. Without any token there are only the counts."""
         counts = {
             "batch/tokens_trained": float(self._tokens),
             "batch/tokens_processed": float(self._processed),

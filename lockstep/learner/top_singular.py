@@ -1,8 +1,8 @@
-"""The largest singular values of many matrices at once, by Chebyshev-filtered subspace iteration (Zhou et al. 2006).
+"""The largest singular values of many matrices together, by Chebyshev-filtered subspace iteration (Zhou et al. 2006).
 
-A product with the Gram matrix of the smaller side costs next to nothing beside an SVD, so flat spectra (where plain randomised
-SVD is off by several percent) are met with more of them: a polynomial that is small up to the last Ritz value and large above
-it turns a random subspace into that of the largest values in a few rounds.
+A product with the Gram matrix of the smaller side is cheap compared with an SVD, so flat spectra (where plain randomised SVD is
+off by several percent) are handled by more products: a polynomial that is small up to the last Ritz value and large above it
+turns a random subspace into that of the largest values in a few rounds.
 
 Legend: N matrices, O rows, I columns, S the smaller of both, K columns of the subspace, R rank.
 """
@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 DEGREE = 6
-"""Of the polynomial."""
+"""Degree of the polynomial."""
 ROUNDS = 12
 SETTLED = 1e-3
-"""Largest relative change of a squared singular value in the last round."""
+"""Convergence limit: largest relative change of a squared singular value in the last round."""
 GRAM_BYTES = 2 * 2**30
-"""Gram matrices held at a time."""
+"""Bytes of Gram matrices held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopSingular:
-    """fp32: up_NOR · down_NRI is the best approximation of rank R; both carry the root of the singular values."""
+    """Low-rank factors, fp32: up_NOR · down_NRI is the best approximation of rank R; both carry the root of the singular
+    values.
+    """
 
     up_NOR: Tensor
     down_NRI: Tensor
@@ -35,7 +37,7 @@ class TopSingular:
 
 @torch.no_grad()
 def top_singular(weights: Sequence[Tensor], rank: int) -> TopSingular:
-    """Of matrices of one shape [O, I] with min(O, I) >= rank. The same input gives the same bits on the same machine."""
+    """Factor matrices of one shape [O, I] with min(O, I) >= rank. The same input gives the same bits on the same machine."""
     small = min(weights[0].shape)
     at_once = max(1, GRAM_BYTES // (4 * small * small))
     parts = [_some(weights[start : start + at_once], rank) for start in range(0, len(weights), at_once)]
@@ -46,7 +48,7 @@ def top_singular(weights: Sequence[Tensor], rank: int) -> TopSingular:
 
 @torch.no_grad()
 def exact_values(weight: Tensor, rank: int) -> Tensor:
-    """The largest singular values [R] by a full decomposition in fp64."""
+    """Return the largest singular values [R] by a full decomposition in fp64."""
     values_S: Tensor = torch.linalg.eigvalsh(_gram(weight.double()))
     return values_S.flip(-1)[:rank].clamp_min(0).sqrt()
 
@@ -69,14 +71,14 @@ def _some(weights: Sequence[Tensor], rank: int) -> TopSingular:
 
 
 def _gram(wide_NSL: Tensor) -> Tensor:
-    """W·Wᵀ of the smaller side."""
+    """Return W·Wᵀ of the smaller side."""
     if wide_NSL.shape[-2] > wide_NSL.shape[-1]:
         wide_NSL = wide_NSL.mT
     return wide_NSL @ wide_NSL.mT
 
 
 def _subspace(gram_NSS: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Eigenvectors [N, S, R] and roots of the eigenvalues [N, R], largest first."""
+    """Return eigenvectors [N, S, R] and roots of the eigenvalues [N, R], largest first."""
     size = gram_NSS.shape[-1]
     columns = _columns(size, rank)
     generator = torch.Generator().manual_seed(0)
@@ -92,12 +94,14 @@ def _subspace(gram_NSS: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _columns(size: int, rank: int) -> int:
-    """Of the subspace: more than the rank, so that the last value wanted is far from the first that is cut off."""
+    """Return the columns of the subspace: more than the rank, so that the last wanted value is far from the first one
+    cut off.
+    """
     return min(size, rank + max(16, rank))
 
 
 def _filtered(gram_NSS: Tensor, basis_NSK: Tensor, ritz_NK: Tensor) -> Tensor:
-    """A Chebyshev polynomial of G, times the basis: at most 1 on [0, last Ritz value], scaled to 1 at the largest."""
+    """Return a Chebyshev polynomial of G, times the basis: at most 1 on [0, last Ritz value], scaled to 1 at the largest."""
     half = (ritz_NK[:, -1] / 2).float().clamp_min(1e-30)[:, None, None]
     first = half / (ritz_NK[:, 0].float()[:, None, None] - half).clamp_min(half / 4)
     older, scale = basis_NSK, first
@@ -110,17 +114,17 @@ def _filtered(gram_NSS: Tensor, basis_NSK: Tensor, ritz_NK: Tensor) -> Tensor:
 
 
 def _ritz(gram_NSS: Tensor, block_NSK: Tensor) -> tuple[Tensor, Tensor]:
-    """The block's orthonormal Ritz vectors, fp32, and Ritz values, fp64, largest first."""
+    """Return the block's orthonormal Ritz vectors, fp32, and Ritz values, fp64, largest first."""
     basis_NSK = _orthonormal(block_NSK.double()).float()
     small_NKK = basis_NSK.double().mT @ torch.bmm(gram_NSS, basis_NSK).double()
-    # Small and batched: a CPU is faster at it, and gives the same on every GPU.
+    # Small and batched: a CPU is faster, and gives the same bits for every GPU.
     values_NK, vectors_NKK = torch.linalg.eigh(((small_NKK + small_NKK.mT) / 2).cpu())
     rotation_NKK = vectors_NKK.flip(-1).to(gram_NSS.device)
     return (basis_NSK.double() @ rotation_NKK).float(), values_NK.flip(-1).to(gram_NSS.device)
 
 
 def _orthonormal(block_NSK: Tensor) -> Tensor:
-    """By Cholesky, twice, which a GPU does for all matrices at once; by QR where columns are nearly dependent."""
+    """Orthonormalise by Cholesky, twice, which a GPU does for all matrices together; by QR if columns are nearly dependent."""
     for _ in range(2):
         block_NSK = block_NSK / block_NSK.norm(dim=-2, keepdim=True).clamp_min(1e-300)
         factor_NKK, failed_N = torch.linalg.cholesky_ex(block_NSK.mT @ block_NSK)

@@ -1,4 +1,4 @@
-"""A value head and how it is trained. Legend: R tokens with loss of a micro-batch, H hidden."""
+"""A value head and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lockstep.types import Metrics, TrainSequence
 
 
 class ValueHead(nn.Module):
-    """One number from a final hidden state: w·h + b, in fp32 (fp64 for a float64 model), whatever the model's precision.
+    """A linear head on final hidden states: w·h + b, in fp32 (fp64 for a float64 model), whatever the model's precision.
 
-    It starts at zero. Every first value is then 0, so that the first advantages are those of the rewards alone instead of a
-    random head's noise; and w = 0 sends no gradient below, so that a shared backbone is not pulled about by an untrained head.
-    w itself has a gradient from the first update on: the states differ, there is no symmetry to break.
+    It starts at zero. Every first value is then 0, so that the first advantages are those of the rewards alone, without a
+    random head's noise; and w = 0 sends no gradient below, so that an untrained head does not disturb a shared backbone. w
+    itself has a gradient from the first update on: the states differ, so there is no symmetry to break.
     """
 
     def __init__(self, hidden: int, like: Tensor) -> None:
-        """`like` is a parameter of the model: its device, and its precision if that is more than fp32."""
+        """Create the head. `like` is a parameter of the model: its device, and its precision if that is more than fp32."""
         super().__init__()
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.weight = nn.Parameter(torch.zeros(hidden, dtype=dtype, device=like.device))
         self.bias = nn.Parameter(torch.zeros((), dtype=dtype, device=like.device))
 
     def forward(self, hidden_RH: Tensor) -> Tensor:
-        """Values [R]."""
+        """Return values [R]."""
         return hidden_RH.to(self.weight.dtype) @ self.weight + self.bias
 
 
@@ -44,7 +44,7 @@ class ValueLoss:
     """A micro-batch's part of an update."""
 
     loss: Tensor
-    """To be added to what is differentiated."""
+    """Term to add to the differentiated loss."""
     columns_3R: Tensor
     """Value, return and undivided loss of each token."""
 
@@ -54,14 +54,14 @@ class ValueTraining:
 
     The loss of an update is coef · Σ_i weight_i Σ_t ½·max((V-R)², (clip(V, V_old ± value_clip) - R)²) with the sequences' own
     weights: aggregated as the policy's loss is, for PPO the mean over the update's trained tokens. The weights are decided
-    before any split, so the gradient does not depend on micro-batches, order or ranks; and where both losses meet in a shared
-    backbone, coef is their ratio per token under every aggregation.
+    before any split, so the gradient does not depend on micro-batches, order or ranks; and with a shared backbone, coef is the
+    ratio of both losses per token under every aggregation.
     """
 
     def __init__(
         self, head: ValueHead, trained: Mapping[str, nn.Parameter], settings: Critic, recipe: Recipe, *, coef: float
     ) -> None:
-        """`trained` are all parameters that `step` changes, the head's among them."""
+        """Set up training. `trained` are all parameters that `step` changes, including the head's."""
         self.head, self.trained = head, dict(trained)
         self.optimizer = MasterOptimizer(self.trained, recipe.optimizer)
         self.optimizer_step, self.skipped, self._skipped_in_a_row = 0, 0, 0
@@ -71,7 +71,7 @@ class ValueTraining:
         self._recorded: list[Tensor] = []
 
     def loss(self, hidden_RH: Tensor, sequences: Sequence[TrainSequence]) -> ValueLoss:
-        """A micro-batch's part of the update's loss. `sequences` in the order in which they were packed.
+        """Return a micro-batch's part of the update's loss. `sequences` in the order in which they were packed.
 
         Give it to `record` when its backward pass is done. Raises LearnerError if the sequences carry no values or returns.
         """
@@ -83,16 +83,16 @@ class ValueTraining:
         return ValueLoss(self._coef * (weight_R * loss_R).sum(), torch.stack([values_R, returns_R, loss_R]).detach())
 
     def forget(self) -> None:
-        """Drop what an update that failed left."""
+        """Drop the remains of a failed update."""
         self.optimizer.forget()
         self._recorded = []
 
     def record(self, part: ValueLoss) -> None:
-        """Count a micro-batch in what `step` reports."""
+        """Count a micro-batch in the metrics of `step`."""
         self._recorded.append(part.columns_3R)
 
     def step(self) -> Metrics:
-        """One optimizer step on the gradients since the last; a gradient that is not finite changes nothing and is counted.
+        """Make one optimizer step on the gradients since the last; a non-finite gradient changes nothing and is counted.
 
         Raises LearnerError after too many of those in a row.
         """
@@ -123,14 +123,16 @@ class ValueTraining:
         }
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
-        """Continue where `counters` and the optimizer's tensors were saved. Raises CheckpointError if they are of others."""
+        """Continue where `counters` and the optimizer's tensors were saved. Raises CheckpointError if they belong to other
+        parameters.
+        """
         self.optimizer.restore(optimizer)
         self.optimizer_step, self.skipped = counters["optimizer_step"], counters["skipped"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
 
 
 def _report(columns_3T: Tensor) -> Metrics:
-    """Means over the trained tokens of an update, of the values before its step."""
+    """Return means over the trained tokens of an update, of the values before its step."""
     values_T, returns_T, loss_T = columns_3T.double()
     error_T = returns_T - values_T
     # The larger of the two squares is the clipped one: the value has left its band on the far side of the return.
@@ -141,7 +143,7 @@ def _report(columns_3T: Tensor) -> Metrics:
         "critic/clip_share": float(stopped_T.double().mean()),
     }
     spread = float(returns_T.var(correction=0))
-    if spread > 0:  # returns that are all equal leave nothing to explain
+    if spread > 0:  # if all returns are equal, there is nothing to explain
         metrics["critic/explained_variance"] = 1 - float(error_T.var(correction=0)) / spread
     return metrics
 
@@ -151,6 +153,6 @@ def _attached(values: tuple[float, ...] | None) -> tuple[float, ...]:
         raise LearnerError(
             "the batch has no values or returns for the critic",
             where="algorithm.critic",
-            fix="attach the critic's values, and the returns that credit assignment made of them, to each TrainSequence",
+            fix="attach the critic's values, and the returns from credit assignment, to each TrainSequence",
         )
     return values

@@ -1,4 +1,4 @@
-"""From graded groups to a batch with an advantage for each token."""
+"""Build a batch from graded groups, and compute an advantage for each token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.types import Batch, FinishReason, Group, Rollout, TrainSequence
 
 
 def make_batch(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Batch:
-    """All samples of a step as one batch, group by group, without advantages yet.
+    """Return all samples of a step as one batch, group by group, without advantages yet.
 
-    Sequences without a trained token (unscored, or left out as truncated) carry no loss and count in no denominator. Weights are
-    0 until the batch is split into updates.
+    Sequences without a trained token (unscored, or left out as truncated) carry no loss and count in no denominator. Weights
+    are 0 until the batch is split into updates.
     """
     sequences = tuple(
         TrainSequence(
@@ -38,7 +38,7 @@ def make_batch(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Batch
 
 
 def common_prefix(groups: Sequence[Group]) -> int:
-    """How many leading prompt tokens all samples have in common, of those that their own prompts share with others.
+    """Return the number of leading prompt tokens that all samples share, among those that their own prompts share with others.
 
     Prompts of several tasks may begin with tools or system texts of their own.
     """
@@ -48,7 +48,7 @@ def common_prefix(groups: Sequence[Group]) -> int:
 
 
 def learnable(rollout: Rollout, recipe: Recipe) -> bool:
-    """Whether the reply may carry loss: it was scored, and was not cut off in a recipe that leaves such replies out."""
+    """Return whether the reply may carry loss: it was scored, and is not truncated in a recipe that leaves such replies out."""
     return rollout.grade.scored and not (recipe.algorithm.overlong.drop_truncated and truncated(rollout))
 
 
@@ -57,7 +57,7 @@ def truncated(rollout: Rollout) -> bool:
 
 
 def shaped_reward(rollout: Rollout, recipe: Recipe) -> float | None:
-    """The reward as credit assignment sees it: the grade's, less the penalty for a long reply. None is unscored."""
+    """Return the reward for credit assignment: the grade's, minus the penalty for a long reply. None is unscored."""
     if rollout.grade.reward is None:
         return None
     overlong, tokens = recipe.algorithm.overlong, len(rollout.ids)
@@ -74,19 +74,19 @@ def with_advantages(objective: Objective, recipe: Recipe, batch: Batch) -> Batch
     kl, sequences = recipe.algorithm.kl, list(batch.sequences)
     if kl.placement == "reward":
         sequences = [replace(s, penalties=kl_estimates(s, kl.estimator, batch.kl_coef)) for s in sequences]
-    if objective.needs_values:  # a reply without a trained token was not shown to the critic
+    if objective.needs_values:  # A reply without a trained token was not shown to the critic.
         sequences = [s if s.values else replace(s, values=(0.0,) * len(s.ids)) for s in sequences]
     return replace(batch, sequences=tuple(objective.credit(sequences)) if sequences else ())
 
 
 def advantage_rows(groups: Sequence[Group], batch: Batch) -> list[tuple[float, ...]]:
-    """One number per reply, group by group: the mean advantage of its trained tokens, 0 if it has none."""
+    """Return one number per reply, group by group: the mean advantage of its trained tokens, 0 if it has none."""
     means = iter([_mean_advantage(sequence) for sequence in batch.sequences])
     return [tuple(next(means) for _ in group.rollouts) for group in groups]
 
 
 def mean_kl(batch: Batch) -> float | None:
-    """Mean k1 per trained token of the policy that sampled to the reference; None if no sample was compared with it."""
+    """Return the mean k1 per trained token from the sampling policy to the reference; None if no sample was compared with it."""
     gaps = [
         old - ref
         for sequence in batch.sequences
@@ -98,12 +98,14 @@ def mean_kl(batch: Batch) -> float | None:
 
 
 def _sampled_by(sequence: TrainSequence) -> tuple[float, ...]:
-    """Log-probabilities of the policy that sampled: the learner's own if they were computed, else the engine's."""
+    """Return the log-probabilities of the sampling policy: the learner's own if they were computed, else the engine's."""
     return sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
 
 
 def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.0) -> tuple[float, ...]:
-    """Divergence from the reference per response token, times `coef`, 0 where not trained; empty if it was not compared."""
+    """Return the divergence from the reference per response token, times `coef`, 0 where not trained; empty if it was not
+    compared.
+    """
     if sequence.ref_logprobs is None:  # it carries no loss
         return ()
     return reward_penalties(

@@ -1,4 +1,4 @@
-"""Checks before, during and after a run: the same prompts when asked again, right scores, unchanged data and base."""
+"""Checks before, during and after a run: repeatable prompts, correct scores, unchanged data and base."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.tasks.base import BuiltTask
 from lockstep.types import Prompt
 
 STEPS = 8
-"""Steps whose prompts are asked for twice before a run, in another order the second time."""
+"""Number of steps whose prompts are asked for twice before a run, the second time in another order."""
 TESTED, TESTED_SLOW = 32, 4
-"""Prompts of a step on which grading is tested, for graders in this process and for those that work in others."""
+"""Prompts per step on which grading is tested: for graders in this process, and for those in worker processes."""
 
 
 def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
-    """Ask for the prompts of the first steps twice. Returns what a reader should know; counts questions that repeat.
+    """Ask for the prompts of the first steps twice. Returns lines for the reader; counts questions that repeat.
 
     Raises TaskError, naming the prompt, if a step's prompts depend on what was asked before, or if one id stands for two
     questions.
@@ -47,9 +47,9 @@ def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
 
 
 def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:
-    """Grade right, empty and wrong replies to some of a step's prompts; how many prompts were tried.
+    """Grade correct, empty and wrong replies to some of a step's prompts; returns how many prompts were tried.
 
-    Raises HealthStop, naming the prompt and the reply, if one does not get the score that it must get.
+    Raises HealthStop, naming the prompt and the reply, if one does not get its expected score.
     """
     tried = prompts[: TESTED_SLOW if task.workers else TESTED]
     for prompt in tried:
@@ -68,7 +68,7 @@ def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after
         return
     changed = next((b for b, a in zip(before, after, strict=False) if a != b), None)
     raise TaskError(
-        f"step {step} asks other prompts when it is asked again"
+        f"step {step} gives other prompts when it is asked again"
         + (f"; the first that differs is {changed.id}" if changed else ""),
         where=f"task {task.name}",
         fix="let batch(step, size) depend on its arguments alone: no random state, no position, no clock",
@@ -76,7 +76,7 @@ def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after
 
 
 def questions_hash(task: BuiltTask, recipe: Recipe) -> str:
-    """Hash of the prompts of steps 0, 1, the middle and the last; empty for SFT. Batches are functions of the step alone."""
+    """Hash the prompts of steps 0, 1, the middle and the last; empty for SFT. Batches are functions of the step alone."""
     if recipe.loop != "rl":
         return ""
     steps = sorted({0, 1, recipe.steps // 2, recipe.steps - 1})
@@ -84,7 +84,7 @@ def questions_hash(task: BuiltTask, recipe: Recipe) -> str:
 
 
 def require_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise DataError if the manifest of the earlier attempts names other data. `now`: what is about to be written into it."""
+    """Raise DataError if the manifest of the earlier attempts names other data. `now`: the entries to be written into it."""
     names = {
         "questions_hash": "the training prompts changed",
         "heldout_hash": "the held-out items changed",
@@ -98,19 +98,19 @@ def require_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None
             raise DataError(
                 f"{what} since the run started ({old} then, {new} now)",
                 where=str(name),
-                fix="put data, task code and their packages back as they were and resume, or begin another run from this one's "
+                fix="put data, task code and their packages back as they were and resume, or start a new run from this one's "
                 "weights (warm_start)",
             )
 
 
 def require_unchanged(before: Fingerprints, after: Fingerprints) -> str:
-    """Say that the frozen weights are what they were. Raises LearnerError naming the tensors that are not."""
+    """Return a line that says that the frozen weights are unchanged. Raises LearnerError naming those that changed."""
     names = before.tensors.keys() | after.tensors.keys()
     changed = sorted(name for name in names if before.tensors.get(name) != after.tensors.get(name))
     if changed:
         raise LearnerError(
             f"{len(changed)} frozen weights changed in this run, the first is {changed[0]}",
             where="weights that training leaves as they are",
-            fix="use no checkpoint of this run: they fit a base that no longer is; report what ran beside the training",
+            fix="use no checkpoint of this run: their base no longer exists; report which other programs ran during the training",
         )
     return f"base unchanged: {len(before.tensors)} frozen tensors, fingerprint {before.combined} at start and end"

@@ -15,7 +15,7 @@ Pass: TypeAlias = Callable[[list[TrainSequence]], list[TrainSequence]]
 
 
 def add_values_and_reference(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
-    """Attach what credit assignment reads: values of the critic, and for a KL penalty in the reward both its sides."""
+    """Attach the inputs of credit assignment: values of the critic, and both sides of a KL penalty in the reward."""
     objective, live = parts.objective, [any(sequence.trained) for sequence in batch.sequences]
     if objective.reference_before_credit:
         if objective.recomputes_old:
@@ -27,7 +27,7 @@ def add_values_and_reference(parts: Parts, recipe: Recipe, batch: Batch) -> Batc
 
 
 def add_old_logprobs(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
-    """Attach what the loss reads and credit assignment did not: old log-probabilities and the reference's."""
+    """Attach the remaining inputs of the loss: old log-probabilities and the reference's."""
     objective, live = parts.objective, carries_gradient(parts.objective, recipe, batch)
     if objective.reference_before_credit:
         return batch
@@ -39,14 +39,15 @@ def add_old_logprobs(parts: Parts, recipe: Recipe, batch: Batch) -> Batch:
 
 
 def carries_gradient(objective: Objective, recipe: Recipe, batch: Batch) -> list[bool]:
-    """True for sequences that must go through the learner: not those without a trained token, nor, if the recipe leaves them
-    out, those whose gradient is known to be zero."""
+    """Return True for each sequence that must go through the learner. Left out are sequences without a trained token and, if
+    the recipe allows it, those whose gradient is known to be zero.
+    """
     drop = recipe.update.drop_zero_advantage and objective.zero_advantage_is_zero_gradient
     return [any(s.trained) and not (drop and not any(s.advantages)) for s in batch.sequences]
 
 
 def _with(batch: Batch, live: Sequence[bool], fill: Pass) -> Batch:
-    """The batch, its live sequences as `fill` returns them."""
+    """Return the batch with its live sequences replaced by the result of `fill`."""
     filled = iter(fill([s for s, alive in zip(batch.sequences, live, strict=True) if alive]))
     sequences = tuple(next(filled) if alive else s for s, alive in zip(batch.sequences, live, strict=True))
     return replace(batch, sequences=sequences)

@@ -1,4 +1,6 @@
-"""Noise around the rollouts of a step: on while the engine samples, proven to be gone before anything else reads the weights."""
+"""Noise around the rollouts of a step: on while the engine samples, proven to be removed before anything else reads the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from lockstep.types import ForwardReport, Metrics, NormNoise, RolloutEngine, Wei
 def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]:
     """Sample with the noise of `step` inside the block; yields the metrics of the noise.
 
-    Afterwards the engine computes as before, and the fingerprints of its norms are those that the learner's had. Raises SyncError
-    if they are not. If the body raises, noise is taken off as far as the engine still can.
+    Afterwards the engine computes as before, and the fingerprints of its norms equal the learner's. Raises SyncError if they do
+    not. If the body raises, noise is removed as far as the engine still can.
     """
     targets = parts.noise
     if targets is None:
@@ -42,7 +44,7 @@ def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]
 
 
 def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets: Targets) -> None:
-    """The engine's norms are the learner's again."""
+    """Check that the engine's norms equal the learner's again."""
     if isinstance(engine, Remote):
         tensors = engine.fingerprints().tensors
         found = {name: tensors[name] for name in targets.names if name in tensors}
@@ -51,7 +53,7 @@ def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets
     wrong = [name for name in targets.names if found.get(name) != clean.get(name)]
     if engine.forward.noise is not None or wrong:
         raise SyncError(
-            f"noise is left on {len(wrong)} of {len(targets.names)} norms" + (f", first {wrong[0]}" if wrong else ""),
+            f"noise remains on {len(wrong)} of {len(targets.names)} norms" + (f", first {wrong[0]}" if wrong else ""),
             where="noise",
             fix="use no score of this engine; resume from the last checkpoint and report the norms named",
         )

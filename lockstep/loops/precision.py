@@ -1,7 +1,7 @@
-"""The precision of each phase, and how learner and engine agree in it.
+"""The precision of each phase, and how closely learner and engine agree in it.
 
-Between rollouts and evaluations it computes in the precision of the weights, and so does the learner when a proof of sync asks
-it: the proof compares like with like, and can be sharp.
+Between rollouts and evaluations the engine computes in the precision of the weights, and so does the learner for a proof of
+sync: the proof compares like with like, so its tolerance can be tight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 PROBE = 4
-"""Prompts that learner and engine are compared on."""
+"""Number of prompts on which learner and engine are compared."""
 
 
 def numerics_lines(parts: Parts, recipe: Recipe) -> list[str]:
-    """Start lines: what each phase computes in and how many layers that quantises. None for a run that quantises nothing.
+    """Return start lines: the precision of each phase and the number of layers that it quantises. Empty for a run that
+    quantises nothing.
 
     Raises EngineError if a phase would quantise no layer.
     """
@@ -49,13 +50,14 @@ def numerics_lines(parts: Parts, recipe: Recipe) -> list[str]:
     if recipe.adapter.kind != "none":
         lines.append("numerics: adapters see the input as it is and compute in the precision of the weights")
     if "rollout" in phases and settings.of("rollout") != settings.of("train"):
-        lines.append("numerics: rollouts are off-policy, as they compute otherwise than training; see mismatch/*")
+        lines.append("numerics: rollouts are off-policy, as they use another precision than training; see mismatch/*")
     lines.append(f"numerics: proofs of sync compare learner and engine in {weights}")
     return lines
 
 
 def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
-    """How learner and engine agree in the rollouts' numerics, beside what these make of the model; nothing for plain ones.
+    """Return how far learner and engine differ in the rollouts' numerics, beside the effect of these numerics on the model;
+    nothing for plain ones.
 
     Called after a proof of sync. Raises EngineError if quantisation changes no log-probability of the engine.
     """
@@ -70,9 +72,9 @@ def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
     effect = _gap(plain, quantised)
     if not effect:
         raise EngineError(
-            f"the engine says that it computes in {numeric}, and gives the very log-probabilities that it gives without",
+            f"the engine reports that it computes in {numeric}, but its log-probabilities are unchanged",
             where="numerics.rollout",
-            fix="report this with the model's name: its linear layers are not where they are looked for",
+            fix="report this with the model's name: its linear layers were not found",
         )
     gap = _gap(parts.learner.logprobs(sequences, numeric), quantised)
     lines = [
@@ -80,7 +82,9 @@ def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
         f"from the model in {parts.policy.numerics} {effect:.3g}"
     ]
     if parse(numeric).activations:
-        lines.append("numerics: rounding to four bits makes steps of differences in the last bit; see docs/numerics.md")
+        lines.append(
+            "numerics: rounding to four bits turns last-bit differences into whole steps; see docs/numerics.md"
+        )
     if gap > effect / 2:
         lines.append(
             "numerics: warning: learner and engine are as far apart as from the unquantised model; watch mismatch/*"
@@ -89,7 +93,7 @@ def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
 
 
 def _gap(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """Mean |Δ log-probability|, nats."""
+    """Return mean |Δ log-probability|, nats."""
     gaps = [abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
     return math.fsum(gaps) / len(gaps)
 

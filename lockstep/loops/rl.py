@@ -18,9 +18,9 @@ from lockstep.types import Forward
 
 
 def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
-    """Train from `start` done steps to the recipe's number, or until eval.stop or a rule of health ends it.
+    """Train from `start` finished steps to the recipe's number, or until eval.stop or a health rule ends the run.
 
-    Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop when the run must stop.
+    Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop if the run must stop.
     """
     with Session(parts, recipe, logger, start) as session:
         for line in probe_lines(parts, recipe):

@@ -1,4 +1,4 @@
-"""From prompts to graded groups."""
+"""Sample and grade the groups of a step's prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.types import Group, Metrics, Prompt, Rollout, Sampling, Task
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
-    """How training samples are drawn."""
+    """Return the sampling settings of training."""
     r = recipe.rollout
     return Sampling(r.max_tokens, r.temperature, r.top_k, r.top_p, r.min_p, tuple(r.stop), r.ignore_eos)
 
@@ -28,9 +28,9 @@ def sampling_of(recipe: Recipe) -> Sampling:
 def sample_groups(
     parts: Parts, recipe: Recipe, prompts: Sequence[Prompt], step: int, clock: Clock
 ) -> tuple[list[Group], Metrics]:
-    """The prompts with their graded samples in order, and metrics of environments if there are any.
+    """Sample and grade the groups of `prompts`, in order. Returns also metrics of environments, if there are any.
 
-    A sample is a function of (run, step, prompt, sample), and in an episode of the turn and of what was said before it.
+    A sample is a function of (run, step, prompt, sample), and in an episode of the turn and the text before it.
     """
     grader = AsyncGrader(parts.task)
     seed = (recipe.seed, "rollout", step)
@@ -52,7 +52,7 @@ def sample_groups(
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """How the episodes of a step went; nothing if all its prompts were questions with one reply."""
+    """Return metrics of a step's episodes; nothing if all its prompts were questions with one reply."""
     episodes = [one for one in rollouts if one.turns]
     if not episodes:
         return {}
@@ -77,9 +77,10 @@ def check_prompts(chat: ChatFormat, prompts: Sequence[Prompt], max_tokens: int, 
 
 
 def check_pool(chat: ChatFormat, task: Task, max_tokens: int, context: int | None) -> None:
-    """`check_prompts` for every question of a data file, so that no run ends at step 900 for a row that was there at the start.
+    """Run `check_prompts` on every question of a data file, so that a bad row ends the run before it starts, not at step 900.
 
-    Rendered are one prompt of each sequence of roles, and those whose text makes them doubtful: the rest is like the first.
+    One prompt of each sequence of roles is rendered, and every prompt whose text makes it doubtful; the others are like the
+    first.
     """
     pool = _file_prompts(task)
     kinds = list({tuple(message["role"] for message in prompt.messages): prompt for prompt in reversed(pool)}.values())
@@ -96,7 +97,7 @@ def _file_prompts(task: Task) -> Sequence[Prompt]:
 
 
 def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
-    """A warning if too many replies could not be scored; raises HealthStop above the limit."""
+    """Return a warning if too many replies could not be scored; raises HealthStop above the limit."""
     failed = [r for group in groups for r in group.rollouts if not r.grade.scored]
     share = len(failed) / sum(len(group.rollouts) for group in groups)
     if share <= recipe.health.warn_unscored:

@@ -1,5 +1,6 @@
-"""Which groups a step trains on: the prompts of the step, or with dynamic sampling those with some right and some wrong
-answers (DAPO, arXiv 2503.14476, §3.2), for which further prompts are drawn in rounds."""
+"""Selection of the groups that a step trains on: the prompts of the step or, with dynamic sampling, those with some right and
+some wrong answers (DAPO, arXiv 2503.14476, §3.2), for which further prompts are drawn in rounds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from lockstep.tasks.mixed import Mixed
 from lockstep.types import Group, Metrics, Prompt, Task
 
 MARGIN = 1.5
-"""A further round draws so many times the prompts that the acceptance so far asks for: a short round costs a whole other one."""
+"""Factor on the number of prompts that a further round would need at the acceptance rate so far: one round too few costs a
+whole round.
+"""
 
 
 def draw_groups(
@@ -52,7 +55,7 @@ def draw_groups(
 
 
 def spread(groups: Sequence[Group], kept: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Rows of the kept groups as rows of all groups, with zeros for those that were left out."""
+    """Expand rows of the selected groups to rows of all groups, with zeros for the others."""
     row_of = dict(zip(kept, rows, strict=True))
     return [row_of.get(index, (0.0,) * len(group.rollouts)) for index, group in enumerate(groups)]
 
@@ -60,7 +63,7 @@ def spread(groups: Sequence[Group], kept: Sequence[int], rows: Sequence[tuple[fl
 def step_prompts(
     parts: Parts, recipe: Recipe, step: int, number: int, asked: Sequence[Group], accepted: int
 ) -> list[Prompt]:
-    """The prompts of round `number` of a step; with a curriculum they depend on what has been solved so far."""
+    """Return the prompts of round `number` of a step; with a curriculum they depend on what has been solved before."""
     task, progress = parts.task, parts.carried.progress
     if not isinstance(task, Mixed) or progress is None:
         return round_prompts(task, recipe, step, number, asked, accepted)
@@ -69,7 +72,7 @@ def step_prompts(
 
 
 def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:
-    """Update the curriculum of a mix; return its solve rates and new shares."""
+    """Update the curriculum of a mix; returns its solve rates and new task weights."""
     task, progress = parts.task, parts.carried.progress
     if not isinstance(task, Mixed) or progress is None:
         return {}
@@ -81,7 +84,7 @@ def take_in(parts: Parts, groups: Sequence[Group]) -> Metrics:
 def round_prompts(
     task: Task, recipe: Recipe, step: int, number: int, asked: Sequence[Group], accepted: int
 ) -> list[Prompt]:
-    """The prompts of round `number` of a step: so many as are likely to fill it, none that this step has asked before.
+    """Return the prompts of round `number` of a step: as many as are likely to fill it, none that this step has asked before.
 
     They begin the batch of index step · max_rounds + number, which no other round of any step has.
     """
@@ -96,8 +99,9 @@ def round_prompts(
 
 
 def mixed(group: Group) -> bool:
-    """Whether some replies are right and some wrong, by the unshaped accuracy: `correct` of the grade, which is 1 for a right
-    reply. Without such a metric, whether the rewards differ. Unscored replies are no evidence."""
+    """Return whether some replies are right and some wrong, by the unshaped accuracy: `correct` of the grade, which is 1 for a
+    right reply. Without this metric: whether the rewards differ. Unscored replies do not count.
+    """
     grades = [rollout.grade for rollout in group.rollouts if rollout.grade.scored]
     if all("correct" in grade.metrics for grade in grades):
         return len({grade.metrics["correct"] >= 1 for grade in grades}) > 1

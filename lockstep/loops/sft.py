@@ -10,10 +10,10 @@ from lockstep.run.session import Measure, Session
 
 
 def train(parts: Parts, recipe: Recipe, rows: SftRows, logger: RunLogger, start: int) -> None:
-    """Train from `start` done steps to the recipe's number, or until eval.stop or a rule of health ends it.
+    """Train from `start` finished steps to the recipe's number, or until eval.stop or a health rule ends the run.
 
-    The engine gets the weights only where they are scored or saved. Raises Interrupted, after saving, on SIGTERM or SIGINT;
-    SyncError, LearnerError or HealthStop when the run must stop.
+    The engine gets the weights only when they are scored or saved. Raises Interrupted, after saving, on SIGTERM or SIGINT;
+    SyncError, LearnerError or HealthStop if the run must stop.
     """
     size = settings_of(recipe).sequences_per_step
     steps = validation_steps(recipe) if rows.validation else ()

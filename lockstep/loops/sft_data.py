@@ -1,4 +1,4 @@
-"""From conversations, or another run's replies, to the sequences that SFT trains on."""
+"""Turn conversations, or another run's replies, into the sequences that SFT trains on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.types import Batch, Message, Metrics, Prompt, TokenIds, TrainSeque
 
 SHOWN = 5
 PREFIX_SHARE = 0.125
-"""A prefix that all rows have is processed once for all where it is at least this share of a mean row."""
+"""Smallest share of a mean row at which a prefix common to all rows is processed once for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class Sampled:
     ids: TokenIds
     trained: tuple[bool, ...]
     template_hash: str
-    """Of the chat format that the prompt was rendered with."""
+    """Hash of the chat format that the prompt was rendered with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A question with its reply, before it is made of tokens."""
+    """A question with its reply, before tokenisation."""
 
     id: str
     messages: tuple[Message, ...]
     sampled: Sampled | None = None
-    """Of another run's reply."""
+    """The sampled ids, if the reply is from another run."""
 
     @property
     def question(self) -> bytes:
@@ -52,7 +52,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Rows as they were read: known before a model is loaded."""
+    """Rows as read from the source, before a model is loaded."""
 
     train: tuple[Given, ...]
     validation: tuple[Given, ...]
@@ -63,12 +63,12 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class SftRows:
-    """Rows as the learner takes them. Weights are those of no batch yet."""
+    """Rows as the learner takes them. Weights are set when a batch is made."""
 
     train: tuple[TrainSequence, ...]
     validation: tuple[TrainSequence, ...]
     prefix: int
-    """Leading tokens that all training rows have, to be processed once for each micro-batch."""
+    """Number of leading tokens that all training rows share, processed once per micro-batch."""
     dropped: int
     truncated: int
     notes: tuple[str, ...]
@@ -76,7 +76,7 @@ class SftRows:
 
 # --- reading --------------------------------------------------------------------------------------------------------
 def read_material(recipe: Recipe, sft: Sft) -> Material:
-    """All rows of the recipe, split by question. Raises DataError, or RunDirectoryError for a run without rollouts."""
+    """Return all rows of the recipe, split by question. Raises DataError, or RunDirectoryError for a run without rollouts."""
     if sft.data is not None:
         rows = open_rows(sft.data, where="sft.data")
         given = [Given(one.id, tuple(one.messages)) for one in rows.conversations()]
@@ -107,8 +107,9 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
 
 
 def with_steps(recipe: Recipe) -> Recipe:
-    """The recipe with the number of steps that its sft.epochs mean for its rows. Raises as `read_material` does, and ConfigError
-    if the schedule does not fit so many steps."""
+    """Return the recipe with the number of steps that its sft.epochs mean for its rows. Raises the errors of `read_material`,
+    and ConfigError if the schedule does not fit this number of steps.
+    """
     if recipe.sft is None or recipe.sft.epochs is None:
         return recipe
     count = len(read_material(recipe, recipe.sft).train)
@@ -119,7 +120,7 @@ def with_steps(recipe: Recipe) -> Recipe:
 
 
 def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
-    """Replies of a run that may be learnt from, the latest first, with what was left out. Raises RunDirectoryError, DataError."""
+    """Return the usable replies of a run, latest first, and lines about those left out. Raises RunDirectoryError, DataError."""
     run = RunDirectory.open(settings.run)
     stored = rollout_steps(run)
     steps = [step for step in stored if step >= settings.first_step]
@@ -146,7 +147,7 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         for number, row in enumerate(kept)
     ]
     if not given:
-        what = f"none of its {len(rows)} replies can be learnt from: they must be {settings.keep}, scored and finished"
+        what = f"none of its {len(rows)} replies can be trained on: they must be {settings.keep}, scored and finished"
         raise DataError(what, where=settings.run, fix="choose another run, or sft.rollouts.keep: all")
     which = "correct" if settings.keep == "right" else "scored"
     note = (
@@ -157,12 +158,14 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
 
 
 def _held_out(given: Sequence[Given], count: int) -> tuple[list[Given], list[Given], int]:
-    """The first `count` questions in the order of their hashes, one row each, and the rows of other questions."""
+    """Return the first `count` questions in the order of their hashes, one row each, then the rows of other questions, then
+    their overlap.
+    """
     first: dict[bytes, Given] = {}
     for one in given:
         first.setdefault(one.question, one)
     if count >= len(first):
-        what = f"{count} questions are to validate, but there are only {len(first)} different ones"
+        what = f"{count} questions are needed for validation, but there are only {len(first)} different ones"
         raise DataError(what, where="sft.validation_rows", fix="set it lower; 0 measures no validation loss")
     held = sorted(first)[:count]
     train, left = _apart(given, set(held))
@@ -175,7 +178,7 @@ def _apart(given: Sequence[Given], held: set[bytes]) -> tuple[list[Given], int]:
 
 
 def refuse_asked(material: Material, heldout: Iterable[Prompt]) -> None:
-    """Raise DataError if a training row has a question of the task's held-out set: its score would be of what was learnt."""
+    """Raise DataError if a training row has a question of the task's held-out set: the score would measure memorised answers."""
     asked = {question_digest(prompt.messages): prompt.id for prompt in heldout}
     both = [(one.id, asked[one.question]) for one in material.train if one.question in asked]
     if both:
@@ -189,7 +192,7 @@ def refuse_asked(material: Material, heldout: Iterable[Prompt]) -> None:
 
 # --- tokens ---------------------------------------------------------------------------------------------------------
 def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | None) -> SftRows:
-    """All rows as ids and masks. Raises DataError for rows that are too long or no chat; it names the first few."""
+    """Turn all rows into ids and masks. Raises DataError for rows that are too long or not a chat; it names the first few."""
     limit = sft.max_tokens
     if context is not None and context < limit:
         what = f"sft.max_tokens = {limit} is more than the model's context of {context}"
@@ -220,7 +223,9 @@ def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | Non
         )
     if maker.verbatim or maker.again:
         why = ": their run had another chat template, system text, examples or tokenizer" if maker.again else ""
-        notes.append(f"{maker.verbatim} replies have the ids that were sampled, {maker.again} were tokenised anew{why}")
+        notes.append(
+            f"{maker.verbatim} replies have the ids that were sampled, {maker.again} were tokenised again{why}"
+        )
     return SftRows(tuple(train), tuple(validation), prefix, maker.dropped, maker.truncated, tuple(notes))
 
 
@@ -248,14 +253,14 @@ class _Maker:
         return self._sequence(ids, trained)
 
     def _ids(self, given: Given) -> tuple[TokenIds, tuple[bool, ...]]:
-        """Ids up to the last token with loss: what a template writes after it trains nothing."""
+        """Return the ids up to the last token with loss; what a template writes after it is not trained."""
         sampled = given.sampled
         if sampled is not None and sampled.template_hash == self._chat.template_hash:
             self.verbatim += 1
             return sampled.prompt_ids + sampled.ids, (False,) * len(sampled.prompt_ids) + sampled.trained
         if sampled is not None:
             if not all(sampled.trained):
-                raise ChatError("an episode of several turns cannot be tokenised anew for another chat format")
+                raise ChatError("an episode of several turns cannot be tokenised again for another chat format")
             self.again += 1
         ids, trained = self._chat.trained_mask(given.messages, last_only=self._sft.train_on == "last")
         end = max((i + 1 for i, on in enumerate(trained) if on), default=0)
@@ -271,7 +276,7 @@ class _Maker:
             case "truncate" if any(trained[:limit]):
                 self.truncated += 1
                 return self._sequence(ids[:limit], trained[:limit])
-            case _:  # dropped, or nothing of its reply would be left
+            case _:  # dropped; or truncation would leave nothing of its reply
                 self.dropped += 1
                 return None
 
@@ -283,7 +288,7 @@ class _Maker:
 
 
 def preview(rows: SftRows, chat: ChatFormat) -> str:
-    """The first training row as text, special tokens shown, its stretches with loss between ⟦ and ⟧."""
+    """Return the first training row as text, special tokens shown, the parts with loss between ⟦ and ⟧."""
     one = rows.train[0]
     on = (False,) * len(one.prompt_ids) + one.trained
     parts, ids = [], one.prompt_ids + one.ids
@@ -297,12 +302,12 @@ def preview(rows: SftRows, chat: ChatFormat) -> str:
 
 
 def weighted(sequences: Sequence[TrainSequence], weights: Sequence[float]) -> tuple[TrainSequence, ...]:
-    """With each one's share in the loss of a batch."""
+    """Return the sequences, each with its share in the loss of a batch."""
     return tuple(replace(one, weight=weight) for one, weight in zip(sequences, weights, strict=True))
 
 
 def sft_batch(parts: Parts, recipe: Recipe, rows: SftRows, step: int) -> Batch:
-    """The rows of a step: a function of the recipe and the step alone. Each epoch has an order of its own."""
+    """Return the rows of a step: a function of the recipe and the step alone. Each epoch has its own order."""
     size = settings_of(recipe).sequences_per_step
     chosen = [rows.train[i] for i in batch_indices(step, size, len(rows.train), seed_for(recipe.seed, "sft"))]
     weights = parts.objective.weights([sum(one.trained) for one in chosen], [one.group for one in chosen])
@@ -310,7 +315,7 @@ def sft_batch(parts: Parts, recipe: Recipe, rows: SftRows, step: int) -> Batch:
 
 
 def validation_metrics(parts: Parts, rows: SftRows) -> Metrics:
-    """Mean loss of a trained token over the validation rows, under the present weights."""
+    """Return the mean loss per trained token over the validation rows, under the current weights."""
     logprobs = parts.learner.response_logprobs(rows.validation, 1.0)
     tokens = sum(sum(one.trained) for one in rows.validation)
     mean = sum(map(sum, logprobs)) / tokens
@@ -318,12 +323,12 @@ def validation_metrics(parts: Parts, rows: SftRows) -> Metrics:
 
 
 def validation_steps(recipe: Recipe) -> tuple[int, ...]:
-    """Trained steps after which the validation loss is measured, the base and the last step among them."""
+    """Return the steps after which the validation loss is measured, among them 0 (the base) and the last one."""
     every = settings_of(recipe).validate_every or recipe.eval.every
     return (0, *range(every, recipe.steps, every), recipe.steps)
 
 
 def settings_of(recipe: Recipe) -> Sft:
-    """The section that loop = sft must have, by the recipe's own validation."""
+    """Return the section that a recipe with loop = sft must have, by the recipe's own validation."""
     assert recipe.sft is not None
     return recipe.sft

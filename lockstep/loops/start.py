@@ -10,7 +10,7 @@ import torch
 
 from lockstep.build.build import build_parts, build_task_of
 from lockstep.build.disk import check_disk
-from lockstep.build.opponents import pinned_rivals
+from lockstep.build.opponents import pinned_opponents
 from lockstep.build.parts import Parts
 from lockstep.build.warm_start import Parent, pinned, read_weights
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
@@ -48,11 +48,13 @@ from lockstep.types import Prompt
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
-    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the directory then says why."""
+    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory then records the
+    reason.
+    """
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)
-    recipe = with_steps(pinned_rivals(pinned(recipe)))
+    recipe = with_steps(pinned_opponents(pinned(recipe)))
     facts = {**manifest_facts(), "recipe": recipe_hash(recipe)}
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
     with run:
@@ -63,7 +65,7 @@ def start_run(recipe: Recipe) -> RunDirectory:
 def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool = False) -> RunDirectory:
     """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
 
-    `health`: overrides of settings of health, which change no number of the run; they stay with it.
+    `health`: overrides of health settings, which change no number of the run; they are stored with it.
     """
     _own_recipe(RunDirectory.open(path), health)  # a mistake must not cost an attempt
     run = RunDirectory.resume(path, manifest_facts())
@@ -82,17 +84,17 @@ def _own_recipe(run: RunDirectory, health: Sequence[str]) -> Recipe:
 
 
 def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
-    """The checkpoint to go on from; None to begin. Raises CheckpointError for one that is damaged, or that somebody removed."""
-    # A damaged checkpoint is there, too: only what a killed save left (a hidden folder) is not.
+    """Return the checkpoint to continue from; None to begin. Raises CheckpointError for a damaged or removed checkpoint."""
+    # A damaged checkpoint is listed, too; only the remains of a killed save (a hidden folder) are not.
     there = [info for info in list_checkpoints(run.path) if info.complete or not info.path.name.startswith(".")]
     info = open_checkpoint(run.path, allow_fallback=allow_fallback) if there else None
     saved = [event.step for event in read_events(run) if event.kind == "checkpoint" and event.step is not None]
     if saved and saved[-1] > (info.step if info else 0) and not allow_fallback:
         begin = f"from step {info.step}" if info else "from the beginning"
         raise CheckpointError(
-            f"the checkpoint of step {saved[-1]}, the last that was saved, is not there",
+            f"the checkpoint of step {saved[-1]}, the last that was saved, is missing",
             where=str(run.checkpoints_path),
-            fix=f"put it back, or go on {begin} with --allow-fallback",
+            fix=f"put it back, or continue {begin} with --allow-fallback",
         )
     if info is not None:
         require_own_rows(run, info)
@@ -110,14 +112,12 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         began = run.manifest().get("cwd", "")
         if run.attempt > 1 and began != str(Path.cwd()):
             logger.say(
-                f"the run began in {began} and goes on in {Path.cwd()}: relative paths of its recipe are of the latter"
+                f"the run began in {began} and continues in {Path.cwd()}: relative paths of its recipe now refer to the latter"
             )
         for note in info.notes if info else ():
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
-            logger.warn(
-                f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are made again"
-            )
+            logger.warn(f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are repeated")
         material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
         parts = _build(recipe, logger, info)
         frozen = parts.learner.fingerprint(frozen=True)
@@ -134,7 +134,7 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         with suppress(StorageError):  # the error itself, if the disk is full
             logger.event("stopped", str(error), error=type(error).__name__)
             logger.say(f"stopped: {error}")
-        if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
+        if isinstance(error, HealthStop):  # nothing is broken: existing data is readable
             logger.say(f"report: {write_report(run.path)}")
         raise
     finally:
@@ -175,7 +175,7 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 
 
 def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
-    """What a reader must know to judge the run, on the console and in the manifest."""
+    """Report what a reader must know to judge the run, on the console and in the manifest."""
     policy, learner = parts.policy, parts.learner.describe()
     batch = batch_lines(recipe)
     lines = [
@@ -213,10 +213,10 @@ def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Pro
 
 
 def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
-    """Where the weights are from, on the console and in the manifest."""
+    """Report the origin of the weights, on the console and in the manifest."""
     logger.say(
-        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule begin anew "
-        f"(to go on with that run itself: lockstep train --resume {parent.run or 'RUN'})"
+        f"warm start from {parent.line}: every file verified, the weights proven; steps, optimizer and schedule start from zero "
+        f"(to continue that run itself: lockstep train --resume {parent.run or 'RUN'})"
     )
     if parts.objective.needs_reference and parent.trained != "none":
         logger.warn("the reference policy is the base without adapters, not the weights of the warm start")
@@ -225,7 +225,7 @@ def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
 
 
 def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, logger: RunLogger) -> SftRows:
-    """The rows as tokens, and what a reader must know of them, on the console and in the manifest."""
+    """Return the rows as tokens, and report on them on the console and in the manifest."""
     refuse_asked(material, _heldout(parts, recipe))
     rows = tokenised(material, parts.policy.chat, settings, parts.policy.context)
     lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]

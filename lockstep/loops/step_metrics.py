@@ -1,4 +1,4 @@
-"""Metrics of a step's samples. Names as in docs/metrics.md."""
+"""Metrics of a step's samples. Their names are listed in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.types import Batch, Group, Metrics, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
-    """What the replies of a step look like: of all that were drawn, whether they are trained on or not."""
+    """Return metrics of all replies of a step, whether they are trained on or not."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [sum(rollout.trained) for rollout in rollouts]  # what was sampled: observations are not the policy's
+    lengths = [sum(rollout.trained) for rollout in rollouts]  # sampled tokens only: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
         "reward/zero_std_groups": fmean(_all_equal(group, recipe) for group in groups),
@@ -30,7 +30,7 @@ def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
 
 
 def credit_metrics(groups: Sequence[Group], rows: Sequence[Sequence[float]], batch: Batch, recipe: Recipe) -> Metrics:
-    """What is trained on, and towards what. `rows` are the advantages of the groups' replies."""
+    """Return metrics of the trained samples and their targets. `rows` are the advantages of the groups' replies."""
     flat = [advantage for row in rows for advantage in row]
     metrics: Metrics = {"batch/prompts": float(len(groups))}
     if recipe.algorithm.kl.coef > 0:
@@ -51,7 +51,7 @@ def credit_metrics(groups: Sequence[Group], rows: Sequence[Sequence[float]], bat
 
 
 def grading_line(rows: Sequence[StepRecord]) -> str:
-    """What grading added to the steps of a run; "" if none was graded.
+    """Return the share of time that grading added to the steps of a run; "" if none was graded.
 
     Example: "grading added 0.3% to a step (median of 40, at most 0.9%)"
     """
@@ -62,7 +62,7 @@ def grading_line(rows: Sequence[StepRecord]) -> str:
 
 
 def _all_equal(group: Group, recipe: Recipe) -> bool:
-    """As the advantages see them: after the overlong penalty."""
+    """Return whether all rewards of a group are equal, as the advantages see them: after the overlong penalty."""
     return len({shaped_reward(rollout, recipe) for rollout in group.rollouts if rollout.grade.scored}) < 2
 
 
@@ -102,7 +102,7 @@ def _overlong_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
 
 
 def _penalty_metrics(batch: Batch, recipe: Recipe) -> Metrics:
-    """The divergence that was subtracted from the rewards; a penalty in the loss is reported by the update."""
+    """Return the divergence that was subtracted from the rewards; a penalty in the loss is reported by the update."""
     settings = recipe.algorithm.kl
     compared = [sequence for sequence in batch.sequences if sequence.ref_logprobs is not None]
     if settings.placement == "loss" or not compared:

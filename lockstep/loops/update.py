@@ -1,4 +1,4 @@
-"""From graded groups to new weights: advantages, then the optimizer updates of a step."""
+"""Turn graded groups into new weights: advantages, then the optimizer updates of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.seeds import seed_for
 from lockstep.types import Batch, Group, Metrics
 
 AT_FIRST = ("mismatch/", "critic/explained_variance")
-"""Facts about the policies before the first update of a step; those of later updates are about something else."""
+"""Prefixes of metrics that hold before the first update of a step; for later updates they would measure something else."""
 SUMMED = ("batch/", "critic/oom_splits")
 WORST = ("ratio/", "correction/weight_max", "grad/norm", "grad/clipped", "critic/grad_norm")
 
@@ -23,9 +23,9 @@ WORST = ("ratio/", "correction/weight_max", "grad/norm", "grad/clipped", "critic
 def improve(
     parts: Parts, recipe: Recipe, groups: Sequence[Group], step: int
 ) -> tuple[list[tuple[float, ...]], Metrics]:
-    """From graded groups to new weights. Returns an advantage per reply, group by group, and what happened.
+    """Update the weights from graded groups. Returns an advantage per reply, group by group, and the metrics.
 
-    Without a group the weights stay as they are, and the step is counted as empty.
+    Without a group the weights stay unchanged, and the step is counted as empty.
     """
     batch = make_batch(groups, recipe, parts.carried.kl_coef)
     batch = add_values_and_reference(parts, recipe, batch)
@@ -39,7 +39,7 @@ def improve(
 
 
 def carry_on(parts: Parts, recipe: Recipe, batch: Batch) -> Metrics:
-    """Set what the next step inherits besides weights; return the metrics that decide it."""
+    """Set the state that the next step inherits besides the weights; returns the metrics that decide it."""
     metrics: Metrics = {}
     if not batch.sequences:
         parts.carried.empty_steps += 1
@@ -53,7 +53,7 @@ def carry_on(parts: Parts, recipe: Recipe, batch: Batch) -> Metrics:
 
 
 def run_updates(parts: Parts, recipe: Recipe, whole: Batch, step: int) -> Metrics:
-    """All optimizer updates of a step, of the policy and of the critic. Without samples there is none."""
+    """Make all optimizer updates of a step, of the policy and of the critic. Without samples there is none."""
     epochs, skipped = recipe.update.epochs, parts.learner.skipped
     live = carries_gradient(parts.objective, recipe, whole)
     batches = [
@@ -73,7 +73,7 @@ def run_updates(parts: Parts, recipe: Recipe, whole: Batch, step: int) -> Metric
 
 
 def warms_up(recipe: Recipe, step: int) -> bool:
-    """Whether only the critic is trained in this step."""
+    """Return whether only the critic is trained in this step."""
     critic = recipe.algorithm.critic
     return critic is not None and step < critic.warmup_steps
 
@@ -88,7 +88,7 @@ def _update(parts: Parts, batch: Batch, *, policy: bool) -> Metrics:
 def make_batches(
     objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], epoch_step: int
 ) -> list[Batch]:
-    """The updates of one pass over the samples; those that are not `live` count in denominators alone.
+    """Split one pass over the samples into updates; samples that are not `live` count in denominators only.
 
     With several updates, samples are dealt by a permutation that is a function of (run, step and epoch).
     """
@@ -102,7 +102,7 @@ def make_batches(
 def _batch(objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], chosen: Sequence[int]) -> Batch:
     sequences = [whole.sequences[index] for index in chosen]
     weights_N = objective.weights([sum(s.trained) for s in sequences], [s.group for s in sequences])
-    in_loss = recipe.algorithm.kl.placement == "loss"  # in the reward, the penalty is in the advantages already
+    in_loss = recipe.algorithm.kl.placement == "loss"  # a penalty in the reward is already part of the advantages
     return Batch(
         tuple(
             replace(sequence, weight=weight)
@@ -116,7 +116,9 @@ def _batch(objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bo
 
 
 def merged(before: Metrics, after: Metrics) -> Metrics:
-    """The metrics of a step's updates so far: sums of counts, maxima of tails, what held at first; of the rest the last."""
+    """Merge the metrics of a step's updates: sums for counts, maxima for tails, the first value for facts before the update,
+    else the last value.
+    """
     result = dict(before)
     for name, value in after.items():
         if name not in before:

@@ -1,1 +1,1 @@
-"""Adaptive quantisation noise: how much at which step, on which norms, and putting it on and taking it off."""
+"""Adaptive quantisation noise: its schedule, the norms that get it, and applying and removing it."""

@@ -1,8 +1,8 @@
-"""Noise on the norms of a model in memory: clean copy + noise, in place, and the clean copy back to the bit.
+"""Noise on the norms of a model in memory: clean copy + noise, in place, and the clean copy restored to the bit.
 
-In place, because fused kernels and captured graphs read the weights where they lie. The memory may be the learner's own (the
-native engine, vLLM with shared weights): whoever trains, saves or proves asks `require_clean` first, and is refused while noise
-is on.
+It is in place because fused kernels and captured graphs read the weights at fixed addresses. The memory may be the learner's
+own (the native engine, vLLM with shared weights): code that trains, saves or proves calls `require_clean` first, and is refused
+while noise is on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from lockstep.seeds import seed_for
 from lockstep.types import NormNoise, WeightStream
 
 ZERO_CENTRED = ("Gemma", "Qwen3Next", "Qwen3_5", "NemotronLayerNorm1P", "MiniMaxM3")
-"""Beginnings of the names of norm classes that multiply by 1 + w. Noise is added to w, which is the same; ‖1 + w‖ is what it is
-compared with."""
+"""Prefixes of the names of norm classes that multiply by 1 + w. Noise is added to w, which has the same effect; its size is
+relative to ‖1 + w‖.
+"""
 NOT_CENTRED = ("Gemma3n", "Gemma4")
 
 _NOISY: set[tuple[str, int]] = set()
-"""Where the tensors lie, of this process, that hold noise now: device and address."""
+"""Device and address of the tensors of this process that hold noise now."""
 
 
 class Outcome(NamedTuple):
-    """What `NoisyNorms.set` did."""
+    """Result of `NoisyNorms.set`."""
 
     norms: int
-    """With noise."""
+    """Number of norms with noise."""
     share: float
-    """‖w' - w‖ / ‖w‖ over all of them: what is in the weights, after rounding to their dtype."""
+    """‖w' - w‖ / ‖w‖ over all of them, measured in the weights after rounding to their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,19 @@ class NoisyNorms:
     """The norms of one model, with or without noise."""
 
     def __init__(self, model: nn.Module, read: Callable[[nn.Module], WeightStream] = named_weights) -> None:
-        """`read` yields the model's live tensors under the checkpoint's names."""
+        """Take the model. `read` yields its live tensors under the checkpoint's names."""
         self._model, self._read = model, read
         self._held: dict[str, _Held] = {}
-        # Whoever forgets this object with noise on still gets clean weights, and no address stays marked.
+        # If this object is dropped with noise on, the weights are still cleaned and no address stays marked.
         weakref.finalize(self, _restore, self._held).atexit = False
         self.lost = 0.0
-        """Share of the numbers that rounding to the weights' dtype left as they were."""
+        """Share of the numbers that rounding to the weights' dtype left unchanged."""
 
     def set(self, noise: NormNoise | None) -> Outcome:
-        """Take earlier noise off, to the bit, and put `noise` on; None leaves the weights clean.
+        """Remove earlier noise, to the bit, and apply `noise`; None leaves the weights clean.
 
-        Raises EngineError, with clean weights, if a target is missing, is no vector of floats, or holds another's noise.
+        Raises EngineError, with clean weights, if a target is missing, is not a vector of floats, or holds another engine's
+        noise.
         """
         _restore(self._held)
         self.lost = 0.0
@@ -113,7 +115,7 @@ class NoisyNorms:
                     fix="choose norms in noise.targets",
                 )
             if _place(live) in _NOISY:
-                raise EngineError("another engine's noise is on this norm", where=name, fix="take it off first")
+                raise EngineError("another engine's noise is on this norm", where=name, fix="remove it first")
         return weights
 
 
@@ -126,13 +128,15 @@ def _restore(held: dict[str, _Held]) -> None:
 
 
 def noise_vector(seed: int, name: str, size: int) -> Tensor:
-    """Standard normal numbers, fp32 on the CPU, from (seed, name) alone: Philox (Salmon et al., SC 2011) under their hash."""
+    """Return standard normal numbers, fp32 on the CPU, from (seed, name) alone: Philox (Salmon et al., SC 2011) under their
+    hash.
+    """
     generator = np.random.Generator(np.random.Philox(key=seed_for(seed, "norm noise", name)))
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
 
 
 def is_noisy(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of these tensors holds noise now."""
+    """Return whether one of these tensors holds noise now."""
     return bool(_NOISY) and any(_place(tensor) in _NOISY for tensor in tensors)
 
 
@@ -140,7 +144,7 @@ def require_clean(model: nn.Module, what: str) -> None:
     """Raise EngineError if a weight of the model holds noise: `what` must see the weights as they were trained."""
     if is_noisy(model.parameters()):
         raise EngineError(
-            f"{what} was asked for while the engine's noise is on the norms",
+            f"{what} was requested while the engine's noise is on the norms",
             where="noise",
             fix="set the engine's noise to none first (engine.set_forward)",
         )
@@ -151,7 +155,7 @@ def _place(tensor: Tensor) -> tuple[str, int]:
 
 
 def _offsets(model: nn.Module) -> dict[int, float]:
-    """By the address of a norm's weight w: 1 where the norm multiplies by 1 + w."""
+    """Return 1 for the address of each norm weight w of a norm that multiplies by 1 + w."""
     return {
         weight.data_ptr(): 1.0
         for module in model.modules()
@@ -160,6 +164,6 @@ def _offsets(model: nn.Module) -> dict[int, float]:
 
 
 def zero_centred(norm: nn.Module) -> bool:
-    """Whether a norm's stored weight is what is added to 1."""
+    """Return whether a norm multiplies by 1 plus its stored weight."""
     kind = type(norm).__name__
     return "Norm" in kind and kind.startswith(ZERO_CENTRED) and not kind.startswith(NOT_CENTRED)

@@ -1,4 +1,4 @@
-"""What a run says about its noise before it starts. Loads no torch."""
+"""Start lines about the noise of a run. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from lockstep.noise.targets import Targets
 
 
 def noise_lines(recipe: Recipe, targets: Targets) -> list[str]:
-    """The schedule, the norms, and what the noise makes of the rollouts' log-probabilities. Needs a recipe with noise."""
+    """Return the schedule, the norms, and the effect of the noise on the rollouts' log-probabilities. Needs a recipe with
+    noise.
+    """
     noise = recipe.noise
     if noise is None:
         return []
@@ -18,10 +20,10 @@ def noise_lines(recipe: Recipe, targets: Targets) -> list[str]:
     return [
         f"noise (AQN) on {len(targets.names)} norms of the sampling model, such as {targets.names[0]}"
         + (f", {scaled} of them scaled" if scaled else ""),
-        f"noise: sigma {shown}, {steps:.3g} step{'' if steps == 1 else 's'} each; drawn anew for every version of the weights, "
+        f"noise: sigma {shown}, {steps:.3g} step{'' if steps == 1 else 's'} each; drawn again for every version of the weights, "
         "none in evaluation",
         *(f"noise: {note}" for note in targets.notes),
-        f"noise: rollout log-probabilities are of the noisy model, so mismatch/* is meant to be above 0; {_ratio(recipe)}",
+        f"noise: rollout log-probabilities are those of the noisy model, so mismatch/* is meant to be above 0; {_ratio(recipe)}",
     ]
 
 

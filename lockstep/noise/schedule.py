@@ -1,4 +1,4 @@
-"""How strong the noise is at which optimizer step: QeRL's schedule (arXiv 2510.11696). Loads no torch."""
+"""Strength of the noise at each optimizer step: QeRL's schedule (arXiv 2510.11696). Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from lockstep.config.schema import Noise, Recipe
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a step stands in the schedule. Example: Stage(1, 0.01)"""
+    """Stage of the schedule. Example: Stage(1, 0.01)"""
 
     index: int
-    """0 … stages - 1; 0 has no noise."""
+    """Index of the stage, 0 … stages - 1; stage 0 has no noise."""
     sigma: float
 
 
 def sigmas(noise: Noise) -> tuple[float, ...]:
-    """One standard deviation per stage: 0, then σ_start (σ_end / σ_start)^(i / (K - 2)) for i = 0 … K - 2.
+    """Return one standard deviation per stage: 0, then σ_start (σ_end / σ_start)^(i / (K - 2)) for i = 0 … K - 2.
 
-    That is `sigma_trend` of QeRL's code: K - 1 values, the first σ_start and the last σ_end.
+    This is `sigma_trend` of QeRL's code: K - 1 values, the first σ_start and the last σ_end.
     """
     ratio, last = noise.sigma_end / noise.sigma_start, noise.stages - 2
     return (0.0, *(noise.sigma_start * ratio ** (i / last) for i in range(last + 1)))
 
 
 def stage_at(noise: Noise, update: int, updates: int) -> Stage:
-    """The stage while optimizer step `update` of `updates` (counted from 0) is prepared: K equal intervals of the run."""
+    """Return the stage while optimizer step `update` of `updates` (counted from 0) is prepared: K equal intervals of the run."""
     index = min(update * noise.stages // updates, noise.stages - 1)
     return Stage(index, sigmas(noise)[index])
 
 
 def stage_of(recipe: Recipe, step: int) -> Stage:
-    """The stage of a training step's rollouts, from the number of the step alone: resuming changes nothing.
+    """Return the stage of a training step's rollouts, from the number of the step alone: resuming changes nothing.
 
-    A step's rollouts come before its first optimizer step; steps that warm the critic up have none and stay in stage 0.
-    Raises ValueError for a recipe without noise.
+    A step's rollouts come before its first optimizer step. Steps that only train the critic have no optimizer step of the
+    policy and stay in stage 0. Raises ValueError for a recipe without noise.
     """
     if recipe.noise is None:
         raise ValueError("the recipe has no noise")

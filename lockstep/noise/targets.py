@@ -1,10 +1,10 @@
-"""Which norms get noise, by the names of their weights in the checkpoint.
+"""Selection of the norms that get noise, by the names of their weights in the checkpoint.
 
-The noise stands for the rounding of quantised linear layers: on the weight of an RMSNorm it is noise on the input channels of the
-matrices behind it (q, k and v share one vector, gate and up another). `all` therefore means the norms of a layer whose output
-goes straight into such matrices: the one before attention and the one before the MLP. Not among them are norms whose output goes
-into the residual stream (Gemma's and OLMo's post-norms), norms of queries and keys (Qwen3, Gemma 3), the last norm (the head
-behind it is never quantised), and norms whose output also chooses experts: a router's input stays clean.
+The noise stands for the rounding of quantised linear layers: on the weight of an RMSNorm it is noise on the input channels of
+the matrices behind it (q, k and v share one vector, gate and up another). `all` therefore means the norms of a layer whose
+output goes straight into such matrices: the one before attention and the one before the MLP. It leaves out norms whose output
+goes into the residual stream (Gemma's and OLMo's post-norms), norms of queries and keys (Qwen3, Gemma 3), the last norm (the
+head behind it is never quantised), and norms whose output also chooses experts: a router's input stays clean.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.models.weights import clean_name
 
 BEFORE_ATTENTION = "input_layernorm"
 BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
-"""In this order: where a layer has the first, the second is a post-norm (Gemma 2 and 3)."""
+"""Names of the norm before the MLP, in this order: if a layer has the first, the second is a post-norm (Gemma 2 and 3)."""
 ROUTERS = frozenset({"gate", "router"})
-"""Last parts of the names of what chooses experts; the gate of a plain MLP is called gate_proj."""
+"""Last parts of the names of modules that choose experts; the gate of a plain MLP is called gate_proj."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Targets:
     """The norms that get noise."""
 
     names: tuple[str, ...]
-    """Of their weights, as in `weights()`, sorted."""
+    """Names of the norms' weights, as in `weights()`, sorted."""
     scales: tuple[float, ...]
-    """A factor on sigma for each."""
+    """Factor on sigma for each norm."""
     notes: tuple[str, ...] = ()
-    """What a user should know about the choice."""
+    """Remarks about the choice for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ def find_targets(model: nn.Module, noise: Noise) -> Targets:
 
 
 def norm_names(model: nn.Module) -> tuple[str, ...]:
-    """The weights of all normalisation layers, sorted: modules whose class is called …Norm… and that have a vector `weight`."""
+    """Return the weights of all normalisation layers, sorted: modules whose class is called …Norm… and that have a vector
+    `weight`.
+    """
     found = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -80,7 +82,7 @@ def norm_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _feeding(model: nn.Module) -> Iterator[_Norm]:
-    """The norms of each layer that feed linear layers."""
+    """Yield the norms of each layer that feed linear layers."""
     norms = set(norm_names(model))
     for name, module in model.named_modules():
         children: Mapping[str, Any] = dict(module.named_children())
@@ -89,7 +91,7 @@ def _feeding(model: nn.Module) -> Iterator[_Norm]:
             continue
         routes = _routes(module)
         if (own := clean_name(f"{name}.{BEFORE_ATTENTION}.weight")) in norms:
-            # Without a second norm attention and MLP read the first one's output side by side (Phi, Cohere).
+            # Without a second norm, attention and MLP both read the first one's output (Phi, Cohere).
             yield _Norm(own, before_mlp=False, routes=routes and second is None)
         if second is not None and (own := clean_name(f"{name}.{second}.weight")) in norms:
             yield _Norm(own, before_mlp=True, routes=routes)
@@ -123,7 +125,7 @@ def _by_patterns(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _scales(names: Sequence[str], layer_scale: Mapping[str, float]) -> list[float]:
-    """A whole name wins over patterns; of these one may fit a name."""
+    """Return the scale of each norm. A whole name wins over patterns; at most one pattern may fit a name."""
     for pattern in layer_scale:
         if not any(_fits(pattern, name) for name in names):
             raise _fits_nothing("noise.layer_scale", pattern, names)

@@ -1,1 +1,1 @@
-"""Block formats of four bits, fake-quantised linear layers, and the precision that a phase of a run computes in."""
+"""Four-bit block formats, fake-quantised linear layers, and the precision of each phase of a run."""

@@ -1,9 +1,9 @@
-"""Which linear layers of a model are quantised, and in which numeric they compute now.
+"""The linear layers of a model that are quantised, and the numeric in which they compute now.
 
 The learner and the native engine run the same modules, so the numeric is a switch of the model and not of a layer: the learner
-settles the one that holds unless somebody says otherwise, an engine says otherwise around each of its passes. Weights are never
-touched: a layer multiplies by a quantised copy, which carries the address and the count of writes (torch's `_version`) of what
-it was made from and is made again when these are others. `verify` makes every copy again and compares the bits.
+sets the default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a
+quantised copy. The copy records the address and the write count (torch's `_version`) of its source and is made again when these
+change. `verify` makes every copy again and compares the bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def numerics_of(model: nn.Module, scale: Scale = "floor", exclude: Sequence[str] = ()) -> ModelNumerics:
-    """The one object of a transformers model, with or without PEFT around it; made now, with these settings, if there is none."""
+    """Return the one object of a transformers model, with or without PEFT around it; it is created with these settings if
+    missing.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     there: ModelNumerics | None = base.__dict__.get(_ATTRIBUTE)
     if there is None:
@@ -38,7 +40,7 @@ def numerics_of(model: nn.Module, scale: Scale = "floor", exclude: Sequence[str]
 
 
 def settle(model: nn.Module, settings: Numerics, phase: Phase = "train") -> ModelNumerics:
-    """Have a model compute as a recipe says for a phase. Raises as ModelNumerics and its `settle` do."""
+    """Make a model compute as a recipe says for a phase. Raises the errors of ModelNumerics and of its `settle`."""
     numerics = numerics_of(model, settings.scale, settings.exclude)
     numerics.settle(settings.of(phase))
     return numerics
@@ -50,20 +52,20 @@ class _Copy:
 
     tensor: Tensor
     made_of: tuple[object, ...] = ()
-    """What the weight was when it was quantised: address, count of writes."""
+    """State of the weight when it was quantised: address, write count."""
 
 
 class ModelNumerics:
-    """The linear layers of a model's decoder and the numeric that they compute in."""
+    """The linear layers of a model's decoder and the numeric in which they compute."""
 
     def __init__(self, base: Any, scale: Scale = "floor", exclude: Sequence[str] = ()) -> None:
-        """`base` is a transformers model without PEFT around it. Nothing of it changes before a numeric quantises something.
+        """Take a transformers model without PEFT around it. Nothing of it changes before a numeric quantises something.
 
         Raises ModelError for an entry of `exclude` that names no linear layer.
         """
         self._scale: Scale = scale
         self.targets, self.excluded = _linear_layers(base, exclude)
-        """By the checkpoint's name of the layer: those that a numeric quantises, and the linear layers that none does."""
+        """Layers by their name in the checkpoint: those that a numeric quantises, and the linear layers that none does."""
         self._experts = _experts(base, exclude)
         self._settled = self._current = ""
         self._copies: dict[tuple[str, nn.Linear], _Copy] = {}
@@ -73,9 +75,9 @@ class ModelNumerics:
 
     # --- switch ---------------------------------------------------------------------------------------------------
     def settle(self, numeric: str) -> int:
-        """From now on compute in `numeric` (empty: as the weights are); returns the number of quantised layers.
+        """Compute in `numeric` from now on (empty: the precision of the weights); returns the number of quantised layers.
 
-        Raises LearnerError if a numeric would touch none, ModelError for a model whose layers it cannot quantise.
+        Raises LearnerError if a numeric would change none, ModelError for a model whose layers it cannot quantise.
         """
         count = self.prepare(numeric)
         if numeric and not count:
@@ -84,19 +86,19 @@ class ModelNumerics:
         return count
 
     def serve(self, numeric: str) -> int:
-        """Get ready for `computing(numeric)`; returns the number of quantised layers. Raises EngineError if that is 0."""
+        """Prepare for `computing(numeric)`; returns the number of quantised layers. Raises EngineError if that is 0."""
         count = self.prepare(numeric)
         if numeric and not count:
             raise EngineError(_nothing(numeric), where="numerics", fix=_FIX)
         return count
 
     def prepare(self, numeric: str) -> int:
-        """As `serve`, with 0 for the caller to judge."""
+        """Prepare for `computing(numeric)`, like `serve`, but return 0 instead of raising."""
         if self.quantiser(numeric) is None:
             return 0
         if self._experts:
             raise ModelError(
-                f"{numeric} quantises linear layers, and the model's experts are stacked tensors without such",
+                f"{numeric} quantises linear layers, but the model's experts are stacked tensors, not linear layers",
                 where=", ".join(self._experts[:2]),
                 fix="train it in the precision of its weights, or list these in numerics.exclude to leave the experts alone",
             )
@@ -109,7 +111,7 @@ class ModelNumerics:
 
     @contextmanager
     def computing(self, numeric: str) -> Iterator[None]:
-        """Within it the model computes in `numeric`, which was prepared."""
+        """Compute in `numeric`, which was prepared, inside the block."""
         before, self._current = self._current, numeric
         try:
             yield
@@ -118,24 +120,26 @@ class ModelNumerics:
 
     @property
     def current(self) -> str:
-        """The numeric that holds now; empty is the precision of the weights."""
+        """The present numeric; empty is the precision of the weights."""
         return self._current
 
     def quantiser(self, numeric: str) -> Quantiser | None:
-        """None for the precision of the weights. Raises ValueError for an unknown name."""
+        """Return the quantiser of a numeric; None for the precision of the weights. Raises ValueError for an unknown name."""
         quantiser = Quantiser(numeric, self._scale)
         return None if quantiser.spec.plain else quantiser
 
     # --- operands -------------------------------------------------------------------------------------------------
     def operands(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """DQ(Q(x)) and DQ(Q(W)) of a target in the numeric that holds; None where it computes as its weights are."""
+        """Return DQ(Q(x)) and DQ(Q(W)) of a target in the present numeric; None if it computes in the precision of its
+        weights.
+        """
         quantiser = self.quantiser(self._current)
         if quantiser is None:
             return None
         return self._activation(quantiser, x), self.weight(quantiser, layer)
 
     def weight(self, quantiser: Quantiser, layer: nn.Linear) -> Tensor:
-        """DQ(Q(W)) of a layer as its weight is now. Always the same memory, so that captured graphs may read it."""
+        """Return DQ(Q(W)) of a layer for its present weight. Always in the same memory, so that captured graphs may read it."""
         key = (quantiser.spec.weights or "", layer)
         copy = self._copies.get(key)
         made_of = _state(layer.weight)
@@ -147,7 +151,8 @@ class ModelNumerics:
         return copy.tensor
 
     def joined(self, quantiser: Quantiser, layers: Sequence[nn.Linear]) -> Tensor:
-        """The quantised weights of layers over one input in one tensor, each quantised by itself; their copies are parts of it.
+        """Return the quantised weights of layers with the same input in one tensor, each quantised by itself; their copies are
+        parts of it.
 
         Always the same tensor for the same layers.
         """
@@ -163,14 +168,14 @@ class ModelNumerics:
         return self._wholes[key]
 
     def refresh(self, numeric: str) -> None:
-        """Bring the copies of a numeric up to date, for readers that do not ask by `weight` (captured graphs)."""
+        """Update the copies of a numeric, for readers that do not call `weight` (captured graphs)."""
         quantiser = self.quantiser(numeric)
         if quantiser is not None:
             for layer in self.targets.values():
                 self.weight(quantiser, layer)
 
     def changed(self) -> None:
-        """Weights that are trained have been written. To be called after an optimizer step: torch's fused AdamW counts none."""
+        """Mark trained weights as written. Call it after an optimizer step: torch's fused AdamW does not count its writes."""
         for (_, layer), copy in self._copies.items():
             if layer.weight.requires_grad:
                 copy.made_of = ()
@@ -178,23 +183,23 @@ class ModelNumerics:
     def verify(self) -> int:
         """Quantise every weight again and compare it with its copy, bit by bit; returns the number of copies.
 
-        A write that torch did not count (through `.data`, or a kernel of one's own) shows here. Raises EngineError.
+        This finds a write that torch did not count (through `.data`, or a user's kernel). Raises EngineError.
         """
         names = {id(layer): name for name, layer in self.targets.items()}
         for (kind, layer), copy in self._copies.items():
             if copy.made_of != _state(layer.weight):
-                continue  # to be made again before it is read
+                continue  # makes it again before it is read
             again = Quantiser(f"{kind}-w4a16", self._scale).weight(layer.weight.detach())
             if not _same_bits(again, copy.tensor):
                 raise EngineError(
-                    "its quantised copy is not of the weight that is there: it was written past torch",
+                    "its quantised copy differs from the present weight: the weight was written past torch",
                     where=names[id(layer)],
                     fix="write weights in place under torch.no_grad(), never through .data",
                 )
         return len(self._copies)
 
     def _activation(self, quantiser: Quantiser, x: Tensor) -> Tensor:
-        """Layers that read one tensor one after the other (q, k and v; gate and up) share what is made of it."""
+        """Return the quantised activation. Layers that read the same tensor in turn (q, k and v; gate and up) share it."""
         if quantiser.spec.activations is None:
             return x
         last = self._last
@@ -205,7 +210,7 @@ class ModelNumerics:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelNumerics:
-        """For a copy of the model, in which layers stand for layers. Quantised copies stay behind."""
+        """Copy for a copy of the model, whose layers replace the layers. Quantised copies are not copied."""
         import copy
 
         twin = object.__new__(ModelNumerics)
@@ -219,7 +224,7 @@ class ModelNumerics:
 
 
 class _Forward:
-    """Stands in for a linear layer's forward. A class, so that a copy of the model copies it along."""
+    """Replacement of a linear layer's forward. It is a class so that a copy of the model copies it, too."""
 
     def __init__(self, numerics: ModelNumerics, layer: nn.Linear) -> None:
         self.numerics, self.layer = numerics, layer
@@ -234,7 +239,9 @@ class _Forward:
 
 
 def operands(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What a linear layer multiplies now instead of x and its weight; None if these themselves."""
+    """Return the quantised operands that a linear layer multiplies instead of x and its weight; None if it uses these
+    themselves.
+    """
     forward = layer.__dict__.get("forward")
     return forward.numerics.operands(forward.layer, x) if isinstance(forward, _Forward) else None
 
@@ -249,7 +256,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.Linear], tuple[str, ...]]:
-    """The decoder's linear layers but routers, adapters and what `exclude` names."""
+    """Return the decoder's linear layers except routers, adapters and those that `exclude` names."""
     inside = {id(module) for module in base.get_decoder().modules()}
     targets: dict[str, nn.Linear] = {}
     left: list[str] = []
@@ -276,13 +283,13 @@ def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.L
 
 
 def _experts(base: Any, exclude: Sequence[str]) -> tuple[str, ...]:
-    """Weights of experts that are stacked in one tensor, but those that are excluded."""
+    """Return the weights of experts that are stacked in one tensor, except the excluded ones."""
     stacked = [name for name, parameter in base.get_decoder().named_parameters() if parameter.dim() == 3]
     return tuple(n for n in stacked if "lora_" not in n and not any(_names(entry, n) for entry in exclude))
 
 
 def _names(entry: str, name: str) -> bool:
-    """Whether an entry of `exclude` is a layer's name, consecutive parts of it, or its last part."""
+    """Return whether an entry of `exclude` is a layer's name, consecutive parts of it, or its last part."""
     return f".{entry}." in f".{name}."
 
 

@@ -1,11 +1,11 @@
-"""MXFP4 and NVFP4: quantise to four bits and back, in plain torch. What every other implementation here must equal bit for bit.
+"""MXFP4 and NVFP4: quantise to four bits and back, in plain torch. Every other implementation here must equal it bit for bit.
 
 MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 numbers along the last dimension share a power of two X (E8M0, 2^-127 to
 2^127); each number is X times one of ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} (E2M1), nearest, ties to the even code. NVFP4: blocks of 16
 with a scale in E4M3, all of them times one fp32 scale of the tensor, amax / (6·448); see docs/numerics.md for both.
 
-A row whose length is not a multiple of the block is treated as if zeros followed: blocks never reach into the next row. What
-shares a scale with a NaN or an infinity becomes NaN: a number that went wrong is not made ordinary. Zeros stay zeros.
+A row whose length is not a multiple of the block is treated as if zeros followed: blocks never reach into the next row. All
+numbers that share a scale with a NaN or an infinity become NaN, so that the fault stays visible. Zeros stay zeros.
 
 Legend: K numbers of a block.
 """
@@ -35,23 +35,25 @@ from lockstep.numerics.spec import (
 )
 
 CHUNK = 2**15
-"""Numbers that a CPU quantises at once."""
+"""Numbers that a CPU quantises in one pass."""
 
 
 def quantise_weight(
     weight: Tensor, numeric: Numeric | str, *, scale: Scale = "floor", out: Tensor | None = None
 ) -> Tensor:
-    """DQ(Q(W)) as `numeric` has it, blocks along in_features; W itself if it leaves weights as they are.
+    """Return DQ(Q(W)) in `numeric`, blocks along in_features; W itself if the numeric leaves weights as they are.
 
-    Matrices that an engine keeps side by side (qkv, gate and up) are quantised one by one and then joined: an NVFP4 tensor
-    scale belongs to the matrix of the model. `out`, contiguous, takes the result.
+    Matrices that an engine stores together (qkv, gate and up) are quantised one by one and then joined: an NVFP4 tensor scale
+    belongs to the matrix of the model. `out`, contiguous, takes the result.
     """
     kind = parse(numeric).weights
     return weight if kind is None else fake_quantise(weight, kind, scale=scale, out=out)
 
 
 def quantise_activation(x: Tensor, numeric: Numeric | str, *, scale: Scale = "floor") -> Tensor:
-    """DQ(Q(x)) as `numeric` has it, every row (token) by itself, NVFP4's tensor scale included: no token sees its neighbours."""
+    """Return DQ(Q(x)) in `numeric`, every row (token) by itself, including NVFP4's tensor scale: a token does not depend on its
+    neighbours.
+    """
     kind = parse(numeric).activations
     return x if kind is None else fake_quantise(x, kind, scale=scale, per_row=True)
 
@@ -64,11 +66,12 @@ def fake_quantise(
     per_row: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x quantised and dequantised, in x's dtype and shape, blocks along the last dimension. The gradient is not followed.
+    """Return x quantised and dequantised, in x's dtype and shape, blocks along the last dimension. There is no gradient.
 
-    `numeric` is a format, or a numeric whose weights have one. `scale` is of MXFP4; `per_row` gives each row an NVFP4 tensor
-    scale of its own; `out`, contiguous, takes the result. Computed in fp32 (fp64 for fp64) and rounded to x's dtype once:
-    exact for MXFP4. On a GPU with Triton in one pass, equal to the bit. Raises ValueError for a numeric that quantises nothing.
+    `numeric` is a format, or a numeric whose weights have one. `scale` applies to MXFP4; `per_row` gives each row an NVFP4
+    tensor scale of its own; `out`, contiguous, takes the result. Computed in fp32 (fp64 for fp64) and rounded to x's dtype
+    once: exact for MXFP4. On a GPU with Triton in one pass, equal to the bit. Raises ValueError for a numeric that quantises
+    nothing.
     """
     kind = cast(Format, numeric) if numeric in BLOCK else parse(numeric).weights
     if kind is None:
@@ -103,7 +106,7 @@ def _kernels() -> ModuleType | None:
 
 
 def round_e2m1(y: Tensor) -> Tensor:
-    """The nearest of ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to the even code, saturating; sign of zero and NaN stay."""
+    """Return the nearest of ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to the even code, saturating; sign of zero and NaN are kept."""
     size = y.abs().clamp_(max=E2M1_MAX)
     # Neighbours are 0.5 apart below 2, 1 below 4, then 2. Added to 2^23 times their distance, a float has no room for less, and
     # is rounded to one of them; a tie goes to the even multiple, which is the even code.
@@ -116,11 +119,11 @@ def round_e2m1(y: Tensor) -> Tensor:
 
 
 _BITS = {torch.float32: (torch.int32, 0x3F800000, 23), torch.float64: (torch.int64, 0x3FF0000000000000, 52)}
-"""Of a float: the whole number of its size, the bits of 1.0, the bits of a fraction."""
+"""For each float type: the integer type of its size, the bits of 1.0, the number of fraction bits."""
 
 
 def round_e4m3(y: Tensor) -> Tensor:
-    """The nearest E4M3 number of a non-negative fp32 or fp64 tensor, ties to even, saturating at 448; subnormals count."""
+    """Return the nearest E4M3 number of a non-negative fp32 or fp64 tensor, ties to even, saturating at 448; subnormals count."""
     size = y.clamp(max=E4M3_MAX)
     _, exponent = torch.frexp(
         size
@@ -130,9 +133,10 @@ def round_e4m3(y: Tensor) -> Tensor:
 
 
 def block_exponents(amax: Tensor, scale: Scale) -> Tensor:
-    """log2 X of MXFP4 blocks whose largest magnitudes are `amax` (fp32 or fp64), int32; anything for 0, NaN and infinity.
+    """Return log2 X of MXFP4 blocks whose largest magnitudes are `amax` (fp32 or fp64), int32; any value for 0, NaN and
+    infinity.
 
-    From the bits of the number: a floating log2 is one off next to powers of two.
+    It uses the bits of the number: a floating log2 is off by one next to powers of two.
     """
     mantissa, exponent = torch.frexp(amax)  # amax = m · 2^e with 1/2 <= m < 1, subnormals too
     match scale:
@@ -148,7 +152,9 @@ def block_exponents(amax: Tensor, scale: Scale) -> Tensor:
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent exactly, for exponents of E8M0: of its bits, as 2^-127 is subnormal in fp32 and pow may flush it."""
+    """Return 2^exponent exactly, for exponents of E8M0, built from its bits: 2^-127 is subnormal in fp32 and pow may
+    flush it.
+    """
     if dtype == torch.float64:
         return ((exponent.long() + 1023) << 52).view(torch.float64)
     bits = (exponent.int() + 127) << 23
@@ -169,7 +175,7 @@ def _blockwise_mx(rows_RX: Tensor, scale: Scale) -> Tensor:
 
 
 def _blockwise_nv(rows_RX: Tensor, top: Tensor | None) -> Tensor:
-    """`top` is the largest magnitude of the tensor; None takes each row's own."""
+    """Quantise NVFP4 blocks. `top` is the largest magnitude of the tensor; None takes each row's own."""
     blocks_K = _blocks(rows_RX, BLOCK["nvfp4"])
     amax = blocks_K.abs().amax(-1, keepdim=True)
     top = amax.amax(-2, keepdim=True) if top is None else top.to(amax.dtype)
@@ -183,14 +189,14 @@ def _blockwise_nv(rows_RX: Tensor, top: Tensor | None) -> Tensor:
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    """[..., blocks, K] in fp32 or fp64, rows padded with zeros."""
+    """Return [..., blocks, K] in fp32 or fp64, rows padded with zeros."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     padded = torch.nn.functional.pad(wide, (0, -x.shape[-1] % size))
     return padded.reshape(*x.shape[:-1], -(-x.shape[-1] // size), size)
 
 
 def _spans(rows_RX: Tensor) -> Iterator[slice]:
-    """Rows that are computed at once: on a CPU so many that what is made of them stays in its cache."""
+    """Yield groups of rows to compute together: on a CPU small enough that their intermediate results stay in its cache."""
     each = len(rows_RX) if rows_RX.is_cuda else max(1, CHUNK // rows_RX.shape[1])
     for start in range(0, len(rows_RX), each):
         yield slice(start, start + each)

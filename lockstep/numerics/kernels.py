@@ -16,12 +16,12 @@ from torch import Tensor
 from lockstep.numerics.spec import BLOCK, E2M1_MAX, E4M3_MAX, Format, Scale, divided, top_exponent
 
 NUMBERS = 2048
-"""That a program takes at once."""
+"""Numbers per program."""
 _SCALES = {"floor": 0, "rceil": 1, "ceil": 2}
 
 
 def fake_quantise(x: Tensor, kind: Format, scale: Scale, per_row: bool, out: Tensor | None) -> Tensor:
-    """What formats.fake_quantise says, for fp32, bf16 and fp16. NVFP4 takes a pass before it, for the largest numbers."""
+    """Compute formats.fake_quantise for fp32, bf16 and fp16. NVFP4 takes a pass before it, for the largest numbers."""
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out
     size, width = BLOCK[kind], x.shape[-1]
@@ -50,7 +50,7 @@ def fake_quantise(x: Tensor, kind: Format, scale: Scale, per_row: bool, out: Ten
 
 @triton.jit
 def _place(rows, width, B: tl.constexpr, K: tl.constexpr):
-    """Row of each block, addresses of its numbers, and which of these exist: blocks end with their row."""
+    """Return the row of each block, the addresses of its numbers, and a mask of those that exist: blocks end with their row."""
     per_row = tl.cdiv(width, K)
     block = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     row = block // per_row
@@ -60,14 +60,14 @@ def _place(rows, width, B: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _power(exponent):
-    """2^exponent for -127 <= exponent <= 127, of its bits."""
+    """Return 2^exponent for -127 <= exponent <= 127, built from its bits."""
     bits = (exponent + 127) << 23
     return tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _e2m1(y, x):
-    """The nearest code's number to |y|, ties to even, with the sign of x."""
+    """Return the nearest code's number to |y|, ties to even, with the sign of x."""
     size = tl.abs(y)
     code = tl.where(size > 0.25, 0.5, 0.0) + tl.where(size >= 0.75, 0.5, 0.0)
     code += tl.where(size > 1.25, 0.5, 0.0) + tl.where(size >= 1.75, 0.5, 0.0)
@@ -81,7 +81,7 @@ def _mx_kernel(x_ptr, out_ptr, rows, width, SCALE: tl.constexpr, TOP: tl.constex
     _, place, mask = _place(rows, width, B, K)
     given = tl.load(x_ptr + place, mask=mask, other=0.0)
     x = given.to(tl.float32)
-    # Of floats without their sign the order is that of their bits; NaN and infinity are the largest.
+    # Floats without their sign have the order of their bits; NaN and infinity are the largest.
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     mantissa = amax & 0x7FFFFF
     exponent = (amax >> 23) - 129
@@ -111,7 +111,7 @@ def _nv_kernel(
     ratio = tl.div_rn(tl.div_rn(amax, 6.0), tl.where(outer == 0.0, 1.0, outer))
     ratio = tl.minimum(ratio, 448.0)
     step = tl.maximum((ratio.to(tl.int32, bitcast=True) >> 23) - 127, -6) - 3
-    # Between 2^23 and 2^24 floats are the whole numbers: adding and taking away rounds, ties to even.
+    # Between 2^23 and 2^24 floats are the whole numbers: adding and subtracting rounds, ties to even.
     inner = ((ratio * _power(-step) + 8388608.0) - 8388608.0) * _power(step)
     scale = inner * outer
     code = _e2m1(tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, None]), x)

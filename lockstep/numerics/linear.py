@@ -27,11 +27,11 @@ class Quantiser:
         return parse(self.numeric)
 
     def weight(self, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
-        """DQ(Q(W)), written to `out` if given."""
+        """Return DQ(Q(W)), written to `out` if given."""
         return quantise_weight(weight_OI, self.numeric, scale=self.scale, out=out)
 
     def activation(self, x: Tensor) -> Tensor:
-        """DQ(Q(x)), row by row."""
+        """Return DQ(Q(x)), row by row."""
         return quantise_activation(x, self.numeric, scale=self.scale)
 
 
@@ -44,9 +44,9 @@ def quantised_linear(
     used_x: Tensor | None = None,
     used_weight: Tensor | None = None,
 ) -> Tensor:
-    """DQ(Q(x)) · DQ(Q(W))ᵀ + b, [..., I] to [..., O].
+    """Return DQ(Q(x)) · DQ(Q(W))ᵀ + b, [..., I] to [..., O].
 
-    Gradients are straight-through: those of the product of the quantised operands, handed to x and W unchanged; the bias sees
+    Gradients are straight-through: those of the product of the quantised operands, passed to x and W unchanged; the bias sees
     no quantisation. `used_x` and `used_weight` are DQ(Q(x)) and DQ(Q(W)) where the caller has them already.
     """
     used_x = quantiser.activation(x) if used_x is None else used_x
@@ -58,7 +58,9 @@ def quantised_linear(
 
 
 class _StraightThrough(Function):
-    """Keeps x as it came in, which other layers keep too, and quantises it again for the weight's gradient."""
+    """Straight-through product. It stores x unquantised, which other layers store too, and quantises it again for the weight's
+    gradient.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The four-bit formats: names, block sizes, largest values, and what a numeric quantises."""
+"""The four-bit formats: names, block sizes, largest values, and the operands that a numeric quantises."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from lockstep.config.numerics import Numeric
 
 Format: TypeAlias = Literal["mxfp4", "nvfp4"]
 Scale: TypeAlias = Literal["floor", "rceil", "ceil"]
-"""floor: X = 2^(floor(log2 amax) - 2), whose largest values saturate at 6X; rceil: the least X with 6X >= amax; ceil: with
-4X >= amax."""
+"""floor: X = 2^(floor(log2 amax) - 2), whose largest values saturate at 6X; rceil: the smallest X with 6X >= amax; ceil: with
+4X >= amax.
+"""
 
 BLOCK: dict[str, int] = {"mxfp4": 32, "nvfp4": 16}
 E2M1_MAX = 6.0
@@ -23,7 +24,7 @@ E8M0_LOW, E8M0_HIGH = -127, 127
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a numeric does to the two operands of a linear layer; None leaves one as it is."""
+    """Formats of the two operands of a linear layer; None leaves one unquantised."""
 
     weights: Format | None
     activations: Format | None
@@ -34,7 +35,7 @@ class Spec:
 
 
 def parse(numeric: Numeric | str) -> Spec:
-    """The formats of a numeric; bf16, fp32 and the empty name of the weights' own precision quantise nothing.
+    """Return the formats of a numeric; bf16, fp32 and the empty name (the weights' own precision) quantise nothing.
 
     Raises ValueError for another name.
     """
@@ -46,14 +47,14 @@ def parse(numeric: Numeric | str) -> Spec:
         case "mxfp4-w4a4" | "nvfp4-w4a4":
             return Spec(cast(Format, numeric[:5]), cast(Format, numeric[:5]))
         case _:
-            raise ValueError(f"{numeric!r} is no numeric")
+            raise ValueError(f"{numeric!r} is not a numeric")
 
 
 def top_exponent(dtype: torch.dtype) -> int:
-    """Blocks of at least this exponent cannot hold 4X in `dtype`."""
+    """Return the exponent from which blocks cannot hold 4X in `dtype`."""
     return 14 if dtype == torch.float16 else 126 if dtype in (torch.float32, torch.bfloat16) else E8M0_HIGH + 1
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once on every device: by a plain number, torch's CUDA kernels multiply by its inverse."""
+    """Return x / number, rounded once on every device: for a plain number, torch's CUDA kernels multiply by its inverse."""
     return x / x.new_full((), number)

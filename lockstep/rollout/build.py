@@ -1,4 +1,4 @@
-"""Choosing the native engine for the device that the model is on."""
+"""Choice of the native engine for the model's device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lockstep.types import RolloutEngine
 def native_engine(
     model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
 ) -> RolloutEngine:
-    """Paged and captured on a GPU; on a CPU the engine whose samples are equal to the bit whatever is decoded beside them."""
+    """Return the paged and captured engine on a GPU; on a CPU the engine whose samples are bit-identical whatever else is
+    decoded.
+    """
     if next(model.parameters()).device.type == "cuda":
         from lockstep.rollout.paged.engine import PagedEngine
 

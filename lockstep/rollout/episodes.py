@@ -1,8 +1,9 @@
-"""Samples and grades: the one way from prompts to rollouts, for training and evaluation, questions and episodes of several turns.
+"""Sampling and grading: the one way from prompts to rollouts, for training and evaluation, questions and episodes of several
+turns.
 
 A question has one reply, which the task grades. An episode has an environment, which answers each reply until it ends. Replies
-are graded and environments step while the engine samples, and a slow one holds nobody up. Ids are only ever appended: the prompt
-of each turn begins with exactly the ids that were sampled and observed so far, which is checked for every one.
+are graded and environments step while the engine samples, and a slow one delays no other. Ids are only ever appended: the
+prompt of each turn begins with exactly the ids that were sampled and observed so far, which is checked for every one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from lockstep.types import (
 WAIT_SECONDS = 1.0
 """Longest wait for an environment or a grade, while the engine has nothing to do."""
 SHORT_SECONDS = 0.005
-"""The same where both are waited for."""
+"""The same wait if both are pending."""
 
 
 def make_rollouts(
@@ -52,12 +53,12 @@ def make_rollouts(
     grader: AsyncGrader,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """A group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
+    """Return a group of `samples` rollouts for each prompt, in order, sampled by the weights of `version`.
 
     `sampling.max_tokens` is the budget of a whole rollout: everything after the first prompt. A rollout's seed is
     seed_for(*seed, prompt id, sample); those of later turns and of its environment follow from it: a rollout does not depend on
-    what is sampled beside it. `progress` is called with the rollouts done and asked for. An environment or a grader that fails
-    leaves its rollout unscored, with the reason.
+    others sampled at the same time. `progress` is called with the numbers of rollouts done and requested. An environment or a
+    grader that fails leaves its rollout unscored, with the reason.
 
     Raises EngineError if the engine fails or does not answer every request exactly once; StaleWeightsError if it has another
     version of the weights; ChatError for a prompt that cannot be rendered.
@@ -77,7 +78,7 @@ def make_rollouts(
 
 
 def _key(prompt: Prompt, sample: int) -> str:
-    """Example: "chain_sum/17#0"."""
+    """Return the key of a rollout. Example: "chain_sum/17#0"."""
     return f"{prompt.id}#{sample}"
 
 
@@ -96,23 +97,23 @@ class Reply:
 
 @dataclass(slots=True)
 class Episode:
-    """A rollout under way; a question is an episode of one reply. Lists are per token after the first prompt."""
+    """A rollout in progress; a question is an episode of one reply. Lists are per token after the first prompt."""
 
     key: str
     prompt: Prompt
     sample: int
     """Index within the prompt's group."""
     version: int
-    """The weight version that must sample it."""
+    """Weight version that must sample it."""
     budget: int
-    """Tokens that it may have after the first prompt."""
+    """Most tokens after the first prompt."""
     prompt_ids: TokenIds
     prefix: int
     limits: Turns
     runner: Runner | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """0 for tokens that were observed."""
+    """Log-probability of each token; 0 for observed tokens."""
     trained: list[bool] = field(default_factory=list)
     """True for tokens that were sampled."""
     replies: list[Reply] = field(default_factory=list)
@@ -121,13 +122,13 @@ class Episode:
     text: str = ""
     """The decoded reply to a question; an episode is decoded when it ends."""
     started: bool = False
-    """Its environment has said its opening."""
+    """True if its environment has given its opening."""
     unread: str | None = None
-    """A reply that the environment has not been given yet."""
+    """Reply that the environment has not received yet."""
     final: Turn | None = None
-    """What the environment said of a final answer, which is being graded."""
+    """The environment's turn for a final answer, which is being graded."""
     fault: Fault | None = None
-    """Why it cannot be scored, known while its reply is still being sampled."""
+    """Reason why it cannot be scored, known while its reply is still being sampled."""
     cut: Literal["", "turns", "timeout", "error"] = ""
 
 
@@ -151,13 +152,13 @@ class _Table:
         """Token ids by prompt id: the samples of a group share them."""
         self._open: dict[str, Episode] = {}
         self._thinking: set[str] = set()
-        """Keys of episodes whose environment has been asked something."""
+        """Keys of episodes whose environment is working."""
         self._requested: dict[str, str] = {}
         """Keys of episodes by the id of the request that is sampled for them."""
         self._ended: list[tuple[str, Rollout]] = []
 
     def play(self, asked: Sequence[tuple[Prompt, int]]) -> Iterator[tuple[str, Rollout]]:
-        """Each rollout once, by its key, as they end."""
+        """Yield each rollout once, by its key, as they end."""
         requests = [self._begin(prompt, sample) for prompt, sample in asked]
         self._engine.submit(requests)
         while self._open:
@@ -173,7 +174,7 @@ class _Table:
             yield from self._take_ended()
 
     def close(self) -> None:
-        """End what environments still work on."""
+        """Stop the environments that still work."""
         for episode in self._open.values():
             if episode.runner is not None:
                 episode.runner.end(episode.key)
@@ -209,7 +210,9 @@ class _Table:
         return self._request(episode)
 
     def _request(self, episode: Episode) -> Request:
-        """The next reply. The first one's prompt is shared by the samples of a group, later ones are an episode's own."""
+        """Return the request for the next reply. The samples of a group share the first one's prompt; later prompts are an
+        episode's own.
+        """
         turn, room, key = len(episode.replies), episode.budget - len(episode.ids), episode.key
         tokens = room
         if episode.runner is not None and episode.limits.reply_tokens is not None:
@@ -230,7 +233,7 @@ class _Table:
     def _replied(self, completion: Completion) -> None:
         key = self._requested.pop(completion.request.id, None)
         if key is None:
-            raise EngineError("the engine returned a reply that was not asked for", where=completion.request.id)
+            raise EngineError("the engine returned a reply that was not requested", where=completion.request.id)
         episode = self._open[key]
         _check_reply(completion, episode)
         episode.replies.append(Reply(len(episode.ids), completion))
@@ -250,7 +253,7 @@ class _Table:
 
     # --- environments ---------------------------------------------------------------------------------------------
     def _listen(self, seconds: float = 0.0) -> None:
-        """Take grades and what environments have said, and ask the engine for the replies to it."""
+        """Take grades and turns of environments, and ask the engine for the next replies."""
         for key in self._grader.done(0.0 if self._thinking else seconds):
             self._graded(self._open[key], self._grader.grade(key))
         if not self._thinking:
@@ -283,7 +286,7 @@ class _Table:
         return self._turn(episode, said)
 
     def _opened(self, episode: Episode, said: Turn | Fault) -> None:
-        """The environment stands ready; its reply may be there already."""
+        """Start the episode once its environment is ready; its reply may be there already."""
         if isinstance(said, Turn) and said.observation not in ((), episode.prompt.messages):
             said = Fault("error", "its opening is not that of the prompt: start depends on more than the prompt")
         episode.started = True
@@ -293,7 +296,7 @@ class _Table:
             self._step(episode)
 
     def _turn(self, episode: Episode, said: Turn) -> Request | None:
-        """Take what followed a reply; the request for the next one, if there is to be one."""
+        """Take the turn that followed a reply; returns the request for the next one, if there is one."""
         if said.answer:
             episode.final = replace(said, answer=False)
             text = self._chat.answer(episode.replies[-1].completion.ids)
@@ -387,10 +390,10 @@ class _Table:
 
 
 def _check_reply(completion: Completion, episode: Episode) -> None:
-    """Raise unless a reply was sampled by the right weights, behind exactly the ids that are there."""
+    """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
     if completion.version != episode.version:
         raise StaleWeightsError(
-            f"it was sampled by version {completion.version} of the weights, and version {episode.version} was asked for",
+            f"it was sampled by version {completion.version} of the weights, and version {episode.version} was requested",
             where=f"reply {completion.request.id}",
             fix="load no weights while replies are being sampled",
         )

@@ -1,4 +1,4 @@
-"""How a native engine's passes compute: its numerics and its noise, one object per engine."""
+"""Numerics and noise of a native engine's passes, one object per engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Computation:
         self._noise: NoisyNorms | None = None
 
     def set(self, forward: Forward, open_requests: int) -> ForwardReport:
-        """Raises EngineError while requests are open, if a numerics or a noise would touch no layer, or if a quantised weight is
-        not of the weight that is there."""
+        """Apply a Forward. Raises EngineError while requests are open, if a numerics or a noise would change no layer, or if a
+        quantised weight does not match the present weight.
+        """
         if open_requests:
             raise EngineError(
                 f"the numerics or the noise changed while {open_requests} requests run",
@@ -39,7 +40,9 @@ class Computation:
             if layers:
                 self.numerics.verify()
         except ValueError as error:
-            raise EngineError(str(error), where="numerics", fix="see numerics.rollout for those there are") from error
+            raise EngineError(
+                str(error), where="numerics", fix="see numerics.rollout for the possible values"
+            ) from error
         norms, share, lost = 0, 0.0, 0.0
         if self._noise is None and forward.noise is not None:
             from lockstep.noise.apply import NoisyNorms
@@ -53,9 +56,9 @@ class Computation:
         return ForwardReport(layers, norms, share, lost)
 
     def require_clean(self, what: str) -> None:
-        """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
+        """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
         check_clean(self.forward, what)
 
     def running(self) -> AbstractContextManager[None]:
-        """What each pass of the model runs in."""
+        """Return the context that each pass of the model runs in."""
         return self.numerics.computing(self.forward.numerics)

@@ -1,7 +1,7 @@
 """Grading in the background: replies are graded while the engine samples the next ones.
 
-A grader that works in processes of its own is called from a few threads, which only wait for it; any other grades at once, where
-it is asked. A grade depends on the prompt and the reply alone, so it is the same in whatever order replies come.
+A grader with worker processes is called from a few threads, which only wait for it; any other grader runs immediately in the
+caller. A grade depends on the prompt and the reply alone, so the order of replies does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from lockstep.verifiers.base import CANCEL, unscored
 
 
 class AsyncGrader:
-    """Grades the replies of one round of sampling or one evaluation, by key. A context: leaving it drops what was not graded."""
+    """Grades the replies of one round of sampling or one evaluation, by key. A context manager: leaving it drops ungraded
+    replies.
+    """
 
     def __init__(self, task: BuiltTask) -> None:
         self._task = task
@@ -32,9 +34,9 @@ class AsyncGrader:
         self._grades: dict[str, Future[tuple[Grade, float]]] = {}
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.open = 0
-        """Replies that `done` has not named yet."""
+        """Number of replies that `done` has not returned yet."""
         self.held = 0.0
-        """Seconds that callers were held up, in which nothing was sampled: grading at once, and waiting for the rest."""
+        """Seconds in which callers had to wait and nothing was sampled: immediate grading, and waiting for the rest."""
 
     def __enter__(self) -> AsyncGrader:
         return self
@@ -47,7 +49,7 @@ class AsyncGrader:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, key: str, prompt: Prompt, reply: str) -> None:
-        """Grade a reply, now or beside what comes next. Raises EngineError for a key that was submitted before."""
+        """Grade a reply, immediately or in the background. Raises EngineError for a key that was submitted before."""
         if key in self._grades:
             raise EngineError("the engine returned it twice", where=f"reply {key}")
         self.open += 1
@@ -61,7 +63,7 @@ class AsyncGrader:
         found.add_done_callback(lambda _: self._done.put(key))
 
     def done(self, seconds: float = 0.0) -> list[str]:
-        """Keys of replies that were graded since the last call; waits at most so long for the first, if there is any to come."""
+        """Return keys of replies graded since the last call; waits at most `seconds` for the first, if any is pending."""
         found: list[str] = []
         start = time.perf_counter()
         try:
@@ -76,7 +78,7 @@ class AsyncGrader:
         return found
 
     def grade(self, key: str) -> Grade:
-        """The grade of a submitted reply; waits for it. Raises LockstepError if the grader cannot work at all."""
+        """Return the grade of a submitted reply; waits for it. Raises LockstepError if the grader cannot work at all."""
         future = self._grades[key]
         if future.done():
             return future.result()[0]
@@ -87,12 +89,12 @@ class AsyncGrader:
 
     @property
     def metrics(self) -> Metrics:
-        """Seconds that all grading took, and those of the slowest reply; waits for replies that are being graded."""
+        """Return the seconds of all grading, and those of the slowest reply; waits for replies that are being graded."""
         seconds = [future.result()[1] for future in self._grades.values()]
         return {"time/grade_work": sum(seconds), "time/grade_slowest": max(seconds, default=0.0)}
 
     def _timed(self, prompt: Prompt, reply: str) -> tuple[Grade, float]:
-        """The grade, and the seconds that it took. A grader's own mistake leaves the reply unscored, never 0."""
+        """Return the grade and its seconds. A grader's own mistake leaves the reply unscored, never 0."""
         start = time.perf_counter()
         try:
             grade = self._task.grade(prompt, reply)

@@ -1,7 +1,7 @@
-"""The native engine: samples from the very model object that the learner trains.
+"""The native engine: it samples from the same model object that the learner trains.
 
-There is no second copy of the weights and nothing to send. Sequences live in slots; a slot that falls free is refilled; a
-prompt is processed once for all samples of its group; what a sample becomes depends on its own prompt and seed alone.
+There is no second copy of the weights and nothing to send. Sequences live in slots; a free slot is refilled; a prompt is
+processed once for all samples of its group; a sample depends on its own prompt and seed alone.
 
 Legend: B rows being decoded, T tokens of the padded stream, V vocabulary, H hidden.
 """
@@ -37,7 +37,7 @@ from lockstep.types import (
 PREFILL_TOKENS = 8192
 """Prompt tokens processed in one pass."""
 STOP_WINDOW = 64
-"""A stop string is looked for in the text of this many last tokens, at least."""
+"""Minimum number of last tokens whose text is searched for a stop string."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Sequence:
 
     @property
     def cached(self) -> int:
-        """Tokens whose keys and values are in the slot: all but the last sampled one."""
+        """Number of tokens whose keys and values are in the slot: all but the last sampled one."""
         return len(self.request.prompt_ids) + len(self.ids) - 1
 
 
@@ -68,7 +68,7 @@ class NativeEngine:
     def __init__(
         self, model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
     ) -> None:
-        """`decode` turns ids into text, only to look for stop strings. `model` may be a PEFT model.
+        """Take the model, which may be a PEFT model. `decode` turns ids into text, only to look for stop strings.
 
         Raises ModelError for a model that cannot run here.
         """
@@ -94,10 +94,10 @@ class NativeEngine:
         return self._computation.forward
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute so from now on; what was processed before is forgotten. Raises EngineError as the protocol says."""
+        """Compute in this way from now on; cached prompts are dropped. Raises EngineError as the protocol says."""
         try:
             return self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
-        finally:  # what is refused may have ended what was before
+        finally:  # a refused setting may have removed the previous one
             self._prompts.clear()
             self._roots.clear()
 
@@ -112,7 +112,7 @@ class NativeEngine:
         self._slots.reserve(longest, idle=not self._active)
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
-        """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
+        """Yield completions as they finish, until nothing is queued or running. Reading may be interrupted and resumed."""
         with closing_on_error(self):
             while self._queue or self._active or self._done:
                 self._admit()
@@ -125,11 +125,13 @@ class NativeEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first, at temperature 1; half of them through cached keys and values."""
+        """Return the log-probability of every token but the first, at temperature 1; half of them through cached keys and
+        values.
+        """
         return [self._score(ids) for ids in sequences]
 
     def load(self, weights: WeightStream, version: int) -> None:
-        """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
+        """Copy the stream's tensors into this engine's model and become `version`. Nothing may be running."""
         check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
@@ -138,7 +140,7 @@ class NativeEngine:
         self.version = version
 
     def weights(self) -> WeightStream:
-        self._computation.require_clean("the weights were asked for")
+        self._computation.require_clean("the weights were requested")
         return named_weights(self._model)
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ class NativeEngine:
                 del self._prompts[group], self._waiting[group]
 
     def _prefill(self, admitted: list[Request]) -> None:
-        """Process the prompts that are not kept yet, each once; what all prompts begin with, once per version."""
+        """Process the prompts that are not cached yet, each once; the prefix of all prompts is processed once per version."""
         new = deque({r.group: r for r in admitted if r.group not in self._prompts}.values())
         while new:
             chunk = [new.popleft()]
@@ -205,7 +207,7 @@ class NativeEngine:
     # --- decoding -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _step(self) -> None:
-        """One token for every active sequence."""
+        """Sample one token for every active sequence."""
         active = self._active
         positions = [s.cached for s in active]
         positions_B = torch.tensor(positions, device=self._device)
@@ -222,7 +224,7 @@ class NativeEngine:
                 self._done.append(self._completion(sequence, reason))
 
     def _forward(self, ids: list[int], positions: list[int], layout: Layout) -> Tensor:
-        """Hidden states [T, H] of a stream, padded to a multiple of STREAM_MULTIPLE."""
+        """Return hidden states [T, H] of a stream, padded to a multiple of STREAM_MULTIPLE."""
         padding = [0] * (-len(ids) % STREAM_MULTIPLE)
         ids_1T = torch.tensor([ids + padding], device=self._device)
         positions_1T = torch.tensor([positions + padding], device=self._device)

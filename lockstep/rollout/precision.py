@@ -11,9 +11,9 @@ from lockstep.types import Forward, ForwardReport, RolloutEngine
 
 @contextmanager
 def computing(engine: RolloutEngine, forward: Forward) -> Iterator[ForwardReport]:
-    """Run the engine in this precision inside the block; restore the previous one on exit, unless it died amid requests.
+    """Run the engine in this precision inside the block; restore the previous one on exit, unless it failed with open requests.
 
-    Raises EngineError if the engine cannot, or if no layer would be touched.
+    Raises EngineError if the engine cannot, or if no layer would be changed.
     """
     before = engine.forward
     if before == forward:
@@ -25,7 +25,7 @@ def computing(engine: RolloutEngine, forward: Forward) -> Iterator[ForwardReport
     except BaseException as error:
         try:
             engine.set_forward(before)
-        except LockstepError as second:  # the first error is the one to tell
+        except LockstepError as second:  # the first error is the one to report
             error.add_note(f"the engine could not go back to its former numerics: {second}")
         raise
     engine.set_forward(before)

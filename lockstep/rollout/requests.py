@@ -1,4 +1,4 @@
-"""What every engine asks before it takes a request, or weights."""
+"""Checks that every engine makes before it takes a request, or weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def check_version(request: Request, version: int) -> None:
     """Raise StaleWeightsError for a request that asks for another version of the weights."""
     if request.version != version:
         raise StaleWeightsError(
-            f"asked for weights {request.version}, the engine holds {version}",
+            f"the request needs weights {request.version}, the engine holds {version}",
             where=request.id,
             fix="push the learner's weights with WeightSync before sampling",
         )
 
 
 def check_request(request: Request, version: int, context: int, fix: str = SHORTEN) -> None:
-    """Raise StaleWeightsError for another version, EngineError for a request that cannot be served. Context 0 has no end."""
+    """Raise StaleWeightsError for another version, EngineError for an invalid request. Context 0 means unlimited."""
     check_version(request, version)
     prompt, budget = len(request.prompt_ids), request.sampling.max_tokens
     if not prompt or budget < 1:
@@ -47,14 +47,14 @@ def check_request(request: Request, version: int, context: int, fix: str = SHORT
 
 
 def check_groups(requests: Sequence[Request], prompts: dict[str, TokenIds]) -> None:
-    """Raise EngineError if a group has two prompts; `prompts` are those of groups already there, and gains the new ones."""
+    """Raise EngineError if a group has two prompts; `prompts` holds those of known groups, and gains the new ones."""
     for request in requests:
         if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
             raise EngineError(f"group {request.group} has another prompt already", where=request.id)
 
 
 def check_adapter(model: nn.Module, adapter: str | None) -> None:
-    """Raise EngineError if another adapter is on than when the engine laid out its decode steps."""
+    """Raise EngineError if another adapter is on than when the engine captured its decode steps."""
     if (now := active_adapter(model)) != adapter:
         raise EngineError(
             f"the engine was built with adapter {adapter or 'none'}, now {now or 'none'} is on",
@@ -65,7 +65,9 @@ def check_adapter(model: nn.Module, adapter: str | None) -> None:
 
 @contextmanager
 def closing_on_error(engine: Closing) -> Iterator[None]:
-    """After an error the engine forgets all requests: half of one is no sample. Reading that is broken off is no error."""
+    """Make the engine drop all requests after an error: a partial result is not a sample. An interrupted read is not
+    an error.
+    """
     try:
         yield
     except GeneratorExit:
@@ -82,6 +84,6 @@ def check_idle(open_requests: int, version: int) -> None:
 
 
 def check_clean(forward: Forward, what: str) -> None:
-    """Raise EngineError while noise is on: weights are neither taken over, proven nor saved then."""
+    """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
     if forward.noise is not None:
         raise EngineError(f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first")

@@ -1,7 +1,7 @@
-"""Drawing one token from each row of logits, by one counter-based random number a row.
+"""Sampling of one token from each row of logits, by one counter-based random number per row.
 
-The number is a function of the sample's seed and the token's position alone, and each row's arithmetic does not look at the
-others, so a sample does not depend on what is decoded beside it.
+The number is a function of the sample's seed and the token's position alone, and no row's arithmetic depends on the others, so
+a sample does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One number in [0, 1) for each (seed, position), by splitmix64 (Steele, Lea & Flood, OOPSLA 2014)."""
+    """Return one number in [0, 1) for each (seed, position), by splitmix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(seeds, dtype=np.uint64) + np.asarray(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for _ in range(2):  # two rounds: neighbouring seeds must not give related numbers
@@ -31,11 +31,11 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from each row; returns tokens_B (int64) and the log-probability of each under what it was drawn from.
+    """Draw a token from each row; returns tokens_B (int64) and the log-probability of each under its sampling distribution.
 
     The distribution is softmax(logits / temperature), cut by top_k, top_p and min_p in that order and renormalised. At
-    temperature 0 the most likely token is taken and its log-probability is the model's own, at temperature 1.
-    `logits_BV` is fp32 and is overwritten. `uniform_B` is float64 in [0, 1).
+    temperature 0 the most likely token is taken and its log-probability is the model's own, at temperature 1. `logits_BV` is
+    fp32 and is overwritten. `uniform_B` is float64 in [0, 1).
     """
     if sampling.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
@@ -50,7 +50,7 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Te
 
 
 def sample_rows(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, drawn_B: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample` without cuts, each row at its own temperature, numbers drawn on the device from (seed, tokens drawn).
+    """Do `sample` without cuts, each row at its own temperature, with numbers drawn on the device from (seed, tokens drawn).
 
     `logits_BV` is fp32 and is overwritten; `seed_B` holds the bits of 64-bit seeds as int64.
     """
@@ -65,7 +65,7 @@ def sample_rows(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, drawn_
 
 
 def uniforms_on(seed_B: Tensor, drawn_B: Tensor) -> Tensor:
-    """`uniforms` on the device of its arguments, with 64-bit arithmetic that wraps around."""
+    """Compute `uniforms` on the device of its arguments, with 64-bit arithmetic that wraps around."""
     x_B = seed_B + drawn_B.long() * _signed(0x9E3779B97F4A7C15)
     for _ in range(2):
         x_B = x_B + _signed(0x9E3779B97F4A7C15)
@@ -80,13 +80,13 @@ def _signed(bits: int) -> int:
 
 
 def _shifted(x_B: Tensor, places: int) -> Tensor:
-    """Logical shift to the right; int64 has only the arithmetic one."""
+    """Shift logically to the right; int64 has only the arithmetic shift."""
     shifted_B: Tensor = (x_B >> places) & (2 ** (64 - places) - 1)
     return shifted_B
 
 
 def _invert(mass_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token at which the running sum exceeds uniform × total: first the block of 256, then within it."""
+    """Return the first token at which the running sum exceeds uniform × total: first the block of 256, then within it."""
     rows, vocabulary = mass_BV.shape
     blocks = -(-vocabulary // BLOCK)
     if vocabulary % BLOCK:
@@ -100,7 +100,7 @@ def _invert(mass_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     before_B = torch.where(block_B > 0, cumulative_BN[row_B, (block_B - 1).clamp(min=0)], 0.0)
     inside_BK = mass_BNK[row_B, block_B].double()
     offset_B = (inside_BK.cumsum(-1) <= goal_B1 - before_B[:, None]).sum(-1)
-    # Rounding can carry the goal past the block's end: take its last token that has any mass.
+    # Rounding can carry the target past the block's end: take its last token with nonzero probability.
     last_B = BLOCK - 1 - (inside_BK > 0).flip(-1).to(torch.uint8).argmax(-1)
     return block_B * BLOCK + torch.minimum(offset_B, last_B), total_B
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
 
 STREAM_MULTIPLE = 16
-"""Streams are padded to a multiple of this many tokens. Matrix products of fewer rows, or of an odd number, take other code
-paths in the CPU's libraries and round differently; at multiples of 16 a row's bits do not depend on how many others there are."""
+"""Streams are padded to a multiple of this many tokens. Matrix products of fewer rows, or of an odd number, use other code
+paths in the CPU's libraries and round differently; at multiples of 16 a row's bits do not depend on the number of rows.
+"""
 KEY_BLOCKS = {torch.float32: 128}
 KEY_BLOCK = 256
-"""Probabilities × values are summed in blocks of this many keys, so that the order of summation does not depend on how long
-the longest neighbour is. In fp32 the CPU's libraries split longer sums at places that depend on their length."""
+"""Probabilities × values are summed in blocks of this many keys, so that the order of summation does not depend on the length
+of the longest neighbour. In fp32 the CPU's libraries split longer sums at places that depend on their length.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,11 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """Tokens a slot can hold."""
+        """Number of tokens that a slot can hold."""
         return int(self.cache.shape[4])
 
     def reserve(self, tokens: int, *, idle: bool) -> None:
-        """Make room for sequences of `tokens`: keeping what is there, or, when `idle`, exactly."""
+        """Make room for sequences of `tokens`: keep the present content or, when `idle`, allocate exactly this size."""
         size = -(-tokens // STREAM_MULTIPLE) * STREAM_MULTIPLE
         if idle and size != self.capacity:
             self.release()
@@ -70,15 +72,15 @@ class Slots:
         self.cache[1][:, target, :, tokens:] = 0
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.cache = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
 
 @dataclass(slots=True)
 class PrefillLayout:
-    """Chunks end to end, each seen with its own prefix and nothing else; keeps their keys and values.
+    """Chunks end to end, each attending to its own prefix and itself; keeps their keys and values.
 
-    Attention runs chunk by chunk: the same chunk gives the same bits whatever it is processed with.
+    Attention runs chunk by chunk: the same chunk gives the same bits whatever else is processed with it.
     """
 
     lengths: list[int]
@@ -103,7 +105,7 @@ class PrefillLayout:
         return output_THD
 
     def processed(self) -> list[Prefix]:
-        """Every chunk with its prefix before it, in order."""
+        """Return every chunk with its prefix before it, in order."""
         cache_2LKTD = torch.stack([torch.stack([pair[i] for pair in self.kept]) for i in (0, 1)])
         result, start = [], 0
         for length, prefix in zip(self.lengths, self.prefixes, strict=True):
@@ -114,7 +116,7 @@ class PrefillLayout:
 
 
 class DecodeLayout:
-    """One new token for each of the first `rows` slots, then padding rows that nobody reads."""
+    """One new token for each of the first `rows` slots, then padding rows that are not read."""
 
     def __init__(self, slots: Slots, positions_B: Tensor, longest: int, rows: int) -> None:
         self._cache, self._rows = slots.cache, rows
@@ -147,7 +149,7 @@ class DecodeLayout:
         return output_THD
 
     def _mask(self, window: int | None) -> Tensor:
-        """True where a key may be seen, [B, 1, 1, S]."""
+        """Return True where a key is visible, [B, 1, 1, S]."""
         if window not in self._masks:
             keys_S = torch.arange(self._keys, device=self._positions_B.device)
             seen_BS = keys_S <= self._positions_B[:, None]

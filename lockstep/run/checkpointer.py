@@ -1,4 +1,4 @@
-"""Which checkpoints a run writes and keeps."""
+"""The checkpoints that a run writes and keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checkpointer:
         self._best: tuple[float, int] | None = best_so_far(recipe, logger, start)
 
     def note(self, step: int, metrics: Metrics) -> bool:
-        """True if these are the best weights so far and so must be saved."""
+        """Return True if these are the best weights so far, which must be saved."""
         name = self._recipe.save.keep_best
         if name is None or name not in metrics or (self._best is not None and metrics[name] <= self._best[0]):
             return False
@@ -34,7 +34,7 @@ class Checkpointer:
 
     @contextmanager
     def saving_if_stopped(self, step: int, proof: Proof, clock: Clock) -> Iterator[None]:
-        """Within it nothing changes the weights of `step`: should the run have to stop there, they are saved first."""
+        """Guard a block that does not change the weights of `step`: if the run must stop inside it, they are saved first."""
         try:
             yield
         except HealthStop:
@@ -43,7 +43,7 @@ class Checkpointer:
             raise
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:
-        """Write the checkpoint of a step whose record is written already, and add to that how long it took."""
+        """Write the checkpoint of a step that is already logged, and add its duration to the step's metrics."""
         with clock("save"):
             self._save(step, proof)
         self._logger.add(step, {"time/save": clock.seconds["time/save"]})
@@ -62,7 +62,7 @@ class Checkpointer:
 
 
 def best_so_far(recipe: Recipe, logger: RunLogger, start: int) -> tuple[float, int] | None:
-    """The best value and step so far, as the checkpoint has them that a run goes on from."""
+    """Return the best value and step so far, as the checkpoint of step `start` has them."""
     infos = {info.step: info for info in list_checkpoints(logger.run.path) if info.complete}
     name = recipe.save.keep_best
     if name is None or start not in infos:

@@ -27,7 +27,7 @@ def evaluate_modes(
 ) -> Metrics:
     """Score the present weights on every set in every mode; a score under identical conditions is not measured again.
 
-    Raises Interrupted when a signal comes: the scores that are done are kept, the one under way is left to a resume.
+    Raises Interrupted on a signal: finished scores are kept, the unfinished one is left to a resume.
     """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
@@ -52,15 +52,16 @@ def evaluate_modes(
 
 
 def numerics_of(recipe: Recipe, weights: str) -> str:
-    """The label of what an evaluation computes in: numerics.eval, else as in training, else the precision of the weights."""
+    """Return the precision label of an evaluation: numerics.eval, else as in training, else the precision of the weights."""
     return recipe.numerics.label("eval", weights)
 
 
 @contextmanager
 def computing(engine: RolloutEngine, numerics: str, weights: str) -> Iterator[ForwardReport]:
-    """Within it the engine computes in `numerics`, without noise, and afterwards as before. `weights` is their own precision.
+    """Compute in `numerics`, without noise, inside the block, and as before afterwards. `weights` is the precision of the
+    weights.
 
-    Raises EngineError if the engine cannot, or if no layer would be touched.
+    Raises EngineError if the engine cannot, or if no layer would be changed.
     """
     with precision.computing(engine, Forward(numeric_in(numerics))) as report:
         yield report
@@ -90,14 +91,14 @@ def _measure(
                 progress=lambda done, of: stop.require_none(logger.run.path),
             )  # fmt: skip
         except Interrupted:
-            parts.engine.close()  # the rest of its replies is not wanted
+            parts.engine.close()  # the rest of its replies is not needed
             raise
         write_score(path, score)
     return score
 
 
 def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
-    """What is too much like the base's own score, if the run has one."""
+    """Return alarms if the score is suspiciously close to the base's own score, if the run has one."""
     path = score_path(logger.run.path, 0, name)
     if score.step == 0 or not path.is_file():
         return []
@@ -108,7 +109,7 @@ def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
 
 
 def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
-    """Base against the weights that were evaluated last, for every set and mode that has both scores."""
+    """Return the comparison of the base with the last evaluated weights, for every set and mode that has both scores."""
     base, trained, last = [], [], last_evaluated(recipe, logger)
     names = [recipe.eval.score_name(one.role, mode.name) for one in recipe.eval.sets for mode in recipe.eval.modes]
     for name in names:
@@ -123,7 +124,7 @@ def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
 
 
 def score_metrics(name: str, score: Score) -> Metrics:
-    """A score's numbers as metrics eval/<name>/…"""
+    """Return a score's numbers as metrics eval/<name>/…"""
     r = reading(score.results)
     numbers: Metrics = {
         "accuracy": score.accuracy,

@@ -1,4 +1,4 @@
-"""Where a run writes: metrics and events, console and log, trackers. One object, so that the loop has one line for it."""
+"""Output of a run: metrics and events, console and log, trackers. One object, so that the loop needs one line for it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ class RunLogger:
             sink.log(step, metrics)
 
     def add(self, step: int, metrics: Metrics, proof: Proof | None = None) -> None:
-        """Numbers that came after a step's row was stored; they are merged into it."""
+        """Add metrics to a step that is already logged."""
         self.writer.step(step, metrics, proof)
 
     def at_start(self, step: int, metrics: Metrics, proof: Proof) -> None:
-        """The evaluation of weights that were there before this process: row 0, or what a stop left out of a step's row."""
+        """Log the evaluation of the weights that the attempt began with: row 0, or the part of a step's row that a stop left
+        out.
+        """
         row = next((row for row in read_metrics(self.run) if row.step == step), None)
         before = row.metrics if row and step else {}
         if not metrics.keys() <= before.keys():
@@ -75,7 +77,7 @@ class RunLogger:
 
 
 class Clock:
-    """Seconds by phase of one step; a phase that comes several times is summed."""
+    """Seconds by phase of one step; repeated phases are summed."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -91,17 +93,17 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds that were spent within one phase as another's."""
+        """Move seconds from one phase to another, for work inside another phase."""
         for phase, moved in ((source, -seconds), (target, seconds)):
             self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + moved
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Times by their metric's name, summed over the step."""
+        """Add times by their metric's name, summed over the step."""
         for name, value in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def metrics(self, counts: Mapping[str, float]) -> Metrics:
-        """Times, throughputs and memory of the step so far."""
+        """Return times, throughputs and memory of the step so far."""
         times = self.seconds | {"time/step": time.perf_counter() - self._start}
         if (trained := times["time/step"] - times.get("time/evaluate", 0.0)) > 0 and "time/grade" in times:
             times["time/grade_share"] = times["time/grade"] / trained

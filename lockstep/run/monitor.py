@@ -1,4 +1,4 @@
-"""What a run concludes from its own numbers: whether to warn or stop, and whether training and evaluation have parted."""
+"""Conclusions from a run's own numbers: when to warn, when to stop, and when training and evaluation diverge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWARD = "reward/mean"
 
 
 class Monitor:
-    """Remembers the run's numbers, those of earlier attempts included. `model`: the folder that it started from."""
+    """Record of the run's numbers, including earlier attempts. `model`: the folder that the run started from."""
 
     def __init__(self, recipe: Recipe, logger: RunLogger, start: int, model: Path) -> None:
         self._recipe, self._journal = recipe, logger
@@ -27,16 +27,17 @@ class Monitor:
         self._step = start
         self._values: dict[str, dict[int, float]] = {}
         self.over = ""
-        """Why the run is to stop; "" while it goes on."""
+        """Reason why the run must stop; "" while it continues."""
         for row in read_metrics(logger.run):
-            if row.step <= start:  # later rows are of an attempt that this one does not continue
+            if row.step <= start:  # later rows belong to an attempt that this one does not continue
                 self._remember(row.step, row.metrics)
-                self._judge.step(row.step, row.metrics)  # what it said then, it has said
+                self._judge.step(row.step, row.metrics)  # its earlier warnings are not repeated
 
     def note(self, step: int, metrics: Metrics) -> str:
-        """Take in what was measured after `step`; warns of broken rules of health, and of a probe that parts from the reward.
+        """Take in the metrics measured after `step`; warns of broken health rules, and of a probe that diverges from the
+        reward.
 
-        Returns why the run is to stop, "" if it goes on.
+        Returns the reason why the run must stop, "" if it continues.
         """
         self._remember(step, metrics)
         self._step = step
@@ -60,7 +61,7 @@ class Monitor:
                 pass
 
     def require_healthy(self) -> None:
-        """Raise HealthStop if a rule ended the run: which, by which numbers, what to do, and how to go on without it."""
+        """Raise HealthStop if a rule ended the run: the rule, its numbers, the remedy, and how to continue without the rule."""
         if not self._broken:
             return
         off = " ".join(f"health.{alarm.rule.name}=off" for alarm in self._broken)
@@ -68,12 +69,12 @@ class Monitor:
         raise HealthStop(
             "; and ".join(alarm.what for alarm in self._broken),
             where=f"step {self._step}",
-            fix=f"{advice}. A checkpoint was saved; to go on without the rule: "
+            fix=f"{advice}. A checkpoint was saved; to continue without the rule: "
             f"lockstep train --resume {self._journal.run.path} {off}",
         )
 
     def _report(self, alarm: Alarm) -> None:
-        """Say it; after the last step there is nothing left to stop."""
+        """Report the alarm and, unless the last step is done, stop the run."""
         stops = alarm.setting.tier == "stop" and self._step < self._recipe.steps
         facts = {"rule": alarm.rule.name, "tier": alarm.setting.tier, "limit": alarm.limit.value}
         values = {str(one.step): one.value for one in alarm.seen}
@@ -103,6 +104,6 @@ class Monitor:
 
 
 def last_evaluated(recipe: Recipe, logger: RunLogger) -> int:
-    """The newest step whose evaluation is recorded: the run's last one, unless a rule of eval.stop ended it before."""
+    """Return the newest step whose evaluation is recorded: the run's last one, unless a rule of eval.stop ended it before."""
     rows = [row.step for row in read_metrics(logger.run) if any(name.startswith("eval/") for name in row.metrics)]
     return max(rows, default=recipe.steps)

@@ -28,14 +28,15 @@ class Measure:
     """Metrics that are measured after some steps, beside the evaluation."""
 
     phase: str
-    """Name of its time: time/<phase>."""
+    """Name of its phase: its time is logged as time/<phase>."""
     steps: frozenset[int]
     """Trained steps after which it is due; 0 is the base."""
     run: Callable[[], Metrics]
 
 
 class Session:
-    """One attempt of a run, from `start` trained steps on. A context, within which the first SIGTERM or SIGINT only asks to stop.
+    """One attempt of a run, from `start` trained steps on. A context manager: inside it the first SIGTERM or SIGINT only asks
+    to stop.
 
     Entering proves that the engine has the learner's weights. Step k of the records is the state after k trained steps.
     """
@@ -53,7 +54,7 @@ class Session:
         self._stop = StopRequest()
         self._done = start
         self.clock = Clock()
-        """Times of the step under way."""
+        """Times of the present step."""
 
     def __enter__(self) -> Session:
         self._proof = self._prove()
@@ -66,18 +67,18 @@ class Session:
         self._stop.__exit__(kind, error, trace)
 
     def measure_start(self) -> None:
-        """Measure the weights that the attempt begins with, where that is due."""
+        """Measure the weights that the attempt begins with, if that is due."""
         metrics: Metrics = {}
         for measure in self._due(self._start):
             metrics |= measure.run()
         if metrics:
             self._logger.at_start(self._start, metrics, self._proof)
             self._monitor.note(self._start, metrics)
-            if self._start:  # the base has no checkpoint that could be kept
+            if self._start:  # the base has no checkpoint to keep
                 self._checkpointer.note(self._start, metrics)
 
     def steps(self) -> Iterator[int]:
-        """The steps to train, until the recipe's number is reached, or eval.stop or a rule of health ends the run.
+        """Yield the steps to train, until the recipe's number is reached, or eval.stop or a health rule ends the run.
 
         The body ends with `finish`. Raises HealthStop at the end if a rule stopped the run.
         """
@@ -91,7 +92,9 @@ class Session:
 
     @contextmanager
     def before_update(self, step: int) -> Iterator[None]:
-        """A block in which no weight changes: if the run must stop there, the weights of `step` trained steps are saved first."""
+        """Guard a block in which no weight changes: if the run must stop there, the weights of `step` trained steps are saved
+        first.
+        """
         try:
             yield
         except HealthStop:
@@ -100,13 +103,13 @@ class Session:
             raise
 
     def sync(self) -> Metrics:
-        """Bring the learner's weights to the engine and prove it; metrics of the proof. Raises SyncError."""
+        """Bring the learner's weights to the engine and prove it; returns metrics of the proof. Raises SyncError."""
         with self.clock("sync"):
             self._proof = self._parts.sync.push(self._parts.learner, self._parts.engine)
         return proof_metrics(self._proof, self._parts.sync.shift)
 
     def finish(self, step: int, metrics: Metrics) -> None:
-        """Measure what is due after a step was trained, record it, and save if the recipe or a stop asks for it.
+        """Measure everything that is due after a trained step, record it, and save if the recipe or a stop asks for it.
 
         Raises Interrupted, after saving, on SIGTERM or SIGINT; EvaluationError, after saving, if an evaluation failed.
         """
@@ -122,7 +125,7 @@ class Session:
         over = self._monitor.note(done, metrics)
         best = self._checkpointer.note(done, metrics)
         if best or save or over or failure or self._stop:
-            if not self._in_sync:  # a checkpoint is of proven weights
+            if not self._in_sync:  # a checkpoint holds proven weights
                 self._logger.add(done, self.sync(), self._proof)
             self._checkpointer.save(done, self._proof, self.clock)
         if self._stop:  # after the last step too: its evaluation and the report are still to come
@@ -138,7 +141,7 @@ class Session:
         return [measure for measure in self._measures if done in measure.steps]
 
     def _measure(self, measure: Measure, metrics: Metrics) -> LockstepError | None:
-        """Add what it measures; returns the error that ends the run, once its step is saved."""
+        """Add the measured metrics; returns the error that ends the run once its step is saved."""
         try:
             with self.clock(measure.phase):
                 metrics |= measure.run()

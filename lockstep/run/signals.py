@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run at the next safe point, with a checkpoint, instead of in the middle of something."""
+"""SIGTERM and SIGINT end a run at the next safe point, with a checkpoint, instead of in the middle of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import Interrupted
 
 
 class StopRequest:
-    """While entered, the first SIGTERM or SIGINT sets `name`; a second one acts as it always did."""
+    """Request to stop. While it is entered, the first SIGTERM or SIGINT sets `name`; a second one has its usual effect."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -34,15 +34,17 @@ class StopRequest:
         self._restore()
 
     def after(self, done: int, steps: int, run: Path) -> Interrupted:
-        """What to raise when step `done` of `steps` is recorded and its checkpoint saved."""
+        """Return the error to raise when step `done` of `steps` is recorded and its checkpoint saved."""
         return Interrupted(
             f"{self.name} after step {done} of {steps}; a checkpoint was saved", fix=f"lockstep train --resume {run}"
         )
 
     def require_none(self, run: Path) -> None:
-        """Raise Interrupted if a signal came: for work that a resume makes again."""
+        """Raise Interrupted if a signal came: for work that a resume repeats."""
         if self.name:
-            raise Interrupted(f"{self.name} in an evaluation, which was left", fix=f"lockstep train --resume {run}")
+            raise Interrupted(
+                f"{self.name} in an evaluation, which was abandoned", fix=f"lockstep train --resume {run}"
+            )
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: weights, optimizer, critic, counters. Random numbers need none: seeds are functions."""
+"""Saving and restoring a run: weights, optimizer, critic, counters. Random numbers need no state: seeds are functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CRITIC_PREFIX = "critic."
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """Of all settings that may change a result: those of health may change while a run is resumed."""
+    """Hash all settings that may change a result. Health settings are left out: they may change when a run is resumed."""
     result = recipe.model_copy(update={"health": Health()})
     return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 
@@ -94,7 +94,7 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
 
 
 def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
-    """Continue from a checkpoint whose weights the parts were built with. Raises CheckpointError if they are others."""
+    """Continue from the checkpoint whose weights the parts were built with. Raises CheckpointError if the weights differ."""
     meta: Mapping[str, Any] = state.meta
     if meta["recipe"] != recipe_hash(recipe):
         raise CheckpointError(

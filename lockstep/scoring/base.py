@@ -1,4 +1,4 @@
-"""Proof that the base which an evaluation measures is what the run began from."""
+"""Proof that an evaluation measures the base that the run began from."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from torch import nn
 
 from lockstep.errors import EvaluationError
 from lockstep.learner.adapters import facts_of
-from lockstep.scoring.targets import Rig, Target
+from lockstep.scoring.targets import EvalSession, Target
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events
 from lockstep.types import Proof
 
 
 def base_fingerprint(model: nn.Module, proof: Proof) -> str:
-    """Fingerprint of what is trained from: of an adapter the base alone, since its own start depends on the seed."""
+    """Return the fingerprint of the start of training: for an adapter the base alone, since its own start depends on
+    the seed.
+    """
     facts = facts_of(model)
     return proof.fingerprint if facts is None else facts.base.fingerprint
 
 
-def require_own_base(target: Target, rig: Rig, proof: Proof) -> None:
-    """Raise EvaluationError if a run's base, which `proof` is of, is not what the run began from.
+def require_own_base(target: Target, session: EvalSession, proof: Proof) -> None:
+    """Raise EvaluationError if a run's base, proven by `proof`, is not the base that the run began from.
 
-    A checkpoint of full training fits any model of its shape, and step 0 has no checkpoint: only the run's record tells.
+    A checkpoint of full training fits any model of its shape, and step 0 has no checkpoint: only the run's record can tell.
     """
     if target.run is None or target.trained is None:
         return
     run = RunDirectory.open(target.run)
     starts = [event.facts for event in read_events(run) if event.kind == "sync" and event.step == 0]
-    began = starts[-1].get("base") if starts else None  # of the last attempt that began anew
-    if began is None or run.manifest().get("numerics") != rig.policy.numerics:
-        return  # of an older version; or in a precision in which the weights are others
-    if (found := base_fingerprint(rig.policy.model, proof)) != began:
+    began = starts[-1].get("base") if starts else None  # of the last attempt that began at step 0
+    if began is None or run.manifest().get("numerics") != session.policy.numerics:
+        return  # an older version; or a precision in which the weights differ
+    if (found := base_fingerprint(session.policy.model, proof)) != began:
         without = ", or evaluate it without its base (--no-base)" if target.checkpoint is not None else ""
         raise EvaluationError(
             f"{target.recipe.model.path} has weights {found}; the run began from {began}",

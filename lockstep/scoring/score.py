@@ -1,4 +1,6 @@
-"""Scoring what a user names: a target's sets and modes, its base beside it, stored as records. It never trains."""
+"""Score the targets that a user names: their sets and modes, optionally the base of each, stored as records. It never
+trains.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,32 @@ from lockstep.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.evaluate.plan import EvalPlan
-    from lockstep.scoring.targets import Rig, Saved, Target
+    from lockstep.scoring.targets import EvalSession, Saved, Target
     from lockstep.types import Conditions, Proof, Score
 
 Progress: TypeAlias = Callable[[int, int], None]
 Watcher: TypeAlias = Callable[[str, int], Progress]
-"""From a score's name and its step to what is told of its replies."""
+"""Maps a score's name and step to the callback that reports progress on its replies."""
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """What to measure of each target, and where it goes."""
+class ScoreOptions:
+    """Options of scoring: what to measure of each target, and where to store it."""
 
     modes: Callable[[Recipe], Sequence[EvalMode]]
     sets: Callable[[Recipe], Sequence[EvalSet]]
     out: Path | None = None
     """Folder for the scores; None takes the run's own."""
     base: bool = True
-    """Measure what the target was trained from beside it."""
-    rival: bool = False
-    """Of a model that the recipe does not name: measure the recipe's own beside it."""
+    """True to measure also the weights that the target was trained from."""
+    recipe_model: bool = False
+    """True to measure also the recipe's own model, for a target model that the recipe does not name."""
     watch: Watcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The scores of one target, and of its base where that is evaluated beside it."""
+    """The scores of one target, and of its base if that is evaluated, too."""
 
     target: Target
     proof: Proof
@@ -51,62 +53,62 @@ class Outcome:
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
-    """Replies that are those of a stored score in other numerics."""
+    """Alarms about replies that equal those of a stored score in other numerics."""
     untrained: str = ""
-    """Fingerprint of a target that is no more than its base; "" for any other."""
+    """Fingerprint of a target that equals its base; "" for any other."""
 
 
 @dataclass(slots=True)
 class Measuring:
-    """How one target is being measured, and what came of it so far."""
+    """One target that is being measured, and its results so far."""
 
     target: Target
-    rig: Rig
-    how: How
+    session: EvalSession
+    options: ScoreOptions
     numerics: str
     files: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
 
 
-def score_targets(targets: Sequence[Target], how: How) -> Iterator[Outcome]:
-    """One outcome a target. Checkpoints of one run share a model in memory and the score of their base."""
-    from lockstep.scoring.targets import build_rig
+def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Iterator[Outcome]:
+    """Yield one outcome per target. Checkpoints of one run share a model in memory and the score of their base."""
+    from lockstep.scoring.targets import build_eval_session
 
-    if how.out is not None:  # before anything slow
-        with _writing(how.out):
-            how.out.mkdir(parents=True, exist_ok=True)
-    rig: Rig | None = None
+    if options.out is not None:  # before any slow work
+        with _writing(options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
+    session: EvalSession | None = None
     last: Outcome | None = None
     for target in targets:
-        shares = rig is not None and last is not None and _shares(last.target, target)
-        if rig is None or not shares:
-            rig = None  # before the next one is loaded
-            rival = _rival(target, how)
-            rig = build_rig(target.recipe, replaced=target.whole and not how.base)
-            last = _score(target, rig, how, None, rival)
+        shares = session is not None and last is not None and _shares(last.target, target)
+        if session is None or not shares:
+            session = None  # before the next model is loaded
+            recipe_model = _score_recipe_model(target, options)
+            session = build_eval_session(target.recipe, replaced=target.whole and not options.base)
+            last = _score(target, session, options, None, recipe_model)
         else:
             assert last is not None
-            last = _score(target, rig, how, last.base, None)
+            last = _score(target, session, options, last.base, None)
         yield last
 
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
-    """One score of a target, stored nowhere."""
+    """Return one score of a target; it is not stored."""
     from lockstep.evaluate.plan import eval_plan
     from lockstep.evaluate.runner import evaluate
     from lockstep.run.evaluation import computing, numerics_of
-    from lockstep.scoring.targets import build_rig
+    from lockstep.scoring.targets import build_eval_session
 
-    rig = build_rig(target.recipe)
-    numerics = numerics_of(target.recipe, rig.policy.numerics)
-    plan = eval_plan(target.recipe, numerics, rig.policy.context, chosen)
-    proof = placed(target, rig, saved_of(target, rig))
-    with computing(rig.engine, numerics, rig.policy.numerics):
+    session = build_eval_session(target.recipe)
+    numerics = numerics_of(target.recipe, session.policy.numerics)
+    plan = eval_plan(target.recipe, numerics, session.policy.context, chosen)
+    proof = placed(target, session, saved_of(target, session))
+    with computing(session.engine, numerics, session.policy.numerics):
         return evaluate(
-            rig.engine,
-            rig.task,
-            rig.policy.chat,
+            session.engine,
+            session.task,
+            session.policy.chat,
             mode,
             plan,
             proof,
@@ -116,71 +118,79 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
         )
 
 
-def placed(target: Target, rig: Rig, saved: Saved | None) -> Proof:
-    """Put a target's weights in place and prove that the engine has them; None are the model's own."""
+def placed(target: Target, session: EvalSession, saved: Saved | None) -> Proof:
+    """Put a target's weights in place and prove that the engine has them; None means the model's own."""
     from lockstep.scoring.base import require_own_base
 
     if saved is not None:
-        return rig.prove_saved(saved)
-    proof = rig.prove()
-    require_own_base(target, rig, proof)
+        return session.prove_saved(saved)
+    proof = session.prove()
+    require_own_base(target, session, proof)
     return proof
 
 
-def saved_of(target: Target, rig: Rig) -> Saved | None:
-    """What a target's own weights are, if they are not the model's."""
+def saved_of(target: Target, session: EvalSession) -> Saved | None:
+    """Return a target's own weights, if they are not the model's."""
     if target.checkpoint is not None:
-        return rig.read(target.checkpoint)
-    return rig.read_adapter(target.adapter) if target.adapter is not None else None
+        return session.read(target.checkpoint)
+    return session.read_adapter(target.adapter) if target.adapter is not None else None
 
 
 def _shares(one: Target, other: Target) -> bool:
-    """Whether the second can be put on the first's model: both are checkpoints of the same run."""
+    """Return whether the second can be loaded into the first's model: both are checkpoints of the same run."""
     both = one.checkpoint is not None and other.checkpoint is not None
     return both and one.run is not None and one.run == other.run and one.recipe == other.recipe
 
 
-def _rival(target: Target, how: How) -> Outcome | None:
-    from lockstep.scoring.targets import Target, build_rig
+def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None:
+    from lockstep.scoring.targets import Target, build_eval_session
 
-    if not how.rival or target.rival is None:
+    if not options.recipe_model or target.recipe_model is None:
         return None
-    model = Target(target.rival.model.path, target.rival, 0)
-    return _score(model, build_rig(model.recipe), replace(how, base=False), None, None)
+    model = Target(target.recipe_model.model.path, target.recipe_model, 0)
+    return _score(model, build_eval_session(model.recipe), replace(options, base=False), None, None)
 
 
-def _score(target: Target, rig: Rig, how: How, before: tuple[Score, ...] | None, rival: Outcome | None) -> Outcome:
-    """All sets and modes of one target; `before` are its base's scores if they are known."""
+def _score(
+    target: Target,
+    session: EvalSession,
+    options: ScoreOptions,
+    before: tuple[Score, ...] | None,
+    recipe_model: Outcome | None,
+) -> Outcome:
+    """Score all sets and modes of one target; `before` are its base's scores if they are known."""
     from lockstep.run.evaluation import numerics_of
     from lockstep.scoring.base import base_fingerprint
 
-    measuring = Measuring(target, rig, how, numerics_of(target.recipe, rig.policy.numerics))
+    measuring = Measuring(target, session, options, numerics_of(target.recipe, session.policy.numerics))
     measuring.notes += [f"warning: {note}" for note in target.notes]
-    base = rival.scores if rival else ()
-    saved = saved_of(target, rig)  # first of all: what does not fit is refused before anything slow
+    base = recipe_model.scores if recipe_model else ()
+    saved = saved_of(target, session)  # first of all: a misfit is refused before any slow work
     if saved is not None:
         measuring.notes += [saved.note] if saved.note else []
-        if how.base:
-            base = _measure(measuring, placed(target, rig, None), 0, reuse=True) if before is None else before
-    proof = placed(target, rig, saved)
+        if options.base:
+            base = _measure(measuring, placed(target, session, None), 0, reuse=True) if before is None else before
+    proof = placed(target, session, saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
-    files = (*(rival.files if rival else ()), *measuring.files)
-    untrained = base_fingerprint(rig.policy.model, proof) if saved is None else ""
+    files = (*(recipe_model.files if recipe_model else ()), *measuring.files)
+    untrained = base_fingerprint(session.policy.model, proof) if saved is None else ""
     return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms), untrained)
 
 
 def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:
-    """One score a set and mode for the weights of `proof`; with `reuse`, stored ones under identical conditions stand."""
+    """Return one score per set and mode for the weights of `proof`; with `reuse`, stored ones under identical conditions are
+    kept.
+    """
     from lockstep.run.evaluation import computing
 
-    rig, recipe, scores = measuring.rig, measuring.target.recipe, []
-    with computing(rig.engine, measuring.numerics, rig.policy.numerics):
-        if rig.engine.forward.numerics:
-            layers = rig.engine.set_forward(rig.engine.forward).quantised_layers
+    session, recipe, scores = measuring.session, measuring.target.recipe, []
+    with computing(session.engine, measuring.numerics, session.policy.numerics):
+        if session.engine.forward.numerics:
+            layers = session.engine.set_forward(session.engine.forward).quantised_layers
             note = f"{measuring.numerics}: {layers} linear layers quantised"
             measuring.notes += [note] if note not in measuring.notes else []
-        for chosen in measuring.how.sets(recipe):
-            for mode in measuring.how.modes(recipe):
+        for chosen in measuring.options.sets(recipe):
+            for mode in measuring.options.modes(recipe):
                 scores.append(_one(measuring, proof, step, chosen, mode, reuse=reuse))
     return tuple(scores)
 
@@ -190,37 +200,45 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
     from lockstep.evaluate.records import stored_score
     from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
 
-    rig, target = measuring.rig, measuring.target
+    session, target = measuring.session, measuring.target
     name = target.recipe.eval.score_name(chosen.role, mode.name)
-    plan = eval_plan(target.recipe, measuring.numerics, rig.policy.context, chosen)
-    items = heldout_items(rig.task, plan)
-    conditions = score_conditions(items, rig.task, rig.policy.chat, mode, plan, proof)
+    plan = eval_plan(target.recipe, measuring.numerics, session.policy.context, chosen)
+    items = heldout_items(session.task, plan)
+    conditions = score_conditions(items, session.task, session.policy.chat, mode, plan, proof)
     home = _home(measuring, chosen, mode, plan, conditions, step, base=reuse)
     stored = stored_score(home, conditions)
     if stored is not None and reuse:
         measuring.notes.append(f"{name} at step {step}: measured before under the same conditions ({home})")
         score = stored
     else:
-        progress = measuring.how.watch(name, step) if measuring.how.watch else None
+        progress = measuring.options.watch(name, step) if measuring.options.watch else None
         source = f"the base of {target.label}" if reuse else target.label
         score = evaluate(
-            rig.engine, rig.task, rig.policy.chat, mode, plan, proof, step=step, source=source, progress=progress
+            session.engine,
+            session.task,
+            session.policy.chat,
+            mode,
+            plan,
+            proof,
+            step=step,
+            source=source,
+            progress=progress,
         )
         if stored is not None:
             measuring.notes.append(agreement(name, score, stored, home))
-    out = measuring.how.out
+    out = measuring.options.out
     elsewhere = _free(out / file_name(target, name, step, base=reuse), conditions) if out else home
     _store(measuring, score, home if stored is not None else None, elsewhere)
     if score is not stored:
         try:
             measuring.alarms += _same_as_before(target, name, step, score)
-        except EvaluationError as error:  # of some other score in the run's folder
+        except EvaluationError as error:  # a file of another score in the run's folder
             measuring.notes.append(f"warning: not compared with {error.where}: {error.what}")
     return score
 
 
 def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[str]:
-    """A sentence for each stored score of the run's step whose replies this one has, although its numerics are others.
+    """Return a line for each stored score of the run's step with the same replies as this one, although its numerics differ.
 
     At step 0 the numerics alone count: a fresh adapter has other weights by another seed, and the base's replies.
     """
@@ -239,7 +257,7 @@ def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[
 
 
 def agreement(name: str, score: Score, stored: Score, path: Path) -> str:
-    """Whether a second measurement of the same weights gave the same replies."""
+    """Say whether a second measurement of the same weights gave the same replies."""
     pairs = list(zip(score.results, stored.results, strict=True))
     differing = [a.id for a, b in pairs if (a.correct, a.text) != (b.correct, b.text)]
     if not differing:
@@ -261,10 +279,10 @@ def _home(
     *,
     base: bool,
 ) -> Path:
-    """Where a score belongs if --out does not say otherwise.
+    """Return the default path of a score, without --out.
 
-    In a run, scores under the run's own conditions stand beside those of its training; others in a folder of their own, so
-    that they never mix. Of a model or an adapter the first score has the plain name, one under other conditions a folder.
+    In a run, scores under the run's own conditions are stored beside those of its training; others in a separate folder, so
+    that they never mix. For a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
     from lockstep.evaluate.records import score_path
 
@@ -274,12 +292,14 @@ def _home(
         return _free(Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
     path = score_path(target.run, step, name)
     if _is_the_runs_own(measuring, chosen, mode, plan):
-        return _free(path, conditions)  # its data, its template and its model are files, which may be others today
+        return _free(path, conditions)  # data, template and model are files, which may have changed
     return path.parent / _digest(replace(conditions, weights="")) / path.name
 
 
 def _free(path: Path, conditions: Conditions) -> Path:
-    """The path, or one in a folder of its own if a score under other conditions is there. Raises as read_brief."""
+    """Return the path, or one in a separate folder if a score under other conditions is there. Raises the errors of
+    read_brief.
+    """
     from lockstep.evaluate.records import read_brief
 
     if not path.exists() or read_brief(path).score.conditions == conditions:
@@ -295,18 +315,18 @@ def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan
     from lockstep.evaluate.plan import eval_plan
     from lockstep.run.evaluation import numerics_of
 
-    target, policy = measuring.target, measuring.rig.policy
+    target, policy = measuring.target, measuring.session.policy
     trained, recipe = target.trained, target.recipe
     if trained is None or chosen not in trained.eval.sets or mode not in trained.eval.modes:
         return False
     own = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context, chosen)
     same_names = trained.eval.role == recipe.eval.role
-    same_base = trained.warm_start == recipe.warm_start  # else the score would take the place of the run's own
+    same_base = trained.warm_start == recipe.warm_start  # otherwise the score would replace the run's own
     return same_names and same_base and (own, trained.task, trained.chat) == (plan, recipe.task, recipe.chat)
 
 
 def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) -> None:
-    """Write the score, unless it is there already. A stored score under the same conditions stays as it was."""
+    """Write the score, unless it exists already. A stored score under the same conditions is kept."""
     from lockstep.evaluate.records import write_score
 
     if path != stored:
@@ -326,7 +346,9 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def file_name(target: Target, mode: str, step: int, *, base: bool = False) -> str:
-    """Example: "mine_step_000040_greedy.json". The base of an adapter, which may have no step either, is called so."""
+    """Return a file name. Example: "mine_step_000040_greedy.json". The base of an adapter, which may have no step, is named as
+    such.
+    """
     if target.name:
         name = target.name
     elif target.run is not None:

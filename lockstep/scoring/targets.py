@@ -1,9 +1,9 @@
-"""What `lockstep eval` and `lockstep sample` are pointed at, and how its weights get into an engine with proof.
+"""Targets of `lockstep eval` and `lockstep sample`, and the proven transfer of their weights to an engine.
 
-    find_target(NAME)    a run, one of its checkpoints, or a model  →  Target: recipe, step, verified checkpoint. Loads no torch
-    build_rig(recipe)    Target's recipe  →  Rig: model with the base's weights, task, engine
-    rig.prove()          the base's weights in the engine  →  Proof
-    rig.read(checkpoint), rig.prove_saved(…)    a checkpoint's weights, checked against what was saved  →  Proof
+    find_target(NAME)             a run, one of its checkpoints, or a model → Target: recipe, step, verified checkpoint
+    build_eval_session(recipe)    a target's recipe → EvalSession: model with the base's weights, task, engine
+    session.prove()               the base's weights in the engine → Proof
+    session.read(checkpoint), session.prove_saved(…)    a checkpoint's weights, checked against their record → Proof
 
 Importing this loads no torch.
 """
@@ -41,51 +41,53 @@ if TYPE_CHECKING:
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
-"""Folders that trainers name after the steps done."""
+"""Folder names that trainers give by the number of finished steps."""
 
 
 OWN = ("model", "adapter", "warm_start")
-"""Settings that belong to a run's weights: its own whatever recipe it is asked under, but for overrides."""
+"""Settings that belong to a run's weights: they stay the run's own under any recipe, except for overrides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Weights to be evaluated or sampled, and the recipe that says how."""
+    """Weights to be evaluated or sampled, with their recipe."""
 
     label: str
-    """Example: "runs/mine at step 40"."""
+    """Name for people. Example: "runs/mine at step 40"."""
     recipe: Recipe
-    """Its model and adapter are those of the weights."""
+    """The recipe to evaluate with; its model and adapter are those of the weights."""
     step: int
-    """Trained steps behind the weights; 0 is a model that the recipe did not train."""
+    """Number of trained steps behind the weights; 0 is a model that the recipe did not train."""
     checkpoint: CheckpointInfo | None = None
-    """Every byte verified; None for the model's own weights."""
+    """The checkpoint, every byte verified; None for the model's own weights."""
     run: Path | None = None
     trained: Recipe | None = None
     """The run's own recipe, without overrides."""
-    rival: Recipe | None = None
-    """The recipe of the model that a recipe names, when the target is another model."""
+    recipe_model: Recipe | None = None
+    """Recipe of the model that the given recipe names, if the target is another model."""
     adapter: AdapterTarget | None = None
-    """An adapter's folder that is no checkpoint of ours."""
+    """The adapter of a folder that is not one of our checkpoints."""
     name: str = ""
-    """What the user called it (name=path)."""
+    """Name given by the user (name=path)."""
     notes: tuple[str, ...] = ()
-    """What a user should read: damaged checkpoints that were passed over."""
+    """Remarks for the user: damaged checkpoints that were passed over."""
 
     @property
     def whole(self) -> bool:
-        """Its checkpoint holds every weight: what it began from is not needed to put it in place."""
+        """True if its checkpoint holds every weight, so that its start weights are not needed."""
         return self.checkpoint is not None and self.recipe.adapter.kind == "none"
 
 
 def find_target(
     name: str, recipes: Sequence[str] = (), overrides: Sequence[str] = (), step: int | None = None
 ) -> Target:
-    """Say what `name` means: a run directory, a checkpoint or adapter folder, or a model (built-in name, hub id, folder).
+    """Find the target that `name` means: a run directory, a checkpoint or adapter folder, or a model (built-in name, hub id,
+    folder).
 
-    A run's recipe is its own, with `overrides`; with `recipes` the task and all else come from there, but model and adapter
-    stay the run's. Adapters and models need `recipes`. Without `step` a run stands for its newest intact checkpoint; step 0
-    is its base. Raises RunDirectoryError, ConfigError, ModelError, or CheckpointError, for a sharded training folder too.
+    A run's recipe is its own, with `overrides`; with `recipes` the task and everything else come from there, but model and
+    adapter stay the run's. Adapters and models need `recipes`. Without `step` a run stands for its newest intact checkpoint;
+    step 0 is its base. Raises RunDirectoryError, ConfigError, ModelError, or CheckpointError, also for a sharded training
+    folder.
     """
     path = Path(name)
     place = STEP_NAME.fullmatch(path.resolve().name)
@@ -140,7 +142,7 @@ def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
 
 def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Target:
     if not recipes:
-        raise ConfigError([f"{path}: a checkpoint outside of its run needs --recipe RECIPE"], fix=_NEEDS)
+        raise ConfigError([f"{path}: a checkpoint outside its run needs --recipe RECIPE"], fix=_NEEDS)
     info = verify_checkpoint(path)
     recipe = load([*recipes, *overrides])
     recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))
@@ -157,16 +159,16 @@ def _of_adapter(
     model, notes = asked.model, []
     if (
         found.base and found.base != model.path and asked.model.path == named.path
-    ):  # an override of model.path has the last word
+    ):  # an override of model.path takes precedence
         notes.append(f"{name} was made for {found.base}; the recipe's model, {model.path}, is not used")
         model = Model(path=found.base, dtype=model.dtype)
     if found.path != Path(name):
         notes.append(f"the adapter is in {found.path}")
-    began = asked.warm_start  # a base that was trained before; only our own adapters say whether it is theirs
+    began = asked.warm_start  # a base that was trained before; only our own adapters record whether it is theirs
     if began and not (found.path / "adapter_base.json").is_file():
         notes.append(f"warm_start = {began} is not used: {name} does not say that it was made for those weights")
         began = None
-    if began:  # its adapters are in the folder; what they are over may have been trained before them
+    if began:  # its adapters are in the folder; their base may have been trained before them
         from lockstep.build.warm_start import base_checkpoint
 
         began = base_checkpoint(began)
@@ -189,7 +191,7 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
     if asked.model.path not in (named.path, name):
         what = f"model.path = {asked.model.path}, but the target is the model {name}"
         raise ConfigError([what], fix="leave model.path out, or make it the target")
-    began = asked.warm_start  # trained weights, which would take the place of the model's own
+    began = asked.warm_start  # trained weights, which would replace the model's own
     notes = (f"warm_start = {began} is not used: these are the weights of {name} itself",) if began else ()
     asked = asked.model_copy(update={"adapter": NoAdapter(), "warm_start": None})
     if named.path == name:
@@ -202,7 +204,7 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         trust_remote_code=asked.model.trust_remote_code and not named.trust_remote_code,
     )
     recipe = asked.model_copy(update={"model": model})
-    return Target(name, recipe, 0, rival=recipe.model_copy(update={"model": named}), notes=notes)
+    return Target(name, recipe, 0, recipe_model=recipe.model_copy(update={"model": named}), notes=notes)
 
 
 _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
@@ -214,19 +216,19 @@ def _refuse_step(name: str, step: int | None) -> None:
 
 
 def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
-    """`dtype: auto` may mean something else on this machine than where the checkpoint was made."""
+    """Return the recipe with the checkpoint's precision: `dtype: auto` may mean another one on this machine."""
     if recipe.model.dtype != "auto":
         return recipe
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": info.meta["numerics"]})})
 
 
 def _in_numerics(recipe: Recipe, trained: Numerics) -> Recipe:
-    """Evaluated as it was trained to be, unless the recipe that is asked for says something of numerics itself."""
+    """Return the recipe with the numerics of training, unless the requested recipe sets numerics itself."""
     return recipe if recipe.numerics != Numerics() else recipe.model_copy(update={"numerics": trained})
 
 
-class Holder:
-    """Weights that are read and never trained: the side of types.Learner that a proof of sync needs."""
+class FrozenLearner:
+    """Weights that are read and never trained: the part of types.Learner that a proof of sync needs."""
 
     def __init__(self, model: nn.Module, tokens_per_microbatch: int) -> None:
         self.model = model
@@ -234,7 +236,7 @@ class Holder:
         self._tokens_per_microbatch = tokens_per_microbatch
 
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
+        """Return the log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
         from lockstep.learner.learner import plain_logprobs
 
         return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
@@ -252,39 +254,39 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint's weights in memory, found to be those that were saved."""
+    """A checkpoint's weights in memory, verified against the saved fingerprint."""
 
     weights: Mapping[str, Tensor]
     version: int
     fingerprint: str
-    """Of the whole model with these weights in place."""
+    """Fingerprint of the whole model with these weights in place."""
     note: str = ""
-    """What a user should read."""
+    """Remark for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
-    """A model in memory with an engine on it and a task to ask. It begins with the base's weights."""
+class EvalSession:
+    """A model in memory with an engine and a task. It begins with the base's weights."""
 
     policy: Policy
     task: BuiltTask
     engine: RolloutEngine
     sync: SharedSync | CopySync
-    holder: Holder
+    learner: FrozenLearner
 
     def prove(self) -> Proof:
-        """Give the engine the weights that are in place (at first the base's) and prove it. Raises SyncError."""
-        proof = self.sync.push(self.holder, self.engine)
-        if proof.changed < 0:  # the first proof of this rig: show that it would notice a false tensor
-            self.sync.negative_control(self.holder, self.engine)
+        """Give the engine the weights in place (at first the base's) and prove it. Raises SyncError."""
+        proof = self.sync.push(self.learner, self.engine)
+        if proof.changed < 0:  # the first proof of this session: show that it would notice a false tensor
+            self.sync.negative_control(self.learner, self.engine)
         return proof
 
     def read(self, info: CheckpointInfo) -> Saved:
-        """See read_checkpoint."""
+        """Read a checkpoint: see read_checkpoint."""
         return read_checkpoint(self.policy, info)
 
     def read_adapter(self, found: AdapterTarget) -> Saved:
-        """See read_adapter_folder."""
+        """Read an adapter's folder: see read_adapter_folder."""
         return read_adapter_folder(self.policy, found)
 
     def prove_saved(self, saved: Saved) -> Proof:
@@ -292,7 +294,7 @@ class Rig:
         from lockstep.models.weights import load_weights
 
         load_weights(self.policy.model, iter(saved.weights.items()))
-        self.holder.version = saved.version
+        self.learner.version = saved.version
         proof = self.prove()
         if proof.fingerprint != saved.fingerprint:
             raise EvaluationError(
@@ -304,7 +306,9 @@ class Rig:
 
 
 def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
-    """The weights of a checkpoint, not yet in place. Raises EvaluationError if they and this model are not what was saved."""
+    """Return the weights of a checkpoint, not yet in place. Raises EvaluationError if they do not match this model or their
+    record.
+    """
     from lockstep.build.build import adopt
     from lockstep.build.warm_start import read_weights
     from lockstep.models.weights import named_weights
@@ -325,9 +329,9 @@ def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
 
 
 def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
-    """The weights of an adapter's folder, not yet in place.
+    """Return the weights of an adapter's folder, not yet in place.
 
-    Raises ModelError if it was made for another base, EvaluationError unless its tensors are just those of this adapter.
+    Raises ModelError if it was made for another base, EvaluationError unless its tensors are exactly those of this adapter.
     """
     from safetensors.torch import load_file
 
@@ -353,8 +357,10 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
     return Saved(placed, 1, fingerprint(iter((own | placed).items())).combined, note)
 
 
-def build_rig(recipe: Recipe, *, replaced: bool = False) -> Rig:
-    """Load model and task of a recipe. Raises LockstepError for whatever would fail later. `replaced` as in build_policy."""
+def build_eval_session(recipe: Recipe, *, replaced: bool = False) -> EvalSession:
+    """Load model and task of a recipe. Raises LockstepError for anything that would fail later. `replaced` as in
+    build_policy.
+    """
     from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync
     from lockstep.learner.execution import execution_of
 
@@ -364,8 +370,8 @@ def build_rig(recipe: Recipe, *, replaced: bool = False) -> Rig:
         policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
     )
     execution = execution_of(recipe.update, next(policy.model.parameters()).device)
-    holder = Holder(policy.model, execution.tokens_per_microbatch)
-    return Rig(policy, task, build_engine(policy, recipe), sync, holder)
+    learner = FrozenLearner(policy.model, execution.tokens_per_microbatch)
+    return EvalSession(policy, task, build_engine(policy, recipe), sync, learner)
 
 
 def _misfit(info: CheckpointInfo, what: str) -> NoReturn:

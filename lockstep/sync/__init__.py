@@ -1,1 +1,1 @@
-"""Learner → engine: how weights get there, and the proof that they did. See docs/sync.md."""
+"""Learner → engine: the transfer of weights, and its proof. See docs/sync.md."""

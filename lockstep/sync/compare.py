@@ -1,4 +1,4 @@
-"""What differs between the weights of two sides, tensor by tensor, and what kind of fault each difference looks like."""
+"""Differences between the weights of two sides, tensor by tensor, with the kind of fault that each suggests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.sync.fingerprint import INTEGERS, Fingerprints, TensorPrint
 from lockstep.types import WeightStream
 
 EXPLAINED = 16
-"""So many differing tensors are compared element by element; for more, the names are enough."""
+"""Most differing tensors that are compared element by element; for more, the names are enough."""
 
 
 class Fault(StrEnum):
-    """What a mismatch looks like."""
+    """Kind of a mismatch."""
 
     MISSING = "missing"
     EXTRA = "extra"
@@ -32,7 +32,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Example: Mismatch("lm_head.weight", Fault.STALE, "still the tensor of the last proof")"""
+    """One differing tensor. Example: Mismatch("lm_head.weight", Fault.STALE, "still the tensor of the last proof")"""
 
     name: str
     fault: Fault
@@ -43,7 +43,9 @@ class Mismatch:
 
 
 def compare(learner: Fingerprints, engine: Fingerprints, previous: Fingerprints | None = None) -> tuple[Mismatch, ...]:
-    """The tensors in which `engine` is not `learner`, by name. `previous` is the last proof's, to tell a stale tensor."""
+    """Return the tensors in which `engine` differs from `learner`, by name. `previous` is the last proof's, to recognise a
+    stale tensor.
+    """
     known = previous.tensors if previous else {}
     names = sorted(learner.tensors.keys() | engine.tensors.keys())
     faults = (_fault(name, learner.tensors.get(name), engine.tensors.get(name), known.get(name)) for name in names)
@@ -69,7 +71,7 @@ def _fault(
 
 
 def explain(mismatches: Iterable[Mismatch], learner: WeightStream, engine: WeightStream) -> tuple[Mismatch, ...]:
-    """Look at the elements of tensors that differ and say more: a transpose, swapped rows, a flipped bit, how many elements.
+    """Look at the elements of tensors that differ and add details: a transpose, swapped rows, a flipped bit, how many elements.
 
     Reads both streams again and holds the differing tensors of both, at most EXPLAINED of them.
     """
@@ -83,7 +85,7 @@ def explain(mismatches: Iterable[Mismatch], learner: WeightStream, engine: Weigh
 
 
 def _pick(names: list[str], stream: WeightStream) -> dict[str, Tensor]:
-    """Their bits as integers, on the CPU, so that NaN equals itself."""
+    """Return the tensors' bits as integers, on the CPU, so that NaN equals itself."""
     wanted = frozenset(names)
     return {
         name: tensor.detach().view(INTEGERS[tensor.element_size()]).cpu() for name, tensor in stream if name in wanted
@@ -103,7 +105,7 @@ def _look(entry: Mismatch, expected: Mapping[str, Tensor], found: Mapping[str, T
 
 
 def _where(want: Tensor, have: Tensor, places_DK: Tensor) -> str:
-    """`places_DK` are the indices of the D elements that differ."""
+    """Describe the places. `places_DK` are the indices of the D elements that differ."""
     count, first = len(places_DK), places_DK[0].tolist()
     if count == 1 and want.numel() > 1:
         index = tuple(first)

@@ -17,9 +17,9 @@ CONTROL_KEY = 0x636F6E74726F6C  # "control"
 
 
 def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[str] = frozenset()) -> str:
-    """Flip one bit of a learner's tensor, see that the engine's fingerprint of it notices, and flip the bit back.
+    """Flip one bit of a learner's tensor, check that the engine's fingerprint of it changes, and flip the bit back.
 
-    Returns the tensor's name. Raises SyncError if that tensor alone did not differ, or if the bits did not come back.
+    Returns the tensor's name. Raises SyncError if that tensor alone did not differ, or if the bits were not restored.
     """
     before = fingerprint(engine.weights())
     name = _choose(learner.weights(), frozen)
@@ -36,7 +36,7 @@ def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[st
 def control_copy(
     learner: Learner, engine: RolloutEngine, prove: Callable[[], Proof], frozen: frozenset[str] = frozenset()
 ) -> str:
-    """Send the engine all weights with one bit of one tensor flipped: the proof must name it. Then send them right.
+    """Send the engine all weights with one bit of one tensor flipped: the proof must name it. Then send the right ones.
 
     Returns the tensor's name. Raises SyncError if the false weights passed or the right ones did not.
     """
@@ -68,7 +68,7 @@ def _blind(name: str, seen: list[str]) -> SyncError:
 
 
 def _choose(stream: WeightStream, frozen: frozenset[str]) -> str:
-    """A tensor that is trained and not a mere number; which one depends on the names alone."""
+    """Choose a trained tensor with more than one element; the choice depends on the names alone."""
     names = sorted(name for name, tensor in stream if name not in frozen and tensor.numel() > 1)
     if not names:
         raise SyncError("no trained tensor to falsify", where="negative control", fix="check what weights() yields")
@@ -96,7 +96,7 @@ def _flipped(tensor: Tensor) -> Iterator[None]:
 
 @torch.inference_mode()
 def _flip(tensor: Tensor) -> None:
-    """Flip the lowest bit of one element in the middle, in place: the smallest change there is, and its own inverse."""
+    """Flip the lowest bit of one element in the middle, in place: the smallest possible change, and its own inverse."""
     bits = tensor.detach().view(INTEGERS[tensor.element_size()])
     middle = tuple(size // 2 for size in bits.shape)
     bits[middle] = bits[middle] ^ 1

@@ -31,11 +31,11 @@ BLOCK = 4096
 CPU_BLOCKS = 32  # 1 MiB of int64: stays in a core's cache
 GPU_BLOCKS = 4096  # 128 MiB of int64: few launches
 FEW = 16
-"""Elements of a tensor on the CPU that Python sums itself."""
+"""Largest number of elements of a CPU tensor that Python sums itself."""
 LARGEST = (1 << 31) - BLOCK
-"""Elements of a tensor on a GPU for the kernel, which counts them in 32 bits."""
+"""Largest number of elements of a GPU tensor for the kernel, which counts them in 32 bits."""
 HELD = 1 << 28
-"""Bytes of tensors that one launch waits for: a stream may make them one by one."""
+"""Bytes of tensors collected for one launch: a stream may make them one by one."""
 MASK = (1 << 64) - 1
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,7 +43,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorPrint:
-    """One tensor. Example: TensorPrint(0x9f…, "bfloat16", (576, 576), 663552)"""
+    """Fingerprint of one tensor. Example: TensorPrint(0x9f…, "bfloat16", (576, 576), 663552)"""
 
     value: int
     """The fingerprint, 64 bits, name, dtype and shape mixed in."""
@@ -54,24 +54,24 @@ class TensorPrint:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """All tensors of a weight stream, by name."""
+    """Fingerprints of all tensors of a weight stream, by name."""
 
     tensors: Mapping[str, TensorPrint]
     combined: str
-    """Of all of them, whatever their order: 16 hex digits."""
+    """Fingerprint of all of them, independent of their order: 16 hex digits."""
 
     @property
     def bytes(self) -> int:
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     def changed_since(self, previous: Fingerprints) -> int:
-        """How many names were added, removed or have another fingerprint."""
+        """Return the number of names that were added, removed or have another fingerprint."""
         names = self.tensors.keys() | previous.tensors.keys()
         return sum(self.tensors.get(name) != previous.tensors.get(name) for name in names)
 
 
 def splitmix64(seed: int, index: int) -> int:
-    """The index-th output (from 0) of the generator splitmix64 (Steele, Lea, Flood, 2014) seeded with `seed`."""
+    """Return the index-th output (from 0) of the generator splitmix64 (Steele, Lea, Flood, 2014) seeded with `seed`."""
     z = (seed + (index + 1) * GAMMA) & MASK
     z = (z ^ (z >> 30)) * MIX_1 & MASK
     z = (z ^ (z >> 27)) * MIX_2 & MASK
@@ -79,27 +79,27 @@ def splitmix64(seed: int, index: int) -> int:
 
 
 def fingerprint_tensor(name: str, tensor: Tensor) -> int:
-    """The fingerprint of one whole tensor of any shape. Raises SyncError unless it is dense, real and not quantised."""
+    """Return the fingerprint of one whole tensor of any shape. Raises SyncError unless it is dense, real and not quantised."""
     return identify(name, dtype_name(tensor), tuple(tensor.shape), shard_sum(tensor))
 
 
 def shard_sum(shard: Tensor, *, offset: int = 0, row_length: int | None = None) -> int:
-    """The part that a shard contributes; the parts of all shards, added mod 2^64, go into `identify`.
+    """Return the part that a shard contributes; the parts of all shards, added mod 2^64, go into `identify`.
 
-    `offset` is the row-major index, in the whole tensor, of the shard's first element. A shard of columns of a matrix
-    also needs `row_length`, the number of columns of the whole matrix. Raises SyncError as fingerprint_tensor does.
+    `offset` is the row-major index, in the whole tensor, of the shard's first element. A shard of columns of a matrix also
+    needs `row_length`, the number of columns of the whole matrix. Raises the errors of fingerprint_tensor.
     """
     return int(_device_sum(shard, offset, row_length).item()) & MASK
 
 
 def identify(name: str, dtype: str, shape: tuple[int, ...], total: int) -> int:
-    """Mix the identity of a tensor into the sum of its elements. `dtype` as dtype_name() gives it."""
+    """Mix the identity of a tensor into the sum of its elements. `dtype` in the form of dtype_name()."""
     text = f"{name}\n{dtype}\n{list(shape)}\n{total & MASK:016x}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Example: "bfloat16"."""
+    """Return the name of a tensor's dtype. Example: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -120,17 +120,17 @@ def fingerprint(stream: WeightStream) -> Fingerprints:
 
 
 def combine(prints: Mapping[str, TensorPrint]) -> Fingerprints:
-    """The fingerprints of all tensors together, independent of their order."""
+    """Combine the fingerprints of all tensors, independent of their order."""
     text = "\n".join(f"{name} {prints[name].value:016x}" for name in sorted(prints))
     return Fingerprints(prints, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
 
 class Fingerprinter:
-    """Fingerprints one side again and again, reading tensors that are known to be frozen only when told to.
+    """Fingerprints one side repeatedly, reading tensors that are known to be frozen only on request.
 
-    A frozen tensor is also read again when its address or torch's counter of in-place changes differs: cheap, but blind
-    to writes through `.data`, which `refresh_frozen` catches. `thawed` names the frozen tensors whose fingerprint is not
-    the first one that was seen.
+    A frozen tensor is also read again when its address or torch's counter of in-place changes differs: cheap, but blind to
+    writes through `.data`, which `refresh_frozen` catches. `thawed` names the frozen tensors whose fingerprint differs from the
+    first one.
     """
 
     def __init__(self, frozen: frozenset[str] = frozenset()) -> None:
@@ -140,7 +140,7 @@ class Fingerprinter:
         self._known: dict[str, tuple[tuple[int, int], TensorPrint]] = {}
 
     def refresh_frozen(self) -> None:
-        """Read the frozen tensors too at the next `read`."""
+        """Read the frozen tensors, too, at the next `read`."""
         self._known.clear()
 
     def read(self, stream: WeightStream) -> Fingerprints:
@@ -182,13 +182,13 @@ def _guard(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Sums:
-    """The sums of many tensors: on a GPU some launches for all of them, and one copy to the host at the end."""
+    """The sums of many tensors: on a GPU a few launches for all of them, and one copy to the host at the end."""
 
     def __init__(self) -> None:
         self._count = 0
         self._known: dict[int, int] = {}
         self._summed: list[tuple[Sequence[int], Tensor]] = []
-        """Places, and their sums [places]."""
+        """Indices of tensors, and their sums."""
         self._waiting: list[tuple[int, Tensor]] = []
         self._bytes = 0
 
@@ -294,7 +294,7 @@ def _bits(tensor: Tensor, offset: int) -> Tensor:
 
 
 def _kernels(device: torch.device) -> Any | None:
-    """The module of Triton kernels for tensors on a GPU; None where there is none, or no Triton."""
+    """Return the module of Triton kernels for tensors on a GPU; None on a CPU or without Triton."""
     if device.type != "cuda":
         return None
     try:
@@ -305,14 +305,14 @@ def _kernels(device: torch.device) -> Any | None:
 
 
 def _piece_sum(bits_T: Tensor, offset: int) -> Tensor:
-    """Elements within one block."""
+    """Sum elements within one block."""
     place, block = offset % BLOCK, offset // BLOCK
     a_T = _table(KEY_A, BLOCK, bits_T.device)[place : place + len(bits_T)]
     return ((_unsigned(bits_T) + 1) * a_T).sum() * _rows(block, 1, bits_T.device)[0]
 
 
 def _blocks_sum(bits_BK: Tensor, first: int) -> Tensor:
-    """B whole blocks of K = 4096 elements; `first` is the index of the first. Several at a time go through one buffer."""
+    """Sum B whole blocks of K = 4096 elements; `first` is the index of the first. Several at a time use one buffer."""
     device = bits_BK.device
     a_K = _table(KEY_A, BLOCK, device)
     at_once = CPU_BLOCKS if device.type == "cpu" else GPU_BLOCKS
@@ -331,7 +331,7 @@ def _blocks_sum(bits_BK: Tensor, first: int) -> Tensor:
 
 
 def _column_sum(bits_RC: Tensor, offset: int, row_length: int) -> Tensor:
-    """Columns of a matrix: every row is a run of its own, so the weights are gathered. R rows, C columns."""
+    """Sum columns of a matrix: every row is a run of its own, so the weights are gathered. R rows, C columns."""
     rows, columns = bits_RC.shape
     device = bits_RC.device
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -349,20 +349,20 @@ def _column_sum(bits_RC: Tensor, offset: int, row_length: int) -> Tensor:
 
 
 def _unsigned(bits: Tensor) -> Tensor:
-    """Integer bits as int64 without the sign; 8-byte elements keep theirs, which is the same mod 2^64."""
+    """Return integer bits as int64 without the sign; 8-byte elements keep theirs, which is the same mod 2^64."""
     wide = bits.to(torch.int64)
     return wide & (1 << 8 * bits.element_size()) - 1 if bits.element_size() < 8 else wide
 
 
 def _rows(first: int, count: int, device: torch.device) -> Tensor:
-    """b[first : first + count]; the table behind it grows by doubling."""
+    """Return b[first : first + count]; the table behind it grows by doubling."""
     size = max(BLOCK, 1 << (first + count - 1).bit_length())
     return _table(KEY_B, size, device)[first : first + count]
 
 
 @lru_cache(maxsize=64)
 def _table(seed: int, count: int, device: torch.device) -> Tensor:
-    """splitmix64(seed, 0 … count - 1) | 1 as int64."""
+    """Return splitmix64(seed, 0 … count - 1) | 1 as int64."""
     z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(GAMMA) + _signed(seed)
     z = (z ^ _shift(z, 30)) * _signed(MIX_1)
     z = (z ^ _shift(z, 27)) * _signed(MIX_2)
@@ -370,7 +370,7 @@ def _table(seed: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
-    """Logical shift to the right; torch's keeps the sign."""
+    """Shift logically to the right; torch's shift keeps the sign."""
     return (z >> by) & (1 << 64 - by) - 1
 
 

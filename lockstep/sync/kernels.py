@@ -13,15 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 128
-"""Of one tensor; each takes every so many-th block."""
+"""Programs per tensor; each takes every PROGRAMS-th block."""
 
 
 @triton.jit
 def sums_kernel(table_ptr, a_ptr, b_ptr, totals_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr):
-    """totals[tensor] += Σ (bits_i + 1) · a[i mod BLOCK] · b[i div BLOCK]; integers wrap, so the order does not matter.
+    """Compute totals[tensor] += Σ (bits_i + 1) · a[i mod BLOCK] · b[i div BLOCK]; integers wrap, so the order does not matter.
 
     The table has a row for each tensor: address, elements, columns, elements from row to row. Addresses are read here, so that
-    the compiler knows nothing of their alignment and does not join loads that may not be joined.
+    the compiler assumes nothing about their alignment and does not join loads that may not be joined.
     """
     row_ptr = table_ptr + tl.program_id(0) * 4
     address, count = tl.load(row_ptr), tl.load(row_ptr + 1).to(tl.int32)
@@ -50,10 +50,9 @@ def sums_kernel(table_ptr, a_ptr, b_ptr, totals_ptr, SIZE: tl.constexpr, BLOCK: 
 
 
 def tensor_sums(tensors: Sequence[Tensor], a_K: Tensor, b_B: Tensor) -> Tensor:
-    """The sums of tensors of one device and one size of elements, int64 in their order; `a_K` and `b_B` are the tables.
+    """Return the sums of tensors of one device and one element size, int64 in their order; `a_K` and `b_B` are the tables.
 
-    Each has fewer than 2^31 - 4096 elements, which are counted in 32 bits, and is dense or a matrix whose columns are next to
-    each other.
+    Each has fewer than 2^31 - 4096 elements, which are counted in 32 bits, and is dense or a matrix with adjacent columns.
     """
     device = tensors[0].device
     rows = [(t.data_ptr(), t.numel(), *_lines(t)) for t in tensors]
@@ -69,7 +68,7 @@ def tensor_sums(tensors: Sequence[Tensor], a_K: Tensor, b_B: Tensor) -> Tensor:
 
 
 def _lines(tensor: Tensor) -> tuple[int, int]:
-    """Columns, and elements from row to row: a dense tensor is one row."""
+    """Return columns, and elements from row to row: a dense tensor is one row."""
     if tensor.is_contiguous():
         return max(1, tensor.numel()), 0
     return tensor.shape[1], tensor.stride(0)

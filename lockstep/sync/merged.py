@@ -1,9 +1,9 @@
-"""A learner's weights as an engine without adapters computes with them: base + scaling · B·A in one matrix.
+"""A learner's weights as an engine without adapters uses them: base + scaling · B·A in one matrix.
 
-With DoRA (arXiv 2402.09353) each row of that sum then has the length that is trained. The sum is made anew from the frozen base
-each time, in fp32, and rounded once: nothing is ever added to what an engine holds, so that a hundred syncs give the same bits as
-one. Rounding to bf16 drops what is below half a unit in the last place of the base's weight; the difference is that of a rounded
-weight, and the probe measures it.
+With DoRA (arXiv 2402.09353) each row of that sum is then scaled to its trained length. The sum is made again from the frozen
+base each time, in fp32, and rounded once: nothing is ever added to the engine's weights, so a hundred syncs give the same bits
+as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the difference is that of a
+rounded weight, and the probe measures it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.errors import SyncError
 from lockstep.types import Batch, Learner, Loss, Metrics, TokenIds, WeightStream
 
 DOWN, UP, SCALING, LENGTH = ".lora_A", ".lora_B", ".lora_scaling", ".lora_magnitude_vector"
-"""How lockstep.models.weights names what an adapter adds to a layer."""
+"""Suffixes in lockstep.models.weights of the tensors that an adapter adds to a layer."""
 
 
 def merged(weights: WeightStream) -> WeightStream:
-    """The stream without adapters, each adapted matrix with its own added in. Tensors that have none are passed on as they are.
+    """Yield the stream without adapters, each adapted matrix merged with its own. Tensors without one are passed on unchanged.
 
     Raises SyncError for an adapter that lacks a part, or whose layer has no matrix of its shape.
     """
@@ -45,9 +45,10 @@ def merged(weights: WeightStream) -> WeightStream:
 def merge(
     name: str, base_OX: Tensor, down_RX: Tensor, up_OR: Tensor, scaling: Tensor, length_O: Tensor | None = None
 ) -> Tensor:
-    """base + scaling · up·down in fp32, rounded to the base's dtype; the inputs stay as they are. O outputs, X inputs, R rank.
+    """Return base + scaling · up·down in fp32, rounded to the base's dtype; the inputs are not changed. O outputs, X inputs, R
+    rank.
 
-    With `length_O` (DoRA) each row of the sum is given that length.
+    With `length_O` (DoRA) each row of the sum is scaled to that length.
     """
     if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
         raise SyncError(
@@ -61,14 +62,16 @@ def merge(
 
 
 def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str]:
-    """Of the frozen tensors those that no adapter changes, given all names of the learner's weights."""
+    """Return the frozen tensors that no adapter changes, given all names of the learner's weights."""
     adapted = {name.removesuffix(DOWN) + ".weight" for name in names if name.endswith(DOWN)}
     return frozen - adapted
 
 
 @dataclass(slots=True)
 class MergedLearner:
-    """A learner whose weights() are merged; all else is the learner's. Made for one push: `version` is the learner's then."""
+    """A learner whose weights() are merged; everything else is the learner's. Made for one push: `version` is the learner's
+    then.
+    """
 
     learner: Learner
     version: int

@@ -23,13 +23,15 @@ Numerics: TypeAlias = Literal["fp32", "bf16"]
 TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03}
 """Largest mean |Δ log-probability| of a probe. Synced dense bf16 models show 0.010-0.018, unsynced 0.2 (TRL issue 5312)."""
 ROUNDINGS = 2.0
-"""An engine with other kernels may be so many times as far from the learner as the learner is from itself under such noise."""
+"""Tolerance factor for an engine with other kernels: allowed distance from the learner, relative to the model's own rounding
+noise.
+"""
 PROBE_KEY = 0x70726F6265  # "probe"
 
 
 @dataclass(frozen=True, slots=True)
 class ProofSettings:
-    """What the probe asks and what it accepts. Example: ProofSettings(((17, 4, 29), (8, 8, 3)), 1e-4)"""
+    """Sequences of the probe and its limit. Example: ProofSettings(((17, 4, 29), (8, 8, 3)), 1e-4)"""
 
     sequences: tuple[TokenIds, ...]
     tolerance: float
@@ -38,17 +40,17 @@ class ProofSettings:
 
 @runtime_checkable
 class Remote(Protocol):
-    """An engine in another process: it fingerprints its weights itself, and sends tensors only to be looked at."""
+    """An engine in another process: it fingerprints its own weights, and sends tensors only for inspection."""
 
     def fingerprints(self) -> Fingerprints: ...
 
     def weights(self, only: Collection[str] = ()) -> WeightStream:
-        """These tensors, all if none is named."""
+        """Return these tensors, all if none is named."""
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """An engine that gives memory back between rollouts."""
+    """An engine that frees memory between rollouts."""
 
     def sleep(self) -> None: ...
 
@@ -57,22 +59,22 @@ class Sleeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The fingerprinters of a run. `shared` says that the engine claims to read the learner's own tensors."""
+    """The fingerprinters of a run. `shared`: the engine claims to read the learner's own tensors."""
 
     learner: Fingerprinter
     engine: Fingerprinter
     shared: bool = False
     identity: Fingerprinter | None = None
-    """Of the learner's weights as they are saved, when those that are compared are merged (merged.py)."""
+    """Fingerprinter of the learner's weights as they are saved, if the compared ones are merged (merged.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A proof and what the next one needs of it."""
+    """A proof, and the data that the next one needs."""
 
     proof: Proof
     fingerprints: Fingerprints
-    """The learner's."""
+    """Fingerprints of the learner."""
     probed: tuple[float, ...] = ()
     """The learner's log-probabilities of the probe's tokens; empty without a probe."""
 
@@ -84,9 +86,9 @@ def proof_settings(
     special: Collection[int] = (),
     rounding: Callable[[Sequence[TokenIds]], float] | None = None,
 ) -> ProofSettings:
-    """Fixed probe sequences for a vocabulary of `vocab` ids; `special` ids are left out unless there are no others.
+    """Return fixed probe sequences for a vocabulary of `vocab` ids; `special` ids are left out unless there are no others.
 
-    `rounding`, for an engine with other kernels than the learner's, says how far rounding alone moves this model's
+    `rounding`, for an engine with other kernels than the learner's, returns how far rounding alone moves this model's
     log-probabilities of given sequences: some bf16 models differ from themselves by more than TOLERANCE.
     """
     avoid = frozenset(special) if frozenset(special) < frozenset(range(vocab)) else frozenset()
@@ -107,10 +109,10 @@ def prove(
     probe: bool,
     readers: Readers | None = None,
 ) -> Proven:
-    """Compare versions, all tensors, and with `probe` log-probabilities. What differs is in the proof, not raised.
+    """Compare versions, all tensors and, with `probe`, log-probabilities. Differences are recorded in the proof, not raised.
 
-    `previous` are the fingerprints of the last proof that passed, None for the first. A proof with a probe reads all
-    tensors, one without trusts the readers' memory of frozen ones. Raises SyncError if a side's answer is malformed.
+    `previous` are the fingerprints of the last proof that passed, None for the first. A proof with a probe reads all tensors,
+    one without uses the readers' cached fingerprints of frozen ones. Raises SyncError if a side's answer is malformed.
     """
     start = time.perf_counter()
     if isinstance(engine, Sleeper):
@@ -151,14 +153,16 @@ def _read_engine(engine: RolloutEngine, reader: Fingerprinter) -> Fingerprints:
 
 
 def _look_at(engine: RolloutEngine, names: Sequence[str]) -> WeightStream:
-    """At least these tensors of the engine; none of another process's if nothing is asked for."""
+    """Yield at least these tensors of the engine; none of another process's if nothing is named."""
     if isinstance(engine, Remote):
         return engine.weights(names) if names else iter(())
     return engine.weights()
 
 
 def _identity(learner: Learner, readers: Readers, compared: Fingerprints) -> Fingerprints:
-    """Of the weights as a checkpoint holds them: merging an adapter does not make another model of it."""
+    """Return fingerprints of the weights as a checkpoint holds them: merging an adapter does not change the identity of a
+    model.
+    """
     if readers.identity is None or not isinstance(learner, MergedLearner):
         return compared
     return readers.identity.read(learner.learner.weights())
@@ -173,7 +177,7 @@ def _version_lag(learner: Learner, engine: RolloutEngine) -> tuple[str, ...]:
 def _read_shared(
     learner: Learner, engine: RolloutEngine, readers: Readers
 ) -> tuple[Fingerprints, Fingerprints, tuple[Mismatch, ...]]:
-    """Read each shared tensor once. A tensor of one element (an adapter's scaling) may be a value that both sides made."""
+    """Read each shared tensor once. A tensor of one element (an adapter's scaling) may be a separate value on each side."""
     mine, yours = _collect(learner.weights()), _collect(engine.weights())
     ours = readers.learner.read(iter(mine.items()))
     same = {name for name, tensor in yours.items() if name in mine and _same_storage(mine[name], tensor)}
@@ -209,9 +213,9 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def _probe(learner: Learner, engine: RolloutEngine, settings: ProofSettings) -> tuple[Probe, tuple[float, ...]]:
-    """Both sides score the fixed sequences; with the learner's values.
+    """Score the fixed sequences on both sides; returns the probe and the learner's values.
 
-    Raises SyncError if a side returns another number of values than asked.
+    Raises SyncError if a side returns another number of values than requested.
     """
     ours = _flatten(learner.logprobs(settings.sequences), settings.sequences, "learner.logprobs")
     theirs = _flatten(engine.score(settings.sequences), settings.sequences, "engine.score")

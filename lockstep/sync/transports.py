@@ -1,4 +1,4 @@
-"""The two ways weights reach an engine in one process, each followed by a proof that they did."""
+"""The two transports of weights to an engine, each followed by a proof."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Prover:
-    """Proves again and again: remembers the last proof's fingerprints, frozen tensors, and when a probe is due."""
+    """Makes the proofs of a run: remembers the last proof's fingerprints, frozen tensors, and when a probe is due."""
 
     def __init__(
         self,
@@ -34,14 +34,15 @@ class Prover:
         shared: bool,
         merge: frozenset[str] | None = None,
     ) -> None:
-        """`frozen` as in build_sync; with `merge` the engine's tensors are all read at every proof."""
+        """Set up. `frozen` as in build_sync; with `merge` all tensors of the engine are read at every proof."""
         identity = None if merge is None else Fingerprinter(frozen)
         frozen = frozen if merge is None else merged_names(frozen, merge)
         self.frozen = frozen
         self.previous: Fingerprints | None = None
         self.shift: float | None = None
-        """How far the last proof found the learner's log-probabilities of the probe's tokens from those of the probe before:
-        mean |Δ| in nats, for each version between. None if it had no probe, or is the first of a version's that had one."""
+        """Distance of the learner's log-probabilities of the probe's tokens between the last two probes: mean |Δ| in nats, per
+        version between them. None if the last proof had no probe, or no earlier version was probed.
+        """
         self._probed: tuple[int, tuple[float, ...]] | None = None
         self._schedule, self._probe, self._pushes = settings, probe, 0
         self._readers = Readers(
@@ -49,12 +50,12 @@ class Prover:
         )
 
     def next_push(self) -> bool:
-        """Count a push; True if its proof is to include the probe."""
+        """Count a push; returns True if its proof must include the probe."""
         place, self._pushes = self._pushes, self._pushes + 1
         return place < self._schedule.probe_first or place % self._schedule.probe_every == 0
 
     def prove(self, learner: Learner, engine: RolloutEngine, *, probe: bool, remember: bool = True) -> Proof:
-        """Prove without raising. With `remember`, a proof that passes is the one that the next is compared with."""
+        """Prove without raising. With `remember`, a proof that passes becomes the one that the next is compared with."""
         proven = prove(learner, engine, self.previous, self._probe, probe, self._readers)
         if remember and proven.proof.passed:
             self.previous = proven.fingerprints
@@ -105,7 +106,7 @@ class SharedSync:
 
     @property
     def shift(self) -> float | None:
-        """See Prover.shift."""
+        """Distance of the policy between probes: see Prover.shift."""
         return self._prover.shift
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
@@ -113,7 +114,7 @@ class SharedSync:
         return self._prover.verify(learner, engine)
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
-        """See control_shared. Call once at start, after the first push. Raises SyncError if the proof is blind."""
+        """Run control_shared. Call once at start, after the first push. Raises SyncError if the proof is blind."""
         return control_shared(learner, engine, self._prover.frozen)
 
 
@@ -149,7 +150,7 @@ class CopySync:
 
     @property
     def shift(self) -> float | None:
-        """See Prover.shift."""
+        """Distance of the policy between probes: see Prover.shift."""
         return self._prover.shift
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
@@ -157,7 +158,7 @@ class CopySync:
         return self._prover.verify(self._seen(learner), engine)
 
     def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
-        """See control_copy. Call once at start, after the first push. Raises SyncError if the proof is blind."""
+        """Run control_copy. Call once at start, after the first push. Raises SyncError if the proof is blind."""
         learner = self._seen(learner)
 
         def check() -> Proof:
@@ -166,7 +167,7 @@ class CopySync:
         return control_copy(learner, engine, check, self._prover.frozen)
 
     def _seen(self, learner: Learner) -> Learner:
-        """The learner as the engine is to have it."""
+        """Return the learner with the weights that the engine should have."""
         return MergedLearner(learner, learner.version) if self._merge else learner
 
     def _counted(self, stream: WeightStream, skipped: frozenset[str]) -> WeightStream:
@@ -187,12 +188,12 @@ def build_sync(
     merge: frozenset[str] | None = None,
     rounding: Callable[[Sequence[TokenIds]], float] | None = None,
 ) -> SharedSync | CopySync:
-    """The transport that the recipe asks for.
+    """Return the transport that the recipe selects.
 
-    `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance;
-    `frozen` are the names of tensors in learner.weights() that no update changes (the base under an adapter). `transport`
-    none takes that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters, `rounding`
-    for one with other kernels (see proof_settings).
+    `vocab` is the number of token ids and `special` those that the probe leaves out; `numerics` sets its tolerance; `frozen`
+    are the names of tensors in learner.weights() that no update changes (the base under an adapter). `transport` None takes
+    that of the settings. `merge`, all names in learner.weights(), is for an engine that has no adapters, `rounding` for one
+    with other kernels (see proof_settings).
     """
     probe = proof_settings(settings, vocab, numerics, special, rounding)
     transport = transport or settings.transport

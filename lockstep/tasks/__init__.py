@@ -1,1 +1,1 @@
-"""Tasks: what is asked in training, what is held out, and how replies are graded. One file a kind."""
+"""Tasks: training questions, held-out questions, and the grading of replies. One file per kind."""

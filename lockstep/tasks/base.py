@@ -18,14 +18,14 @@ from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.selftest import self_test
 
 SELF_TESTED = 20
-"""Prompts on which a grader of the user's is tried; built-in ones are tried on all."""
+"""Number of prompts on which a user's grader is tried; built-in graders are tried on all."""
 MUTATED, MUTATED_SLOW = 200, 8
-"""Prompts from which wrong answers are made, for verifiers that grade here and for those that work in processes."""
+"""Number of prompts from which wrong answers are made: for verifiers in this process, and for those in worker processes."""
 _SHOWN = 5
 
 
 class BuiltTask(ABC):
-    """A task as build_task returns it: a `types.Task`, and what the system asks of it beyond that, with defaults."""
+    """A task as build_task returns it: a `types.Task`, and further methods that the system needs, with defaults."""
 
     name: str
 
@@ -36,7 +36,7 @@ class BuiltTask(ABC):
 
     @property
     def workers(self) -> int:
-        """Replies that it grades at once, in processes of its own; 0: one by one, in this process."""
+        """Number of replies that it grades at the same time, in worker processes; 0: one by one, in this process."""
         return 0
 
     @property
@@ -46,34 +46,34 @@ class BuiltTask(ABC):
 
     @abstractmethod
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        """The prompts of one step."""
+        """Return the prompts of one step."""
 
     @abstractmethod
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """Prompts that `batch` never returns."""
+        """Return prompts that `batch` never returns."""
 
     @abstractmethod
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        """Never raises for a bad answer."""
+        """Grade one reply. Never raises for a bad answer."""
 
     def workers_for(self, prompt: Prompt) -> int:
-        """`workers`, for replies to this prompt."""
+        """Return `workers` for replies to this prompt."""
         return self.workers
 
     def runner(self, prompt: Prompt) -> Runner | None:
-        """Where the prompt's environment runs; None for a question with one reply."""
+        """Return the runner of the prompt's environment; None for a question with one reply."""
         return None
 
     def limits(self, prompt: Prompt) -> Turns:
-        """Limits of an episode; they mean nothing for a question with one reply."""
+        """Return the limits of an episode; they mean nothing for a question with one reply."""
         return _NO_LIMITS
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """Faults of the grading of a prompt: of a right reply, of nothing, of garbage, and of wrong answers."""
+        """Return faults in the grading of a prompt: of a right reply, an empty one, garbage, and wrong answers."""
         return []
 
     def keep_in(self, folder: Path) -> None:  # noqa: B027 - most tasks have nothing to keep
-        """Keep in `folder` what must not be asked twice, such as a judge's verdicts."""
+        """Store in `folder` any results that must not be requested twice, such as a judge's verdicts."""
 
 
 _NO_LIMITS = Turns()
@@ -99,10 +99,10 @@ class VerifiedTask(BuiltTask):
 
 
 def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: str) -> tuple[Prompt, ...]:
-    """The different prompts of a step; see data.order. Raises TaskError if the pool is smaller than the batch."""
+    """Return the different prompts of a step; see data.order. Raises TaskError if the pool is smaller than the batch."""
     if size > len(pool):
         raise TaskError(
-            f"a step asks {size} different questions, there are only {len(pool)} to train on",
+            f"a step needs {size} different questions, there are only {len(pool)} to train on",
             where=where,
             fix=f"set prompts_per_step={len(pool)} or lower, or give the task more questions",
         )
@@ -110,11 +110,11 @@ def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: s
 
 
 def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) -> None:
-    """Raise TaskError unless the verifier pays 1 for a right reply to each prompt; and 0 for nothing, for garbage, and, on a
-    sample of the prompts, for twenty wrong answers made from the reference.
+    """Raise TaskError unless the verifier scores 1 for a right reply to each prompt, and 0 for an empty reply, for garbage and,
+    on a sample of the prompts, for twenty wrong answers made from the reference.
 
-    A function of the user's may pay as it likes, so for it the probes only have to be scored, on 20 prompts. So many are tried
-    with a judge, which costs money.
+    A user's function may give any reward, so its probes only have to be scored, on 20 prompts. The same number is tried with a
+    judge, which costs money.
     """
     own, slow = isinstance(verifier, UserFunction), workers_of(verifier) > 0
     mutated = set(_sample(range(len(prompts)), MUTATED_SLOW if slow else MUTATED))
@@ -123,11 +123,11 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     found, asked = [], 0
     for index in tried:
         asked += 1
-        often = not slow or index in mutated  # processes are asked for the rest of the references alone
+        often = not slow or index in mutated  # worker processes only grade the rest of the references
         problems = self_test(verifier, prompts[index], pays=not own, garbage=own or often, mutations=index in mutated)
         if problems:
             found.append(problems)
-        if few and len(found) == _SHOWN:  # each may have waited for its time to run out, or for a judge
+        if few and len(found) == _SHOWN:  # each may have waited for its timeout, or for a judge
             break
     if found:
         lines = "\n".join(f"  {problems[0]}" for problems in found[:_SHOWN])
@@ -139,7 +139,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
 
 
 def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
-    """The self-test of one prompt in full."""
+    """Return the results of the full self-test of one prompt."""
     return self_test(verifier, prompt, pays=not isinstance(verifier, UserFunction), mutations=True)
 
 

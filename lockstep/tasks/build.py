@@ -1,4 +1,4 @@
-"""Settings → task."""
+"""Build a task from its settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.tasks.reasoning_gym import ReasoningGym
 
 
 def build_task(settings: schema.Task, seed: int) -> BuiltTask:
-    """The task that the settings describe; `seed` is the run's and orders the questions.
+    """Return the task that the settings describe; `seed` is the run's and orders the questions.
 
     Raises TaskError or DataError for anything that would fail in the run: names, rows, answers, overlap.
     """

@@ -19,12 +19,12 @@ from lockstep.verifiers.selftest import oddities
 
 @dataclass
 class FileRows(VerifiedTask):
-    """Rows in memory. No held-out question is among the training rows: build_file_task has checked."""
+    """Rows in memory. No held-out question is among the training rows: build_file_task has checked it."""
 
     name: str
     train: tuple[Prompt, ...]
     heldout_rows: Mapping[str, tuple[Prompt, ...]]
-    """By role."""
+    """Held-out rows by role."""
     verifier: Verifier
     seed: int
     notes: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class FileRows(VerifiedTask):
         return draw_batch(self.train, step, size, self.seed, f"task {self.name}")
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """The first `size` held-out rows of the role. Raises TaskError if there are fewer, or none."""
+        """Return the first `size` held-out rows of the role. Raises TaskError if there are fewer, or none."""
         if role not in self.heldout_rows:
             no_such_role(role, sorted(self.heldout_rows), f"task {self.name}")
         rows = self.heldout_rows[role]
@@ -49,8 +49,8 @@ class FileRows(VerifiedTask):
 def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
     """Read all rows of the task.
 
-    Raises DataError for a bad source or row, a question both trained and held out, or (near_overlap = refuse) one that
-    shares 13 words in a row; and TaskError for an answer that the verifier cannot grade.
+    Raises DataError for a bad source or row, a question both trained and held out, or (near_overlap = refuse) one that shares
+    13 words in a row; and TaskError for an answer that the verifier cannot grade.
     """
     rows = open_rows(settings.data, where="task.data")
     name, origin = rows.name, rows.origin
@@ -82,14 +82,14 @@ def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
 
 
 def _reading_notes(name: str, rows: Rows) -> list[str]:
-    """What filters and bad rows left out."""
+    """Return lines about rows left out by filters or because they are bad."""
     reading = rows.reading
     found = [f"{name}: {reading.bad} of {reading.read} rows are bad and were dropped"] if reading.bad else []
     return found + [f"{name}: filter {stage.name} kept {stage.after} of {stage.before}" for stage in reading.stages]
 
 
 def _repeat_notes(name: str, prompts: Sequence[Prompt]) -> list[str]:
-    """How many rows repeat a question, and a warning where they give it another answer."""
+    """Return the number of rows that repeat a question, and a warning if they give it another answer."""
     found = repeats(prompts)
     if not found.rows:
         return []
@@ -105,7 +105,7 @@ def _repeat_notes(name: str, prompts: Sequence[Prompt]) -> list[str]:
 def _near_notes(
     settings: schema.FileTask, name: str, train: Sequence[Prompt], role: str, heldout: Sequence[Prompt]
 ) -> list[str]:
-    """A warning for questions that share a run of words with training. Raises DataError if they are to be refused."""
+    """Return a warning for questions that share a run of words with training. Raises DataError if they must be refused."""
     if settings.near_overlap == "allow":
         return []
     found = measure(name, train, role, heldout)

@@ -25,16 +25,20 @@ from lockstep.types import Message, Prompt
 from lockstep.verifiers.gym_scores import ANSWER, METADATA, QUESTION
 
 ITEM_SECONDS = 20.0
-"""A generator that makes no question in this time is taken for hung."""
+"""Time without a question after which a generator is considered hung."""
 CHUNK = 500
-"""Questions of one generator; the next chunk has another seed. Some generators prepare as many when they are made."""
+"""Questions per generator; the next chunk has another seed. Some generators prepare this many when they are created."""
 PATIENCE = 2000
-"""Draws without a new question, or 20 for each one found if that is more, after which there are taken to be no more."""
+"""Number of draws without a new question, or 20 for each one found if that is more, after which the questions are considered
+exhausted.
+"""
 
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
-"""Where the metadata of data sets with several right answers hold one of them."""
+"""Metadata keys that hold one right answer in data sets with several."""
 UNSEEDED = ("codeio", "composite", "knight_swap", "list_functions")
-"""Not functions of their seed in reasoning-gym 0.1.25 (codeio also runs code that writes files), or not one data set."""
+"""Data sets that are not functions of their seed in reasoning-gym 0.1.25 (codeio also runs code that writes files), or that are
+not one data set.
+"""
 HASH_SEEDED = (
     "intermediate_integration",
     "isomorphic_strings",
@@ -42,11 +46,11 @@ HASH_SEEDED = (
     "ransom_note",
     "word_ladder",
 )
-"""Depend on the order of Python's sets, which differs between processes unless PYTHONHASHSEED is 0."""
+"""Data sets that depend on the order of Python's sets, which differs between processes unless PYTHONHASHSEED is 0."""
 
 
 class Side(IntEnum):
-    """Which half of all questions."""
+    """Half of all questions."""
 
     TRAIN = 0
     HELDOUT = 1
@@ -58,25 +62,25 @@ class Source:
 
     dataset: str
     settings: str
-    """As JSON with sorted keys, so that a Source can be a key."""
+    """Settings as JSON with sorted keys, so that a Source can be a key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Different questions in the order in which they were drawn, and what was drawn besides."""
+class QuestionDraw:
+    """Different questions in the order in which they were drawn, and counts of the other draws."""
 
     prompts: tuple[Prompt, ...]
     draws: int
     repeats: int
-    """Draws of a question drawn before; they are dropped."""
+    """Number of draws of a question drawn before; they are dropped."""
     other_side: int
-    """Draws of questions of the other side."""
+    """Number of draws of questions of the other side."""
     no_answer: int = 0
-    """Draws of questions whose answer is an empty text; they are dropped."""
+    """Number of draws of questions whose answer is an empty text; they are dropped."""
 
 
 def check_source(settings: schema.ReasoningGymTask) -> Source:
-    """The generator that the settings name. Raises TaskError for unknown names, with the nearest ones."""
+    """Return the generator that the settings name. Raises TaskError for unknown names, with the nearest ones."""
     from reasoning_gym.factory import DATASETS
 
     name, where = settings.dataset, "task.dataset"
@@ -98,11 +102,11 @@ def check_source(settings: schema.ReasoningGymTask) -> Source:
 
 
 @lru_cache(maxsize=16)
-def draw(source: Source, stream: str, side: Side, want: int, seconds: float = ITEM_SECONDS) -> Drawn:
-    """`want` different questions of one side, or as many as there seem to be. A pure function of its arguments.
+def draw(source: Source, stream: str, side: Side, want: int, seconds: float = ITEM_SECONDS) -> QuestionDraw:
+    """Return `want` different questions of one side, or as many as there seem to be. A pure function of its arguments.
 
-    `stream` names the seeds: other streams draw in another order. Fewer wanted are the first of more wanted. Raises
-    TaskError if the generator refuses its settings, fails, hangs, or gives a question without a single answer.
+    `stream` names the seeds: other streams draw in another order. A smaller `want` gives the first questions of a larger one.
+    Raises TaskError if the generator refuses its settings, fails, hangs, or gives a question without a single answer.
     """
     where = f"task.dataset = {source.dataset}"
     try:
@@ -123,7 +127,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
         ) from error
 
 
-def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> Drawn:
+def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> QuestionDraw:
     prompts: list[Prompt] = []
     seen: set[bytes] = set()
     draws = repeats = other_side = no_answer = idle = 0
@@ -146,11 +150,11 @@ def _draw(source: Source, stream: str, side: Side, want: int, alive: Alive) -> D
             prompts.append(_prompt(source.dataset, messages, item, answer))
         if len(prompts) == want or idle >= max(PATIENCE, 20 * len(prompts)):
             break
-    return Drawn(tuple(prompts), draws, repeats, other_side, no_answer)
+    return QuestionDraw(tuple(prompts), draws, repeats, other_side, no_answer)
 
 
 def side_of(digest: bytes) -> Side:
-    """The side of a question by its digest: half of all questions are held out."""
+    """Return the side of a question by its digest: half of all questions are held out."""
     return Side(digest[0] & 1)
 
 
@@ -175,7 +179,7 @@ def _prompt(dataset: str, messages: tuple[Message, ...], item: dict[str, Any], a
 
 
 def _answer(dataset: str, item: dict[str, Any]) -> str:
-    """The right answer, or of a question with several an example; "" for an item whose answer is no text at all."""
+    """Return the right answer, or an example of one for a question with several; "" for an item whose answer is not a text."""
     metadata = item.get("metadata", {})
     examples = (metadata[key] for key in EXAMPLES if metadata.get(key))
     answer = item["answer"] if item["answer"] is not None else next(examples, None)

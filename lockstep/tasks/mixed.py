@@ -16,22 +16,22 @@ from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Group, Prompt
 
 STEPS = 1000
-"""Weights are rounded to this many parts, so that the dealing repeats."""
+"""Number of parts to which weights are rounded, so that the dealing repeats."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is in each task of its mix: saved with its checkpoints.
+    """Progress of a run in each task of its mix: saved with its checkpoints.
 
     Example: Progress({"sums": 40}, {"sums": 0.3}, {"sums": 0.2})
     """
 
     drawn: dict[str, int]
-    """Prompts asked so far."""
+    """Number of prompts asked so far, per task."""
     rates: dict[str, float]
     """Solve rates, moving averages; a task that was not asked yet has none."""
     credit: dict[str, float]
-    """What each task is owed of prompts, so that a small share is asked too, though not in every step."""
+    """Prompts owed to each task, so that a small share is asked too, though not in every step."""
 
     @staticmethod
     def at_start() -> Progress:
@@ -46,10 +46,11 @@ class Progress:
 
 
 class Mixed(BuiltTask):
-    """Deals the prompts of a step to tasks in proportion to their weights, without chance: every task has its share at any time.
+    """Deals the prompts of a step to tasks in proportion to their weights, without randomness: every task has its share at any
+    time.
 
-    Within a task, prompts come in the order of a permutation that asks each once before any is asked again, whatever the
-    other tasks do. Prompts are renamed to task/id, and their `task` is the name in the mix.
+    Within a task, prompts come in the order of a permutation that asks each once before any is asked again, whatever the other
+    tasks do. Prompts are renamed to task/id, and their `task` is the name in the mix.
     """
 
     def __init__(self, settings: schema.MixedTask, tasks: Mapping[str, BuiltTask]) -> None:
@@ -66,7 +67,7 @@ class Mixed(BuiltTask):
 
     # --- Task -----------------------------------------------------------------------------------------------------
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        """The prompts of a step by the weights alone, whatever has been solved."""
+        """Return the prompts of a step by the weights alone, independent of what has been solved."""
         before, asked = Counter(self._dealt(step * size)), []
         for name in self._sequence(step * size, size):
             asked.append(self._prompt(name, before[name]))
@@ -74,7 +75,7 @@ class Mixed(BuiltTask):
         return _distinct(asked)
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """Held-out prompts of the tasks, in the proportion of their weights."""
+        """Return held-out prompts of the tasks, in proportion to their weights."""
         counts = Counter(self._sequence(0, size))
         parts = {name: self._tasks[name].heldout(role, count) for name, count in counts.items()}
         return [self._named(name, prompt) for name, prompts in parts.items() for prompt in prompts]
@@ -96,7 +97,7 @@ class Mixed(BuiltTask):
         return max(task.workers for task in self._tasks.values())
 
     def workers_for(self, prompt: Prompt) -> int:
-        """Of the prompt's own task: those that grade in this process are given one reply at a time."""
+        """Return the number of workers of the prompt's own task: tasks that grade in this process get one reply at a time."""
         return self._own(prompt)[0].workers
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
@@ -118,7 +119,7 @@ class Mixed(BuiltTask):
 
     # --- curriculum -----------------------------------------------------------------------------------------------
     def deal(self, progress: Progress, size: int) -> Sequence[Prompt]:
-        """The next `size` prompts by the shares that the solve rates give; counts them in `progress`."""
+        """Return the next `size` prompts by the shares that follow from the solve rates; counts them in `progress`."""
         weights = self.shares(progress)
         already = {name: progress.drawn.get(name, 0) for name in self._tasks}
         asked = []
@@ -130,7 +131,7 @@ class Mixed(BuiltTask):
         return _distinct(asked)
 
     def learn(self, progress: Progress, groups: Iterable[Group]) -> None:
-        """Take in how often each task was solved in a step."""
+        """Update the solve rate of each task from a step's groups."""
         if self.curriculum is None:
             return
         marks: dict[str, list[float]] = {}
@@ -145,7 +146,7 @@ class Mixed(BuiltTask):
             progress.rates[name] = memory * before + (1 - memory) * now
 
     def shares(self, progress: Progress) -> dict[str, float]:
-        """Each task's share of the prompts: its weight, less if its solve rate is outside the band. They sum to 1."""
+        """Return each task's share of the prompts: its weight, less if its solve rate is outside the band. They sum to 1."""
         weights = dict(self._weights)
         band = self.curriculum
         for name, rate in progress.rates.items():
@@ -157,7 +158,7 @@ class Mixed(BuiltTask):
     # --- dealing --------------------------------------------------------------------------------------------------
     @cached_property
     def _period(self) -> tuple[str, ...]:
-        """One round of the dealing by the weights, after which it repeats."""
+        """Return one round of the dealing by the weights, after which it repeats."""
         fractions = {name: Fraction(weight).limit_denominator(STEPS) for name, weight in self._weights.items()}
         fractions = {name: max(part, Fraction(1, STEPS)) for name, part in fractions.items()}
         total = sum(fractions.values())
@@ -169,7 +170,7 @@ class Mixed(BuiltTask):
         return [self._period[index % len(self._period)] for index in range(start, start + size)]
 
     def _dealt(self, count: int) -> dict[str, int]:
-        """How many of the first `count` prompts each task has."""
+        """Return how many of the first `count` prompts each task has."""
         rounds, rest = divmod(count, len(self._period))
         whole, part = Counter(self._period), Counter(self._period[:rest])
         return {name: rounds * whole[name] + part[name] for name in self._tasks}
@@ -182,15 +183,15 @@ class Mixed(BuiltTask):
         return replace(prompt, id=f"{name}/{prompt.id}", task=name)
 
     def _own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
-        """The task of a prompt, and the prompt as that task gave it."""
+        """Return the task of a prompt, and the prompt as that task gave it."""
         task = self._tasks[prompt.task]
         return task, replace(prompt, id=prompt.id.partition("/")[2], task=task.name)
 
 
 def _smooth(weights: Mapping[str, float], size: int, credit: dict[str, float]) -> list[str]:
-    """`size` names, each as often as its weight says and as evenly spread as can be (smooth weighted round robin).
+    """Return `size` names, each in proportion to its weight and spread as evenly as possible (smooth weighted round robin).
 
-    `credit` says what each is owed, and is brought forward.
+    `credit` holds the prompts owed to each, and is updated.
     """
     total = sum(weights.values())
     names = []
@@ -204,7 +205,7 @@ def _smooth(weights: Mapping[str, float], size: int, credit: dict[str, float]) -
 
 
 def _distinct(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts, those that come again (where a task's permutation ends and the next begins) under ids of their own."""
+    """Return the prompts; repeated ones (where a task's permutation ends and the next begins) get new ids."""
     times: Counter[str] = Counter()
     found = []
     for prompt in prompts:

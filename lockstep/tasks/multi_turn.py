@@ -1,4 +1,4 @@
-"""Tasks of several turns: what they ask, and where their environments run."""
+"""Tasks of several turns: their prompts, and the runners of their environments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.types import EnvTask, Grade, Message, Prompt
 from lockstep.verifiers.python import UserFunction
 
 OPENINGS = 32
-"""Openings that are asked for at a time."""
+"""Number of openings that are requested together."""
 HELDOUT = ("id_probe",)
 
 
@@ -47,7 +47,7 @@ class ToolQuestions(BuiltTask):
     plays = True
 
     def __init__(self, settings: schema.ToolTask, questions: BuiltTask) -> None:
-        """Raises TaskError for a tool that is not there."""
+        """Wrap the questions. Raises TaskError for a tool that is missing."""
         self._settings, self._questions = settings, questions
         self._tools = build_tools(settings.tools)
         own = any(tool.path not in BUILT_IN for tool in settings.tools)
@@ -72,7 +72,7 @@ class ToolQuestions(BuiltTask):
         return self._questions.workers
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """Of the final answer's grading, which sees the same question as without tools."""
+        """Return faults in the grading of the final answer, which sees the same question as without tools."""
         return self._questions.problems(prompt)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
@@ -95,7 +95,7 @@ class ToolQuestions(BuiltTask):
 
 
 class Guessing(BuiltTask):
-    """Every number is asked in training or held out, never both: half of the numbers by hash."""
+    """Games of guessing a number. Every number is either asked in training or held out: half of the numbers by hash."""
 
     name = "guess_number"
     notes: tuple[str, ...] = ()
@@ -137,10 +137,10 @@ class Guessing(BuiltTask):
 
 
 class SeededEpisodes(BuiltTask):
-    """Episodes of one environment, told apart by their seeds.
+    """Episodes of one environment, distinguished by their seeds.
 
-    Where openings differ from seed to seed, the halves of training and held-out episodes share no opening: its hash decides.
-    Where they are alike (a game that begins with an empty board), the two have different seeds.
+    If openings differ from seed to seed, training and held-out episodes share no opening: its hash decides. If they are alike
+    (a game that begins with an empty board), the two have different seeds.
     """
 
     plays = True
@@ -148,7 +148,7 @@ class SeededEpisodes(BuiltTask):
     def __init__(
         self, settings: schema.EnvTask | schema.GymnasiumTask | schema.TextArenaTask, name: str, seed: int
     ) -> None:
-        """Raises TaskError if the environment cannot be made or does not start."""
+        """Build the environment. Raises TaskError if it cannot be made or does not start."""
         self.name, self._settings, self._seed = name, settings, seed
         self._where = f"task {name}"
         self._runner = ProcessRunner(settings, settings.turns.step_seconds)
@@ -182,7 +182,7 @@ class SeededEpisodes(BuiltTask):
         return self._drawn("train", self._settings.seeds, Side.TRAIN)
 
     def _drawn(self, stream: str, want: int, side: Side) -> tuple[Prompt, ...]:
-        """The first `want` episodes of a stream of seeds, on one side, each opening once if openings differ."""
+        """Return the first `want` episodes of a stream of seeds, on one side, each opening once if openings differ."""
         found: dict[bytes, Prompt] = {}
         index, idle = 0, 0
         while len(found) < want and idle < 20 + 2 * len(found):
@@ -201,7 +201,7 @@ class SeededEpisodes(BuiltTask):
         return seed_for("episode", self.name, stream, index) % 2**31
 
     def _openings(self, seeds: Sequence[int]) -> list[Prompt]:
-        """The prompts of these seeds, from the environments themselves. Raises TaskError if one does not start."""
+        """Return the prompts of these seeds, from the environments themselves. Raises TaskError if one does not start."""
         blank = {seed: Prompt(f"{self.name}/{seed}", (), "", self.name, {SEED: seed}) for seed in seeds}
         by_key = {f"opening/{seed}": prompt for seed, prompt in blank.items()}
         for key, prompt in by_key.items():
@@ -212,7 +212,7 @@ class SeededEpisodes(BuiltTask):
                 self._runner.end(key)
                 prompt = by_key[key]
                 if isinstance(said, Fault) or said.done or not said.observation:
-                    why = said.why if isinstance(said, Fault) else "it says nothing to begin with, or is over at once"
+                    why = said.why if isinstance(said, Fault) else "it has no opening text, or ends immediately"
                     raise TaskError(
                         why, where=f"{self._where}, seed {prompt.data[SEED]}", fix="correct the environment"
                     )
@@ -221,13 +221,13 @@ class SeededEpisodes(BuiltTask):
 
 
 class OwnEpisodes(UserTask):
-    """A class of the user's with batch, heldout and env; its prompts are checked like those of any task of one's own."""
+    """A user's class with batch, heldout and env; its prompts are checked like those of any user-defined task."""
 
     plays = True
 
     def __init__(self, task: EnvTask, settings: schema.EnvTask) -> None:
         grader = UserFunction(settings.path, settings.grading, settings.settings)
-        grader.pool.close()  # that it can be loaded is known; many an environment never asks for a grade
+        grader.pool.close()  # the class is known to load; many environments never need a grade
         super().__init__(task, Path(settings.path.rpartition(":")[0]).expanduser(), grader)
         self._settings = settings
         self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=True))
@@ -239,17 +239,17 @@ class OwnEpisodes(UserTask):
         return self._settings.turns
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """Nothing that one reply could show: `grade` may never be asked."""
+        """Return nothing, as one reply cannot show a fault: `grade` may never be called."""
         return []
 
     def _digest(self, prompt: Prompt) -> bytes:
-        """Episodes may begin alike: answer and data tell them apart too."""
+        """Return a digest that includes answer and data: episodes may begin alike."""
         rest = json.dumps([prompt.answer, dict(prompt.data)], sort_keys=True, default=repr)
         return question_digest((*prompt.messages, Message(role="data", content=rest)))
 
 
 def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisodes:
-    """The user's class as a task. Raises TaskError if it is missing, cannot be made, or lacks a method."""
+    """Return the user's class as a task. Raises TaskError if it is missing, cannot be made, or lacks a method."""
     made = own_class(settings.path)
     if not is_env_task(made):
         return SeededEpisodes(settings, made.__name__, seed)

@@ -1,4 +1,4 @@
-"""Cases of OpenSpiel as a task: different states of each, on two sides that share none."""
+"""OpenSpiel cases as a task: different states of each, on two sides that share none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.envs.runners import InlineRunner, ProcessRunner, Runner
 from lockstep.envs.spiel.cases import Case, load, pyspiel, select
 from lockstep.envs.spiel.game import CASE, GAME, HISTORY, spiel_maker
 from lockstep.envs.spiel.outcome import pool
-from lockstep.envs.spiel.play import paid
+from lockstep.envs.spiel.play import scaled_reward
 from lockstep.envs.spiel.rival import RivalRunner, Sampler
-from lockstep.envs.spiel.states import Drawn, draw, moves_at, state_at
+from lockstep.envs.spiel.states import StateDraw, draw, moves_at, state_at
 from lockstep.envs.spiel.text import question, read_move, written
 from lockstep.errors import TaskError
 from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
@@ -28,12 +28,12 @@ _WHERE = "task.kind = open_spiel"
 
 
 class SpielStates(BuiltTask):
-    """States to move in. A grade depends on the prompt and the reply alone: the state is made again from its moves."""
+    """States to move in. A grade depends on the prompt and the reply alone: the state is rebuilt from its moves."""
 
     name = "open_spiel"
 
     def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
-        """Raises TaskError for a game that is not there or cannot be played so."""
+        """Load the games and draw the states. Raises TaskError for a game that is missing or cannot be played this way."""
         self._settings, self._seed = settings, seed
         self.cases = select(settings)
         searches = "mcts" in (settings.playout, settings.opponent)
@@ -59,7 +59,7 @@ class SpielStates(BuiltTask):
         return draw_batch(self._train, step, size, self._seed, _WHERE)
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """`size` held-out states, as many of each case as of any other. Raises TaskError if there are fewer."""
+        """Return `size` held-out states, the same number for each case. Raises TaskError if there are fewer."""
         if role != ROLE:
             no_such_role(role, [ROLE], _WHERE)
         each = -(-size // len(self.cases))
@@ -73,20 +73,22 @@ class SpielStates(BuiltTask):
         metrics = {"has_answer": float(read.text is not None), "legal": float(action is not None)}
         extracted = None if read.text is None else shown(read.text)
         if action is None:
-            return Grade(paid(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
+            return Grade(scaled_reward(0.0, s.reward_range), {"correct": 0.0, **metrics}, extracted, s.answer)
         if s.reward_mode == "legal":
-            return Grade(paid(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
+            return Grade(scaled_reward(1.0, s.reward_range), {"correct": 1.0, **metrics}, extracted, s.answer)
         played = self._played(game, history, action)
         if not isinstance(played, Answered):
             return unscored(f"its playouts did not end: {played.error}")
         share = float(played.value)
         metrics |= {"correct": float(share > 0.5), "value": share}
-        return Grade(paid(share, s.reward_range), metrics, extracted, s.answer)
+        return Grade(scaled_reward(share, s.reward_range), metrics, extracted, s.answer)
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """The self-test: a legal move pays, nothing, garbage, a move of nobody, two moves, and more than a move do not."""
+        """Run the self-test: a legal move gets a reward; an empty reply, garbage, another player's move, two moves, and extra
+        text do not.
+        """
         moves, answer, found = tuple(moves_at(*_place(prompt))), self._settings.answer, []
-        low = paid(0.0, self._settings.reward_range)
+        low = scaled_reward(0.0, self._settings.reward_range)
         ends = {moves[0], moves[-1]} if self._settings.reward_mode == "legal" else {moves[0]}  # playouts take time
         for move in ends:
             reply = written(move, answer)
@@ -105,12 +107,12 @@ class SpielStates(BuiltTask):
             f"{written(moves[0], answer)} is it",
         ):
             if (grade := self.grade(prompt, reply)).reward != low:
-                found.append(f"{prompt.id}: {reply!r} is paid {grade.reward}, not {low}")
+                found.append(f"{prompt.id}: {reply!r} gets a reward of {grade.reward}, not {low}")
         return found
 
     # --- states ---------------------------------------------------------------------------------------------------
     @cached_property
-    def _drawn(self) -> tuple[Drawn, ...]:
+    def _drawn(self) -> tuple[StateDraw, ...]:
         return tuple(self._draw(case, Side.TRAIN, self._settings.num_tasks_per_case) for case in self.cases)
 
     @cached_property
@@ -118,8 +120,8 @@ class SpielStates(BuiltTask):
         pairs = zip(self.cases, self._drawn, strict=True)
         return tuple(prompt for case, drawn in pairs for prompt in self._prompts(case, drawn, "train"))
 
-    def _draw(self, case: Case, side: Side, want: int) -> Drawn:
-        """Raises TaskError if the case has fewer different states on this side."""
+    def _draw(self, case: Case, side: Side, want: int) -> StateDraw:
+        """Draw states of a case. Raises TaskError if the case has fewer different states on this side."""
         s = self._settings
         stream = f"train {s.seed}" if side is Side.TRAIN else "heldout"
         drawn = draw(case.game, stream, side, want, s.max_random_steps)
@@ -130,7 +132,7 @@ class SpielStates(BuiltTask):
         most = len(drawn.histories) * (1 if side is Side.TRAIN else len(self.cases))
         raised = "" if drawn.complete and s.max_random_steps >= _longest(case) else ", or raise task.max_random_steps"
         raise TaskError(
-            f"{want} states of it are asked for {'to train on' if side is Side.TRAIN else 'held out'}, but on this side "
+            f"{want} states of it are needed {'to train on' if side is Side.TRAIN else 'held out'}, but on this side "
             f"there are {number} within {s.max_random_steps} random moves",
             where=f"{_WHERE}, case {case.name}",
             fix=f"set {setting}={most} or lower{raised}"
@@ -138,7 +140,7 @@ class SpielStates(BuiltTask):
             else f"raise task.max_random_steps, or leave {case.name} out",
         )
 
-    def _prompts(self, case: Case, drawn: Drawn, stream: str) -> tuple[Prompt, ...]:
+    def _prompts(self, case: Case, drawn: StateDraw, stream: str) -> tuple[Prompt, ...]:
         return tuple(self._prompt(case, history, f"{stream}/{i}") for i, history in enumerate(drawn.histories))
 
     def _prompt(self, case: Case, history: tuple[int, ...], number: str) -> Prompt:
@@ -155,7 +157,7 @@ class SpielStates(BuiltTask):
     # --- outcomes -------------------------------------------------------------------------------------------------
     @property
     def workers(self) -> int:
-        """Of outcomes: whether a move is legal is known in microseconds."""
+        """Workers for outcomes; the legality of a move is checked here in microseconds."""
         return self._settings.workers if self._settings.reward_mode == "outcome" else 0
 
     def _played(self, game: str, history: tuple[int, ...], action: int) -> Outcome:
@@ -165,14 +167,14 @@ class SpielStates(BuiltTask):
 
 
 class SpielGames(SpielStates):
-    """The same states as openings of whole games."""
+    """Whole games that open with the same states."""
 
     plays = True
 
     def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
         super().__init__(settings, seed)
         self.rival = settings.rival
-        """The adapter that must be seated before the first game."""
+        """Adapter that must be seated before the first game."""
         self._sampler: Sampler | None = None
 
     @property
@@ -180,14 +182,14 @@ class SpielGames(SpielStates):
         return (*super().notes, *((f"{self.name}: {self._sampler.note}",) if self._sampler is not None else ()))
 
     def seat(self, sampler: Sampler) -> None:
-        """Have the opponent's moves drawn by this one."""
+        """Set the sampler of the opponent's moves."""
         self._sampler = sampler
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return unscored(f"{self.name} with reward_mode game is played, not graded by one reply")
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """Nothing that one reply could show."""
+        """Return nothing, as one reply cannot show a fault."""
         return []
 
     def runner(self, prompt: Prompt) -> Runner | None:
@@ -198,10 +200,12 @@ class SpielGames(SpielStates):
 
     @cached_property
     def _runner(self) -> Runner:
-        """In this process for an opponent that moves in microseconds, apart for one that searches or is the user's."""
+        """Return a runner in this process for an opponent that moves in microseconds, a separate one if it searches or is
+        user-defined.
+        """
         if self.rival is not None:
             if self._sampler is None:
-                raise TaskError("nobody has loaded its opponent", where=_WHERE, fix="report this: seat() comes first")
+                raise TaskError("its opponent was not loaded", where=_WHERE, fix="report this: seat() comes first")
             return RivalRunner(self._settings, self._sampler)
         if self._settings.opponent == "random":
             return InlineRunner(spiel_maker(self._settings))
@@ -209,16 +213,16 @@ class SpielGames(SpielStates):
 
 
 def build_spiel(settings: schema.OpenSpielTask, seed: int) -> SpielStates:
-    """Raises TaskError if OpenSpiel is not installed, or a game cannot be had."""
+    """Build the task. Raises TaskError if OpenSpiel is not installed, or a game is not available."""
     if settings.reward_mode == "game":
         if settings.rival is None:
-            spiel_maker(settings)  # an opponent that is not there shows now
+            spiel_maker(settings)  # a missing opponent is reported now
         return SpielGames(settings, seed)
     return SpielStates(settings, seed)
 
 
 def _place(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-    """The state of a prompt: its game, and the moves that lead to it."""
+    """Return the state of a prompt: its game, and the moves that lead to it."""
     return str(prompt.data[GAME]), tuple(int(action) for action in cast(Sequence[int], prompt.data[HISTORY]))
 
 
@@ -232,5 +236,5 @@ def _refuse_hidden(case: Case) -> None:
         raise TaskError(
             "mcts would see what its player does not: the game has hidden information",
             where=f"{_WHERE}, case {case.name}",
-            fix="let random or a function of your own move",
+            fix="choose random or a function of your own",
         )

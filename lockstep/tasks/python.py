@@ -1,4 +1,4 @@
-"""A task of one's own: a class in a Python file with the methods of lockstep.types.Task."""
+"""A user-defined task: a class in a Python file with the methods of lockstep.types.Task."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _EXAMPLE = 'self.name = "my_task"'
 
 
 class UserTask(VerifiedTask):
-    """Calls the user's task and checks what it returns. Its own mistakes become TaskErrors or unscored replies.
+    """Calls the user's task and checks its results. Mistakes of the task become TaskErrors or unscored replies.
 
-    Replies are graded in processes, by other objects of the class made with the same settings: what `batch` keeps in the object
-    is not there, and a `grade` that hangs, dies or eats memory costs its own sample alone.
+    Replies are graded in worker processes, by other objects of the class made with the same settings: data that `batch` keeps
+    in the object is missing there, and a `grade` that hangs, dies or exhausts memory costs only its own sample.
     """
 
     notes: tuple[str, ...] = ()
@@ -37,13 +37,17 @@ class UserTask(VerifiedTask):
         self._held_out: dict[bytes, str] = {}
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        """Raises TaskError unless the task gives `size` different prompts, none of which it has held out."""
+        """Return the prompts of a step. Raises TaskError unless the task gives `size` different prompts, none of them held out
+        before.
+        """
         prompts = self._prompts(lambda: self._task.batch(step, size), f"batch({step}, {size})", size)
         self._refuse_shared(prompts, self._asked, self._held_out, "held out")
         return prompts
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """Raises TaskError unless the task gives `size` different prompts, none of which it has trained on."""
+        """Return held-out prompts. Raises TaskError unless the task gives `size` different prompts, none of them trained on
+        before.
+        """
         prompts = self._prompts(lambda: self._task.heldout(role, size), f"heldout({role!r}, {size})", size)
         self._refuse_shared(prompts, self._held_out, self._asked, "trained on")
         return prompts
@@ -87,10 +91,10 @@ class UserTask(VerifiedTask):
 
 
 def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
-    """An object of the class `file.py:Class`, made with the task's settings, and the run's seed if it takes `seed`.
+    """Return an object of the class `file.py:Class`, made with the task's settings, and the run's seed if it takes `seed`.
 
-    Raises TaskError if the class is missing, cannot be made with these settings, here or in a process that grades, or lacks a
-    method of the protocol.
+    Raises TaskError if the class is missing, cannot be made with these settings, here or in a worker process, or lacks a method
+    of the protocol.
     """
     made = load_class(settings.path)
     arguments: dict[str, schema.Json] = dict(settings.settings)

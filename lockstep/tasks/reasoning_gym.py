@@ -9,7 +9,7 @@ from functools import cached_property
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
-from lockstep.tasks.generator import Drawn, Side, check_source, draw
+from lockstep.tasks.generator import QuestionDraw, Side, check_source, draw
 from lockstep.types import Prompt
 from lockstep.verifiers.base import Verifier, notes_of
 from lockstep.verifiers.build import build_verifier
@@ -17,7 +17,7 @@ from lockstep.verifiers.gym_scores import GymScores
 from lockstep.verifiers.selftest import self_test
 
 _FIRST = 20
-"""Questions made when the task is built, to find mistakes in its settings at once."""
+"""Number of questions made when the task is built, to find mistakes in its settings immediately."""
 
 
 class ReasoningGym(VerifiedTask):
@@ -27,7 +27,7 @@ class ReasoningGym(VerifiedTask):
     """
 
     def __init__(self, settings: schema.ReasoningGymTask, seed: int) -> None:
-        """Raises TaskError if the generator or its settings are wrong or the verifier cannot grade its answers."""
+        """Build the generator. Raises TaskError if its settings are wrong or the verifier cannot grade its answers."""
         self.name = settings.dataset
         self._settings = settings
         self._seed = seed
@@ -41,10 +41,10 @@ class ReasoningGym(VerifiedTask):
         return draw_batch(self._drawn.prompts, step, size, self._seed, self._where)
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """`size` held-out questions of the role id_probe, each once.
+        """Return `size` held-out questions of the role id_probe, each once.
 
-        Raises TaskError if there are fewer different ones, unless task.repeat_heldout is on: then they come again, as
-        evenly as possible, with ids that end in #2, #3 … and `repeats` in their data.
+        Raises TaskError if there are fewer different ones, unless task.repeat_heldout is on: then they are repeated, as evenly
+        as possible, with ids that end in #2, #3 … and `repeats` in their data.
         """
         if role != "id_probe":
             no_such_role(role, ["id_probe"], self._where)
@@ -71,19 +71,19 @@ class ReasoningGym(VerifiedTask):
         )
 
     def _grader(self, first: Sequence[Prompt]) -> tuple[Verifier, str]:
-        """Who grades, and its name. `first` are some questions: a verifier that fails them cannot grade this data set."""
+        """Return the grader and its name. `first` are some questions: a verifier that fails them cannot grade this data set."""
         s, own = self._settings, GymScores(self.name, self._source.settings, partial=self._settings.partial)
         if s.scoring == "data_set":
             return own, "its own score function"
         verifier = build_verifier(s.verifier)
-        # A verifier that the recipe chose is never replaced: if it does not fit, the self-test stops the run at its start.
+        # A verifier chosen in the recipe is never replaced: if it does not fit, the self-test stops the run at its start.
         undecided = s.scoring == "auto" and s.verifier == schema.NumericVerifier()
         if undecided and any(self_test(verifier, prompt) for prompt in first):
             return own, f"its own score function: {s.verifier.kind} does not fit its answers"
         return verifier, f"verifier {s.verifier.kind}"
 
     @cached_property
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> QuestionDraw:
         drawn = draw(self._source, f"train {self._settings.seed}", Side.TRAIN, self._settings.size)
         check_references(self.verifier, drawn.prompts, self._where)
         return drawn

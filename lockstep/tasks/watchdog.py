@@ -1,4 +1,4 @@
-"""Running code that may never return."""
+"""Run code that may never return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HungError(Exception):
 
 
 def run_watched(work: Callable[[Alive], T], seconds: float) -> T:
-    """The result of work(alive), which must call alive() at least every `seconds`; its exceptions pass through.
+    """Return the result of work(alive), which must call alive() at least every `seconds`; its exceptions pass through.
 
     The work runs in a daemon thread: Python cannot end a thread, so hung work goes on until the process ends, which
     after HungError should be soon. Raises MachineError if the machine has no room for a thread.
@@ -40,7 +40,7 @@ def run_watched(work: Callable[[Alive], T], seconds: float) -> T:
         try:
             started = True
             results.append(work(alive))
-        except BaseException as error:  # handed to the caller, below
+        except BaseException as error:  # passed to the caller, below
             errors.append(error)
         finally:
             done.set()

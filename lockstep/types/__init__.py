@@ -1,10 +1,10 @@
 """The nouns of Lockstep; import them from here. No logic beyond small properties; importing this loads no torch.
 
-Data flows through `rollout`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`; `protocols`
-are what passes it on.
+Data flows through `rollout`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`;
+`protocols` holds the interfaces that pass it on.
 
-Shape suffixes used here and everywhere: T tokens (packed end to end), N sequences, P prompts, G samples of one prompt,
-V vocabulary, H hidden.
+Shape suffixes used here and everywhere: T tokens (packed end to end), N sequences, P prompts, G samples of one prompt, V
+vocabulary, H hidden.
 """
 
 from __future__ import annotations

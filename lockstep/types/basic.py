@@ -1,4 +1,4 @@
-"""What all other nouns are made of."""
+"""Basic types that all other records are made of."""
 
 from __future__ import annotations
 

@@ -9,27 +9,27 @@ from lockstep.types.weights import Proof
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Everything that a score depends on. Two scores whose conditions differ beyond `weights` are not compared unasked."""
+    """Everything that a score depends on. Scores whose conditions differ in more than `weights` are compared only on request."""
 
     weights: str
     """Fingerprint of the weights (Proof.fingerprint)."""
     model: str
     numerics: str
-    """The precision that it was measured in. Example: "bf16"."""
+    """Precision of the measurement. Example: "bf16"."""
     engine: str
     mode: str
     """Example: "greedy", "sampled(T=1)"."""
     task: str
     data_hash: str
-    """Over the ids, messages and answers of the items."""
+    """Hash of the ids, messages and answers of the items."""
     template_hash: str
-    """Over the chat template, system text, examples and suffix."""
+    """Hash of the chat template, system text, examples and suffix."""
     max_tokens: int
     seed: int
     reasoning_effort: str | None = ""
-    """What the chat template is told about thinking. Example: "reasoning_effort=high". None: a record that does not say."""
+    """Thinking setting given to the chat template. Example: "reasoning_effort=high". None: a record that does not say."""
     prompt_suffix: str | None = ""
-    """Text after every question; it is in template_hash too, and stands here to be named. None: a record that does not say."""
+    """Text after every question; it is also part of template_hash. None: a record that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class ItemResult:
     answer: str
     text: str
     truncated: bool
-    """By the engine's finish reason, never guessed from the text."""
+    """True if the engine's finish reason is LENGTH; never guessed from the text."""
     tokens: int
     method: str = ""
-    """How the answer was read (Grade.method)."""
+    """Method by which the answer was read (Grade.method)."""
     boxed: bool | None = None
-    """Whether it has an answer in \\boxed{}; None if the verifier does not say."""
+    """True if it has an answer in \\boxed{}; None if the verifier does not say."""
     error: str | None = None
-    """Why it could not be scored."""
+    """Reason why the reply could not be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,15 @@ class Estimate:
     """One number of a score, by its own estimator. Example: Estimate("pass@8", 0.495, 0.031, 0.435, 0.555, 202)"""
 
     name: str
-    """avg@n: mean of n samples; pass@k: any of k, unbiased; maj@n: the majority's answer. pass@1 of one sample is the mark."""
+    """avg@n: mean of n samples; pass@k: any of k is correct, unbiased; maj@n: the majority's answer. With one sample pass@1 is
+    the grade.
+    """
     value: float
     se: float | None
     """Standard error over items; None for a single item."""
     low: float
     high: float
-    """95 % interval."""
+    """Upper end of the 95 % interval."""
     items: int
     """Items with enough scored samples."""
 
@@ -77,10 +79,10 @@ class Score:
 
     conditions: Conditions
     accuracy: float
-    """The mode's first estimate: the share of correct replies, an item's share counting once, unless the mode says otherwise."""
+    """The mode's first estimate: by default the share of correct replies, where each item has the same weight."""
     low: float
     high: float
-    """95 % interval (Wilson for one sample an item, bootstrap over items otherwise)."""
+    """Upper end of the 95 % interval (Wilson for one sample per item, else bootstrap over items)."""
     items: int
     samples: int
     """Replies per item."""
@@ -94,9 +96,9 @@ class Score:
     results: tuple[ItemResult, ...]
     seconds: float
     estimates: tuple[Estimate, ...] = ()
-    """All numbers made of these replies; the first is `accuracy`."""
+    """All numbers computed from these replies; the first is `accuracy`."""
     source: str = ""
-    """What was evaluated, as its user named it. Example: "runs/mine at step 40"."""
+    """Name of the target, as the user gave it. Example: "runs/mine at step 40"."""
 
     @property
     def se(self) -> float | None:

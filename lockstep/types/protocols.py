@@ -1,4 +1,4 @@
-"""What the parts of the system promise each other."""
+"""Interfaces between the parts of the system."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ class Task(Protocol):
     name: str
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        """The prompts of one step."""
+        """Return the prompts of one step."""
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """Prompts never returned by `batch`; `role` is id_probe, ood_probe or sanity."""
+        """Return prompts never returned by `batch`; `role` is id_probe, ood_probe or sanity."""
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        """Never raises for a bad answer."""
+        """Grade one reply. Never raises for a bad answer."""
 
 
 class Env(Protocol):
-    """One episode. Deterministic: what it says depends on how it was made, the seed and the replies."""
+    """One episode. Deterministic: its output depends on its construction, the seed and the replies alone."""
 
     def start(self, seed: int) -> Turn:
-        """Begin. The observation is the opening: that of the prompt's messages, or nothing.
+        """Begin the episode. Returns the opening observation: that of the prompt's messages, or nothing.
 
-        `seed` is of (run, step, prompt, sample), for what happens by chance after the opening, which all samples share.
+        `seed` is a function of (run, step, prompt, sample). It decides what happens by chance after the opening, which all
+        samples share.
         """
 
     def step(self, reply: str) -> Turn:
-        """Take the next reply. Raises nothing for a bad reply: that is an observation, a reward, or both."""
+        """Take the next reply. Never raises for a bad reply: the result is an observation, a reward, or both."""
 
 
 class EnvTask(Task, Protocol):
     """A task of several turns."""
 
     def env(self, prompt: Prompt) -> Env | None:
-        """A new episode of the prompt; None if it is a question with one reply, which `grade` grades."""
+        """Return a new episode of the prompt; None if it is a question with one reply, which `grade` grades."""
 
 
 class RolloutEngine(Protocol):
@@ -53,13 +54,13 @@ class RolloutEngine(Protocol):
 
     @property
     def forward(self) -> Forward:
-        """How its forward passes compute now."""
+        """The present settings of its forward passes."""
         ...
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """From now on compute so; called while no request is open. Nothing of an earlier noise remains.
+        """Compute in this way from now on; called while no request is open. Nothing of an earlier noise remains.
 
-        Raises EngineError if it cannot, or if a numerics or a noise would touch no layer.
+        Raises EngineError if it cannot, or if a numerics or a noise would change no layer.
         """
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -75,13 +76,13 @@ class RolloutEngine(Protocol):
         """
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of each token but the first of each sequence, temperature 1."""
+        """Return the log-probability of each token of each sequence except the first, at temperature 1."""
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Take over weights and become `version`."""
 
     def weights(self) -> WeightStream:
-        """The weights that would sample now, for the proof."""
+        """Return the weights that would sample now, for the proof of sync."""
 
     def close(self) -> None: ...
 
@@ -92,7 +93,7 @@ class Learner(Protocol):
     version: int
 
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of each token but the first of each sequence, temperature 1."""
+        """Return the log-probability of each token of each sequence except the first, at temperature 1."""
 
     def update(self, batch: Batch, loss: Loss) -> Metrics: ...
 
@@ -100,13 +101,13 @@ class Learner(Protocol):
 
 
 class Critic(Protocol):
-    """Says what reward is still to come, before each response token."""
+    """Predicts the reward still to come, before each response token."""
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
-        """One value per response token (0 where not trained): what is expected before that token is drawn."""
+        """Return one value per response token (0 where not trained): the return expected before that token is drawn."""
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step towards the sequences' returns."""
+        """Make one optimizer step towards the sequences' returns."""
 
 
 class WeightSync(Protocol):
@@ -117,7 +118,7 @@ class WeightSync(Protocol):
 
 
 class Tracker(Protocol):
-    """A place where numbers go: W&B, trackio, TensorBoard."""
+    """A destination for metrics: W&B, trackio, TensorBoard."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 

@@ -1,4 +1,4 @@
-"""From a task's prompt to graded completions."""
+"""Records from a task's prompt to graded completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.types.basic import Message, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a task asks. Example: Prompt("chain_sum/17", ({"role": "user", "content": "4 + 3 ="},), "7", "chain_sum")"""
+    """One question of a task. Example: Prompt("chain_sum/17", ({"role": "user", "content": "4 + 3 ="},), "7", "chain_sum")"""
 
     id: str
     """The same id always means the same question and answer."""
@@ -21,26 +21,28 @@ class Prompt:
     answer: str
     """The reference answer as text."""
     task: str = ""
-    """Which task asked it; metrics are also kept per task."""
+    """Name of the task that asked it; metrics are also kept per task."""
     data: Mapping[str, object] = field(default_factory=dict)
-    """Whatever the grader needs beyond the answer."""
+    """Further data that the grader needs beyond the answer."""
     tools: str = ""
-    """Tools that the reply may call, as a JSON list of function schemas; they are part of the rendered prompt."""
+    """Tools that the reply may call, as a JSON list of function schemas; part of the rendered prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A verifier's verdict on one reply. `reward is None` means unscored: `error` says why. An error is never a reward of 0."""
+    """A verifier's verdict on one reply. `reward is None` means unscored: the reason is in `error`. An error is never a reward
+    of 0.
+    """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, averaged over the step. Example: {"correct": 1.0, "boxed": 1.0}"""
     extracted: str | None = None
-    """The answer as the verifier read it, None if it found none."""
+    """The answer as the verifier read it; None if it found none."""
     method: str = ""
-    """How it was read. Example: "boxed", "last_number", "none"."""
+    """Method by which the answer was read. Example: "boxed", "last_number", "none"."""
     error: str | None = None
-    """Why the reply could not be scored."""
+    """Reason why the reply could not be scored."""
 
     @property
     def scored(self) -> bool:
@@ -49,26 +51,28 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment says after a reply. Example: Turn(({"role": "user", "content": "higher"},), metrics={"guesses": 1})"""
+    """An environment's result for one reply. Example: Turn(({"role": "user", "content": "higher"},), metrics={"guesses": 1})"""
 
     observation: tuple[Message, ...] = ()
     """The turns that the next reply answers, of role user or tool; never trained."""
     reward: float | None = 0.0
-    """What the reply earned. None: the episode cannot be scored, `error` says why."""
+    """Reward of the reply. None: the episode cannot be scored, `error` says why."""
     done: bool = False
-    """The episode ends here; no further reply is asked for."""
+    """True if the episode ends here; no further reply is asked for."""
     answer: bool = False
-    """The reply was the final answer to the prompt's question: the task's `grade` adds its reward and metrics, and it is done."""
+    """True if the reply was the final answer to the prompt's question: the task's `grade` adds its reward and metrics, and the
+    episode ends.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers, summed over the episode. `correct`, if any turn has it, says that the episode was solved."""
+    """Named numbers, summed over the episode. `correct`, if any turn has it, means that the episode was solved."""
     extracted: str | None = None
     """The answer or action as it was read."""
     error: str | None = None
-    """Why the episode cannot be scored."""
+    """Reason why the episode cannot be scored."""
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
     """An end token or a stop string was produced."""
@@ -78,20 +82,20 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature == 0` is greedy."""
+    """Settings of sampling. `temperature == 0` is greedy."""
 
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens with this much probability."""
+    """Keep the smallest set of tokens with this total probability."""
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the tokens up to the one that completes the string are kept."""
     ignore_eos: bool = False
-    """Never stop early: every completion has exactly `max_tokens` tokens (benchmarks)."""
+    """Disables early stops: every completion has exactly `max_tokens` tokens (benchmarks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +106,24 @@ class Request:
     prompt_ids: TokenIds
     group: str
     seed: int
-    """From `seed_for(run, step, prompt, sample)`: the sample depends on nothing else."""
+    """Seed from `seed_for(run, step, prompt, sample)`: the sample depends on nothing else."""
     sampling: Sampling
     version: int
-    """The weight version that must sample it; the engine refuses any other."""
+    """Weight version that must sample it; the engine refuses any other."""
     prefix: int = 0
-    """Leading prompt tokens that all prompts of the recipe have (system text, examples): processed once per version."""
+    """Number of leading prompt tokens that all prompts of the recipe share (system text, examples): processed once per version.
+    """
     room: int = 0
-    """Tokens that later requests of the same episode may come to have, prompt included, so that memory is taken once."""
+    """Most tokens that later requests of the same episode may reach, prompt included, so that memory is reserved once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for a request, as ids; text is never turned back into ids."""
+    """An engine's result for a request, as token ids; text is never turned back into ids."""
 
     request: Request
     ids: TokenIds
-    """Sampled ids, the end token included if one was sampled."""
+    """Sampled ids, including the end token if one was sampled."""
     logprobs: tuple[float, ...]
     """Log-probability of each id under the distribution that it was drawn from."""
     finish: FinishReason
@@ -146,13 +151,15 @@ class Rollout:
     sample: int = 0
     """Index within the group."""
     prefix: int = 0
-    """Leading prompt tokens that all prompts of the recipe have."""
+    """Number of leading prompt tokens that all prompts of the recipe share."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """For rewards credited turn by turn: index of each reply's last token, and its reward. Empty credits all at the end."""
+    """Rewards credited turn by turn: index of each reply's last token, and its reward. Empty: all reward is credited at the
+    end.
+    """
     turns: int = 0
-    """Replies of an episode with an environment; 0 for a question with one reply."""
+    """Number of replies of an episode with an environment; 0 for a question with one reply."""
     cut: Literal["", "turns", "timeout", "error"] = ""
-    """What ended an episode early: the limit of its turns, or its environment, which took too long or failed."""
+    """Cause of an early end of the episode: its limit of turns, or its environment, which took too long or failed."""
 
 
 @dataclass(frozen=True, slots=True)

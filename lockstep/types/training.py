@@ -1,4 +1,4 @@
-"""Sequences with their advantages, and what losses and the learner pass on."""
+"""Sequences with their advantages, and the records that losses and the learner exchange."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class TrainSequence:
     weight: float
     """The share of this sequence's summed token losses in the batch loss: aggregation is decided before any split."""
     group: int
-    """Sequences of one group have the same prompt_ids."""
+    """Index of the group; sequences of one group have the same prompt_ids."""
     old_logprobs: tuple[float, ...] | None = None
-    """Log-probabilities before the first update of this rollout; None when the update is the only one (ratio is 1)."""
+    """Log-probabilities before the first update of this rollout; None if there is only one update (the ratio is 1)."""
     ref_logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
-    """What the critic expected before each token, before any update of the step."""
+    """The critic's prediction before each token, before any update of the step."""
     returns: tuple[float, ...] | None = None
-    """What the critic is trained towards."""
+    """Targets of the critic."""
     reward: float | None = 0.0
     """Reward of the whole response, overlong penalty included; None is unscored."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Parts of `reward` that an earlier token earned: its index, and the part. The last trained token earned the rest."""
+    """Parts of `reward` that belong to an earlier token: its index, and the part. The rest belongs to the last trained token.
+    """
     penalties: tuple[float, ...] = ()
-    """Subtracted from each token's reward (KL in the reward); empty is none."""
+    """Amounts subtracted from each token's reward (KL in the reward); empty is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,22 @@ class Batch:
 
     sequences: tuple[TrainSequence, ...]
     temperature: float = 1.0
-    """Log-probabilities are of softmax(logits / temperature), as they were sampled."""
+    """Sampling temperature: log-probabilities are those of softmax(logits / temperature)."""
     prefix: int = 0
-    """Leading prompt tokens that all sequences have: processed once per micro-batch."""
+    """Number of leading prompt tokens that all sequences share: processed once per micro-batch."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty, as the controller has it now."""
+    """Current weight of the KL penalty, as set by the controller."""
     supervised: bool = False
-    """The replies were given, not sampled: no rollout to compare with, no advantages, and nobody asks for entropies."""
+    """True if the replies were given, not sampled: there are no rollout log-probabilities, no advantages, and entropies are not
+    needed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """What a loss sees: the trained tokens of one micro-batch, packed end to end; whole sequences only.
+    """Input of a loss: the trained tokens of one micro-batch, packed end to end; whole sequences only.
 
-    Of a supervised batch rollout_logprobs_T, advantages_T and entropy_T have no element.
+    In a supervised batch rollout_logprobs_T, advantages_T and entropy_T are empty.
     """
 
     logprobs_T: Tensor
@@ -71,25 +74,25 @@ class LossInput:
     """log π_rollout, as the engine sampled."""
     advantages_T: Tensor
     entropy_T: Tensor
-    """Entropy of the token distribution, nats; carries gradient only when the loss says that it needs it."""
+    """Entropy of the token distribution, nats; carries gradient only if the loss says that it needs it."""
     sequence_T: Tensor
-    """Index of the sequence of each token, 0 … N-1."""
+    """Index of each token's sequence, 0 … N-1."""
     sequences: int
-    """N."""
+    """Number of sequences, N."""
     ref_logprobs_T: Tensor | None = None
     kl_coef: float = 0.0
-    """Weight of the KL penalty, as the controller has it now."""
+    """Current weight of the KL penalty, as set by the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Per-token losses, undivided, and what to log. Only the learner multiplies by the weights and sums."""
+    """Per-token losses, undivided, and values to log. Only the learner multiplies by the weights and sums."""
 
     loss_T: Tensor
     means: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token values, averaged over all trained tokens of the update."""
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token values, of which the largest of the update is logged."""
+    """Per-token values whose maximum over the update is logged."""
 
 
 Loss: TypeAlias = Callable[[LossInput], LossOutput]

@@ -1,4 +1,4 @@
-"""How an engine computes, facts of a learner, and the proof that their weights are equal."""
+"""Settings of an engine's forward pass, facts about a learner, and the proof that their weights are equal."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ class NormNoise:
 
     sigma: float
     seed: int
-    """From the run's seed and the version of the weights: the same on every rank and in every rerun."""
+    """Seed from the run's seed and the version of the weights: the same on every rank and in every rerun."""
     targets: tuple[str, ...]
     """Full names of the norm weights (as in `weights()`), sorted."""
     scales: tuple[float, ...]
-    """A factor on sigma for each of them."""
+    """Factor on sigma for each target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """How an engine computes. Example: Forward("mxfp4-w4a4")"""
+    """Settings of an engine's forward pass. Example: Forward("mxfp4-w4a4")"""
 
     numerics: str = ""
-    """A Numeric of config.numerics; empty is the precision of the weights."""
+    """A Numeric of config.numerics; empty means the precision of the weights."""
     noise: NormNoise | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardReport:
-    """What `set_forward` touched."""
+    """Effect of `set_forward`."""
 
     quantised_layers: int = 0
     noisy_norms: int = 0
     noise_share: float = 0.0
-    """‖w' - w‖ / ‖w‖ over all noisy norms together, as it is in the weights."""
+    """‖w' - w‖ / ‖w‖ over all noisy norms together, measured in the weights."""
     noise_lost: float = 0.0
-    """Share of their numbers that rounding to the weights' dtype left as they were."""
+    """Share of the norms' numbers that rounding to the weights' dtype left unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerFacts:
-    """A learner in plain words."""
+    """Facts about a learner, as text."""
 
     device: str
     lines: tuple[str, ...]
-    """What is trained, and how updates are made."""
+    """Lines that say which weights are trained and how updates are made."""
     base: str
     """Fingerprint of the frozen base under an adapter; empty if all weights are trained."""
 
@@ -59,7 +59,7 @@ class Probe:
     p99: float
     max: float
     tolerance: float
-    """`mean` must not exceed this."""
+    """Upper limit of `mean`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Proof:
 
     version: int
     fingerprint: str
-    """Of all weights together, 16 hex digits; the identity of the weights across runs and checkpoints."""
+    """Fingerprint of all weights together, 16 hex digits; identifies the weights across runs and checkpoints."""
     tensors: int
     bytes: int
     mismatched: tuple[str, ...]
     """Names of tensors that differ, with the reason. Empty in a proof that passed."""
     changed: int
-    """Tensors that differ from the last proof's; -1 in a first proof."""
+    """Number of tensors that differ from the last proof's; -1 in a first proof."""
     probe: Probe | None
     seconds: float
 

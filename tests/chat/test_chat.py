@@ -176,7 +176,7 @@ def test_a_template_that_prints_today_gets_a_fixed_date() -> None:
     template += "{{ message['content'] + '<|im_end|>' }}{% endfor %}"
     chat = ChatFormat(chatml(template), Chat())
     assert text_of(chat, chat.render([QUESTION])) == "<|im_start|>26 Jul 20244 + 3 =<|im_end|>"
-    assert "2024-07-26 stands for it" in chat.notes[0]
+    assert "2024-07-26 replaces it" in chat.notes[0]
 
 
 def test_freeze_date_replaces_both_quotes_and_refuses_what_it_cannot() -> None:

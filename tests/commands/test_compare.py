@@ -163,7 +163,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, capsys: pytest.CaptureFi
         (["RUN@7"], 7, "no scores of step 7"),
         (["NONE", "RUN"], 7, "there are no scores"),
         (["DAMAGED", "RUN"], 7, "damaged.json: its checksum"),
-        (["FOREIGN", "RUN"], 7, "foreign.json: is no score record"),
+        (["FOREIGN", "RUN"], 7, "foreign.json: is not a score record"),
         (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no pass@8; it has pass@1"),
     ],
 )

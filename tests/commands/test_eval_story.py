@@ -26,7 +26,7 @@ from lockstep.errors import StaleWeightsError, SyncError
 from lockstep.evaluate.records import read_score, score_path, write_score
 from lockstep.evaluate.runner import require_proof
 from lockstep.rollout.native import NativeEngine
-from lockstep.scoring.targets import Rig, build_rig, find_target
+from lockstep.scoring.targets import EvalSession, build_eval_session, find_target
 from lockstep.types import ItemResult, Score, WeightStream
 
 ROOT = Path(__file__).parents[2]
@@ -86,13 +86,13 @@ class Deaf(NativeEngine):
         super().load(weights if version == 0 else iter(()), version)
 
 
-def deaf_rig(recipe: Recipe) -> Rig:
-    rig = build_rig(recipe)
-    policy = rig.policy
+def deaf_session(recipe: Recipe) -> EvalSession:
+    session = build_eval_session(recipe)
+    policy = session.policy
     decode: Any = policy.tokenizer.decode
     engine = Deaf(copy.deepcopy(policy.model), slots=8, stop_ids=frozenset(policy.chat.stop_ids), decode=decode)
     sent = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "copy"})})
-    return dataclasses.replace(rig, engine=engine, sync=build_weight_sync(policy, sent))
+    return dataclasses.replace(session, engine=engine, sync=build_weight_sync(policy, sent))
 
 
 @pytest.mark.slow
@@ -152,21 +152,21 @@ def an_engine_that_was_not_synced_is_refused(
     """The engine has the base, the checkpoint is loaded into the trainer's model alone, and then it is evaluated."""
     target = find_target(str(run))
     assert target.checkpoint is not None
-    rig = deaf_rig(load([str(run / "recipe.yaml")]))
-    base = rig.prove()
-    saved = rig.read(target.checkpoint)
+    session = deaf_session(load([str(run / "recipe.yaml")]))
+    base = session.prove()
+    saved = session.read(target.checkpoint)
     with pytest.raises(SyncError, match="the engine's weights are not the learner's after a second push") as caught:
-        rig.prove_saved(saved)
+        session.prove_saved(saved)
     assert "lora_B: stale" in str(caught.value)
     assert "probe: mean |Δ log-probability|" in str(caught.value)
     with pytest.raises(StaleWeightsError, match=f"the engine has version {saved.version}, the proof is of version 0"):
-        require_proof(rig.engine, base)  # nor does the base's proof stand for it
-    rig.engine.version = 0  # and an engine that was never told of the checkpoint at all
+        require_proof(session.engine, base)  # nor does the base's proof stand for it
+    session.engine.version = 0  # and an engine that was never told of the checkpoint at all
     with pytest.raises(SyncError, match=f"engine 0, learner {saved.version}"):
-        rig.sync.verify(rig.holder, rig.engine)
+        session.sync.verify(session.learner, session.engine)
     # The whole command: no score, and the code of a proof that failed.
     before = {path: path.read_bytes() for path in (run / "scores").rglob("*.json")}
-    monkeypatch.setattr("lockstep.scoring.targets.build_rig", lambda *_, **__: rig)
+    monkeypatch.setattr("lockstep.scoring.targets.build_eval_session", lambda *_, **__: session)
     capsys.readouterr()
     assert main(["eval", str(run), "--no-base"]) == 5
     captured = capsys.readouterr()

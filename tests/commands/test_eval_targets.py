@@ -138,7 +138,7 @@ def test_sharded_training_folders_are_refused_and_not_taken_in_part(
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("mp_rank_00_model_states.pt", "bring it in with lockstep import"),
+        ("mp_rank_00_model_states.pt", "convert it with lockstep import"),
         ("__0_0.distcp", "gather it into a Hugging Face folder with the program that wrote it"),
     ],
 )

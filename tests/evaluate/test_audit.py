@@ -46,7 +46,7 @@ def test_counts_cover_all_wrong_replies_not_only_those_shown() -> None:
     assert "60 of 100 scored replies are wrong; 6 of those were cut off" in text
     assert "boxed rate 66.0% [56.3%, 74.5%] of all 100 replies" in text
     assert f"no answer found in {unread} replies" in text
-    assert "mend the parser, the format or the token budget" in text
+    assert "fix the parser, the format or the token budget" in text
 
 
 def test_a_reference_counts_only_as_a_word_of_its_own_near_the_end() -> None:

@@ -15,10 +15,10 @@ def test_a_label_that_is_not_what_computes_is_refused():
     engine = engine_over(twin(plain("llama")))
     require_numerics(engine, "bf16")
     with pytest.raises(
-        EvaluationError, match=r"labelled mxfp4-w4a4\(floor, bf16\), and the engine computes in the precision"
+        EvaluationError, match=r"labelled mxfp4-w4a4\(floor, bf16\), but the engine computes in the precision"
     ):
         require_numerics(engine, "mxfp4-w4a4(floor, bf16)")
     engine.set_forward(Forward("mxfp4-w4a4"))
     require_numerics(engine, "mxfp4-w4a4(rceil, bf16, without o_proj)")
-    with pytest.raises(EvaluationError, match="labelled bf16, and the engine computes in mxfp4-w4a4"):
+    with pytest.raises(EvaluationError, match="labelled bf16, but the engine computes in mxfp4-w4a4"):
         require_numerics(engine, "bf16")

@@ -90,7 +90,7 @@ def test_the_plan_names_every_set_and_the_stopping_rule() -> None:
     assert [line.partition(":")[0] for line in lines[1:4]] == ["id_probe", "ood_probe", "sanity"]
     assert lines[3].startswith("sanity: 1 item = 5.6 points")
     assert lines[4:] == [
-        "sanity is looked at and decides nothing",
+        "sanity is measured only for information",
         "will stop when eval/ood_probe.greedy/accuracy falls 2 evaluations in a row",
     ]
     calm = plan_lines(recipe(eval={"also": sets, "stop": {"kind": "plateau"}}))[-1]

@@ -106,12 +106,12 @@ def test_a_changed_value_is_named_as_damage(written: tuple[Path, Score]) -> None
         ("", "not JSON"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "no record of format lockstep.score"),
-        ('{"accuracy": 0.7331}', "no record of format lockstep.score"),
+        ("[]", "not a record of format lockstep.score"),
+        ('{"accuracy": 0.7331}', "not a record of format lockstep.score"),
         ('{"format": "lockstep.score", "version": 3}', "version 3; this Lockstep reads versions 1 and 2"),
         ('{"format": "lockstep.score", "version": 2}', "checksum"),
         ('{"format": "lockstep.score", "version": 1}', "checksum"),
-        ('{"format": NaN}', "NaN is no JSON number"),
+        ('{"format": NaN}', "NaN is not a JSON number"),
     ],
 )
 def test_foreign_files_are_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
@@ -237,7 +237,7 @@ def test_damage_anywhere_is_noticed_by_a_brief_too(written: tuple[Path, Score]) 
     raw = path.read_bytes()
     place = raw.rindex(b"a: 3.0")  # a reply's text, which a brief does not read
     path.write_bytes(raw[:place] + b"b" + raw[place + 1 :])
-    with pytest.raises(EvaluationError, match=r"step_000020_greedy\.json: its checksum is not that of its content"):
+    with pytest.raises(EvaluationError, match=r"step_000020_greedy\.json: its checksum does not match its content"):
         read_brief(path)
     path.write_bytes(raw[:-200])
     with pytest.raises(EvaluationError, match="checksum"):

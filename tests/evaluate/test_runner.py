@@ -184,7 +184,7 @@ class Swapping(TableEngine):
 
 
 def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
-    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was asked for"):
+    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was requested"):
         evaluate(Swapping(CHAT, always_right), Sums(), CHAT, GREEDY, PLAN, PROOF, step=0)
     late = Swapping(CHAT, always_right)
     late.swap_at = 19  # after the last reply was sampled
@@ -216,8 +216,8 @@ class Leftover(TableEngine):
     ("kind", "says"),
     [
         (Forgetful, "id_probe/7#0: 1 requests were never completed"),
-        (Doubling, "id_probe/19#0: the engine returned a reply that was not asked for"),
-        (Leftover, "train/1#0: the engine returned a reply that was not asked for"),
+        (Doubling, "id_probe/19#0: the engine returned a reply that was not requested"),
+        (Leftover, "train/1#0: the engine returned a reply that was not requested"),
     ],
 )
 def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: str) -> None:
@@ -227,7 +227,7 @@ def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: s
 
 def test_too_few_items_are_refused_with_the_number_there_is() -> None:
     plan = dataclasses.replace(PLAN, items=150)
-    with pytest.raises(EvaluationError, match="150 items of id_probe were asked for, the task has 100") as caught:
+    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, the task has 100") as caught:
         evaluate(TableEngine(CHAT, always_right), Sums(), CHAT, GREEDY, plan, PROOF, step=0)
     assert caught.value.fix == "set eval.items=100 (of `lockstep eval`: --items 100)"
 

@@ -58,7 +58,7 @@ def test_training_that_hurts_from_its_first_step_parts_from_the_base() -> None:
     reward = [Point(step, 0.3 + step / 80) for step in range(1, 41)]
     held_out = [Point(10 * i, value) for i, value in enumerate((0.5, 0.45, 0.4, 0.33, 0.25))]
     text = diverges(reward, held_out)
-    assert text.startswith("training and evaluation part: since step 0 the training reward went from 0.325 to")
+    assert text.startswith("training and evaluation diverge: since step 0 the training reward went from 0.325 to")
     assert "the held-out score from 50.0 to 25.0 %" in text
 
 

@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.export.bring_in import bring_in
 from lockstep.models.foreign import Kind, find_foreign
 from lockstep.models.torch_files import joined, load_torch_file
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from tests.learner.models import logprobs_of, tokens
 from tests.loops.runs import words
 from tests.tiny import write_tiny_model
@@ -61,9 +61,9 @@ def test_verl_shards_are_imported_and_evaluated(
     for name, parameter in plain.named_parameters():
         assert torch.equal(own.pop(name), parameter), name
     assert own == {}
-    rig = build_rig(find_target(str(out), words(tmp_path, trained)).recipe)
-    rig.prove()
-    scored = torch.tensor(rig.engine.score([IDS])[0])
+    session = build_eval_session(find_target(str(out), words(tmp_path, trained)).recipe)
+    session.prove()
+    scored = torch.tensor(session.engine.score([IDS])[0])
     torch.testing.assert_close(scored, logprobs_of(plain, IDS), rtol=0, atol=1e-4)
     arguments = [
         "eval",
@@ -146,11 +146,11 @@ def test_an_adapter_of_verl(trained: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     done = bring_in(found, tmp_path / "out")
     assert done.base == str(trained)
-    rig = build_rig((target := find_target(str(tmp_path / "out"), words(tmp_path, trained))).recipe)
+    session = build_eval_session((target := find_target(str(tmp_path / "out"), words(tmp_path, trained))).recipe)
     assert target.adapter is not None
-    rig.prove_saved(rig.read_adapter(target.adapter))
+    session.prove_saved(session.read_adapter(target.adapter))
     expected = logprobs_of(model.eval(), IDS)
-    torch.testing.assert_close(torch.tensor(rig.engine.score([IDS])[0]), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(session.engine.score([IDS])[0]), expected, rtol=0, atol=1e-4)
 
 
 def test_trl(trained: Path, tmp_path: Path) -> None:

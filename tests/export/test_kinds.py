@@ -13,7 +13,7 @@ from lockstep.export import check
 from lockstep.export.export import export
 from lockstep.export.verify import EXACT
 from lockstep.loops.start import resume_run, start_run
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from tests.learner.kinds import KINDS
 from tests.learner.models import logprobs_of, tokens
 from tests.loops.runs import NO_EVAL, fingerprints, recipe
@@ -38,9 +38,9 @@ def test_a_kind_is_one_model_from_training_to_evaluation(
     assert fingerprints(run)[2] == trained
 
     # what trained, by the engine of an evaluation
-    rig = build_rig(find_target(str(run.path)).recipe)
-    rig.prove_saved(rig.read(find_target(str(run.path)).checkpoint))  # type: ignore[arg-type]
-    expected = torch.tensor(rig.engine.score([IDS])[0])
+    session = build_eval_session(find_target(str(run.path)).recipe)
+    session.prove_saved(session.read(find_target(str(run.path)).checkpoint))  # type: ignore[arg-type]
+    expected = torch.tensor(session.engine.score([IDS])[0])
 
     # exported merged, loaded in plain transformers, evaluated
     done = export(find_target(str(run.path), step=2), tmp_path / "out", check=check.answer)
@@ -49,7 +49,7 @@ def test_a_kind_is_one_model_from_training_to_evaluation(
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     torch.testing.assert_close(logprobs_of(plain, IDS), expected, rtol=0, atol=EXACT)
     words = [str(tmp_path / "recipe.yaml"), "device=cpu"]
-    mine = build_rig(find_target(str(tmp_path / "out"), words).recipe)
+    mine = build_eval_session(find_target(str(tmp_path / "out"), words).recipe)
     assert mine.prove().fingerprint == done.fingerprint
     torch.testing.assert_close(torch.tensor(mine.engine.score([IDS])[0]), expected, rtol=0, atol=EXACT)
 

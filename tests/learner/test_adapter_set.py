@@ -235,7 +235,7 @@ def test_other_shapes_names_and_methods_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no adapter 'b'"):
         adapters.activate("b")
     ia3 = write(tmp_path / "ia3", OtherPeft(method="ia3"), 0)
-    with pytest.raises(ModelError, match="does not go beside the others"):
+    with pytest.raises(ModelError, match="cannot be attached beside the others"):
         adapters.attach("ia3", ia3)
     shutil.copy(folder / "adapter_config.json", tmp_path / "ia3")
     with pytest.raises(ModelError, match="tensors do not fit the model"):

@@ -167,7 +167,7 @@ def test_adapters_elsewhere_in_a_mixture_are_warned_of() -> None:
     base.model.layers[0].mlp.shared_expert = nn.Linear(64, 64, bias=False)  # type: ignore[union-attr, index]
     asked = Lora(targets="all-linear")
     model = attach(base, asked, 0)  # type: ignore[arg-type]
-    assert "warning: 1 of the 9 layers with adapters are outside of attention, such as" in describe(asked, model)
+    assert "warning: 1 of the 9 layers with adapters are outside attention, such as" in describe(asked, model)
     assert "warning" not in describe(
         Lora(targets="attention"), attach(twin(plain("qwen3-moe")), Lora(targets="attention"), 0)
     )  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_a_start_away_from_the_base_is_refused() -> None:
         ("ia3", {"init_ia3_weights": False}),
         ("hra", {"r": 8, "apply_GS": True}),
     ):
-        with pytest.raises(ModelError, match="begin away from the base") as caught:
+        with pytest.raises(ModelError, match="would not begin at the base") as caught:
             adapted(OtherPeft(method=method, options=options))  # type: ignore[arg-type]
         assert caught.value.where == "adapter.options"
     adapted(OtherPeft(method="loha", options={"init_weights": True}))  # type: ignore[arg-type]

@@ -294,7 +294,7 @@ def test_scoring_in_halves_gives_the_same_numbers(kind: str, caplog: pytest.LogC
     assert allocator.left == 0
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-9)
-    assert "tokens at once (CUDA out of memory. Tried to allocate 20.00 GiB.): done in two halves" in caplog.text
+    assert "tokens together (CUDA out of memory. Tried to allocate 20.00 GiB.): done in two halves" in caplog.text
 
 
 def test_values_in_halves_are_the_same():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from tests.loops.runs import NO_EVAL, fingerprints, trained
 
 KINDS = {
@@ -31,9 +31,9 @@ def test_a_run_trains_and_its_checkpoint_is_evaluated(
     assert len(set(prints.values())) == len(prints)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "another"))
     target = find_target(str(run.path))
-    rig = build_rig(target.recipe)
+    session = build_eval_session(target.recipe)
     assert target.checkpoint is not None
-    base = rig.prove()
-    proof = rig.prove_saved(rig.read(target.checkpoint))
+    base = session.prove()
+    proof = session.prove_saved(session.read(target.checkpoint))
     assert proof.passed
     assert proof.fingerprint == prints[2] != base.fingerprint

@@ -14,7 +14,7 @@ from lockstep.checkpoint.store import list_checkpoints
 from lockstep.evaluate.records import read_score, score_path
 from lockstep.loops.start import resume_run
 from lockstep.run.evaluation import computing
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from lockstep.track.writer import read_metrics
 from lockstep.types import Forward
 from tests.gallery import Gallery
@@ -122,19 +122,19 @@ def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
 
 
 def test_other_numerics_are_on_within_and_off_afterwards(gallery: Gallery) -> None:
-    rig = build_rig(find_target(str(gallery.run("plain").path)).recipe)
-    rig.prove()
+    session = build_eval_session(find_target(str(gallery.run("plain").path)).recipe)
+    session.prove()
     sequence = [(5, 9, 300, 7, 8, 8)]
-    plain = rig.engine.score(sequence)
-    with computing(rig.engine, "mxfp4-w4a4(floor, fp32)", "fp32") as report:
+    plain = session.engine.score(sequence)
+    with computing(session.engine, "mxfp4-w4a4(floor, fp32)", "fp32") as report:
         assert report.quantised_layers > 0
-        assert rig.engine.forward == Forward("mxfp4-w4a4")
-        assert rig.engine.score(sequence) != plain
-    assert rig.engine.forward == Forward()
-    assert rig.engine.score(sequence) == plain
-    with computing(rig.engine, "fp32", "fp32") as report:
+        assert session.engine.forward == Forward("mxfp4-w4a4")
+        assert session.engine.score(sequence) != plain
+    assert session.engine.forward == Forward()
+    assert session.engine.score(sequence) == plain
+    with computing(session.engine, "fp32", "fp32") as report:
         assert report.quantised_layers == 0
-        assert rig.engine.score(sequence) == plain
+        assert session.engine.score(sequence) == plain
 
 
 def test_scores_in_two_numerics_have_two_labels_and_are_not_compared(

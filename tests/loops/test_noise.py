@@ -58,7 +58,7 @@ def test_the_log_says_what_is_noisy(run: RunDirectory) -> None:
     log = (run.path / "log.txt").read_text()
     assert "noise (AQN) on 4 norms of the sampling model, such as model.layers.0.input_layernorm.weight" in log
     assert "sigma 0, 0.05, 0.02, 2 steps each" in log
-    assert "rollout log-probabilities are of the noisy model" in log
+    assert "rollout log-probabilities are those of the noisy model" in log
 
 
 @pytest.mark.parametrize("adapter", [(), LORA])
@@ -156,7 +156,7 @@ def test_noise_that_stays_is_noticed(parts: Parts, tmp_path: Path, tiny_model_di
 
     forgetful = replace(parts, engine=Forgetful())  # type: ignore[arg-type]
     with (
-        pytest.raises(SyncError, match=r"left on 1 of 4 norms, first model\.layers\.1\.post_attention_layernorm"),
+        pytest.raises(SyncError, match=r"remains on 1 of 4 norms, first model\.layers\.1\.post_attention_layernorm"),
         noisy_rollouts(forgetful, chosen, 5),
     ):
         pass

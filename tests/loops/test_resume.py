@@ -295,7 +295,7 @@ def test_checkpoints_that_were_removed_are_no_reason_to_begin_anew(tmp_path: Pat
     path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
     shutil.rmtree(path / "checkpoints" / "step_000003")
     with pytest.raises(
-        CheckpointError, match="the checkpoint of step 3, the last that was saved, is not there"
+        CheckpointError, match="the checkpoint of step 3, the last that was saved, is missing"
     ) as caught:
         resume_run(path)
     assert "from step 2 with --allow-fallback" in caught.value.fix

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lockstep.build.build import build_task_of
-from lockstep.build.opponents import RivalSampler, load_rival, pinned_rivals
+from lockstep.build.opponents import OpponentSampler, load_opponent, pinned_opponents
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config import schema
 from lockstep.config.load import load
@@ -77,7 +77,7 @@ def adapter_of(folder: Path, model: Path) -> Path:
     return folder / "rival"
 
 
-def replies(sampler: RivalSampler, asked: dict[str, tuple[Any, int]]) -> dict[str, str]:
+def replies(sampler: OpponentSampler, asked: dict[str, tuple[Any, int]]) -> dict[str, str]:
     for key, (messages, seed) in asked.items():
         sampler.ask(key, messages, seed)
     found: dict[str, str] = {}
@@ -96,7 +96,7 @@ def test_its_replies_are_those_of_its_own_weights_whatever_is_asked_beside(
     }
     assert isinstance(made.task, schema.OpenSpielTask)
     assert made.task.rival is not None
-    sampler = load_rival(made.task.rival, made)
+    sampler = load_opponent(made.task.rival, made)
     together = replies(sampler, asked)
     alone = {key: replies(sampler, {key: value})[key] for key, value in asked.items()}
     assert together == alone
@@ -200,7 +200,7 @@ def test_a_run_trains_against_the_checkpoint_of_another(tmp_path: Path, tiny_mod
         tmp_path, tiny_model_dir, first.path, *LORA, "steps=2", "eval.items=4", "update.drop_zero_advantage=false"
     )
     newest = list_checkpoints(first.path)[-1].path
-    assert pinned_rivals(made).task.rival.path == str(newest)  # type: ignore[union-attr]
+    assert pinned_opponents(made).task.rival.path == str(newest)  # type: ignore[union-attr]
     run = start_run(made)
     assert load([str(run.recipe_path)]).task.rival.path == str(newest)  # type: ignore[union-attr]
     assert "at step 1, frozen" in run.log_path.read_text()
@@ -249,7 +249,7 @@ def test_an_engine_that_fails_stops_the_run_with_its_reason(tmp_path: Path, tiny
     made = recipe(tmp_path, tiny_model_dir, adapter_of(tmp_path, tiny_model_dir), max_tokens=5000)
     assert isinstance(made.task, schema.OpenSpielTask)
     assert made.task.rival is not None
-    sampler = load_rival(made.task.rival, made)
+    sampler = load_opponent(made.task.rival, made)
     sampler.ask("q", question(state_at("tic_tac_toe", ()), "tic_tac_toe", "reply", show_moves=True), 1)
     with pytest.raises(EngineError, match="the opponent's engine failed"):
         sampler.poll(30.0)
@@ -259,7 +259,7 @@ def test_both_engines_sample_at_once_and_neither_notices(tmp_path: Path, tiny_mo
     made = recipe(tmp_path, tiny_model_dir, adapter_of(tmp_path, tiny_model_dir), max_tokens=40)
     assert isinstance(made.task, schema.OpenSpielTask)
     assert made.task.rival is not None
-    sampler, own = load_rival(made.task.rival, made), engine_of(tiny_model_dir)
+    sampler, own = load_opponent(made.task.rival, made), engine_of(tiny_model_dir)
     ids = sampler._chat.render(({"role": "user", "content": "State the answer"},))
 
     def sampled() -> list[Any]:

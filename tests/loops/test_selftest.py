@@ -69,7 +69,7 @@ def test_repeated_questions_are_counted(tmp_path):
 
 @pytest.mark.parametrize("how", ["position", "random"])
 def test_a_task_with_a_position_or_chance_is_refused(tmp_path, how):
-    with pytest.raises(TaskError, match="asks other prompts when it is asked again; the first that differs is sums/"):
+    with pytest.raises(TaskError, match="gives other prompts when it is asked again; the first that differs is sums/"):
         check_purity(*task_of(tmp_path, how))
 
 

@@ -271,7 +271,7 @@ def test_a_row_that_asks_a_held_out_question_is_refused(tmp_path: Path, tiny_mod
 
 def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
     for override, match in (("sft.sequences_per_step=99", "24 rows to train on, and a step takes 99"),
-                            ("sft.validation_rows=28", "28 questions are to validate, but there are only 28")):  # fmt: skip
+                            ("sft.validation_rows=28", "28 questions are needed for validation, but there are")):  # fmt: skip
         with pytest.raises(DataError, match=match):
             built(sft_runs.recipe(tmp_path, tiny_model_dir, override))
 
@@ -319,7 +319,7 @@ def test_replies_of_a_run_keep_their_ids(tmp_path: Path, tiny_model_dir: Path):
     parts, rows = built(recipe)
     assert {whole(one)[0] for one in rows.train} <= fit
     assert any(
-        f"{len(rows.train)} replies have the ids that were sampled, 0 were tokenised anew" in n for n in rows.notes
+        f"{len(rows.train)} replies have the ids that were sampled, 0 were tokenised again" in n for n in rows.notes
     )
     assert all(all(one.trained) for one in rows.train)
     other = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, section, "chat.system=so")

@@ -17,7 +17,7 @@ from lockstep.errors import (
     RunDirectoryError,
     SyncError,
 )
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Batch
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words
@@ -65,13 +65,13 @@ def test_a_recipe_for_a_run_keeps_the_runs_model(home: Path, model: Path, lora: 
 def test_a_lone_checkpoint_needs_a_recipe(home: Path, model: Path, lora: RunDirectory, tmp_path: Path) -> None:
     alone = tmp_path / "taken-along"
     shutil.copytree(lora.checkpoints_path / "step_000002", alone)
-    with pytest.raises(ConfigError, match="outside of its run needs --recipe"):
+    with pytest.raises(ConfigError, match="outside its run needs --recipe"):
         find_target(str(alone))
     target = find_target(str(alone), words(tmp_path, model, *LORA))
     assert (target.step, target.run) == (2, None)
-    rig = build_rig(target.recipe)
+    session = build_eval_session(target.recipe)
     assert target.checkpoint is not None
-    assert rig.prove_saved(rig.read(target.checkpoint)).fingerprint == fingerprints(lora)[2]
+    assert session.prove_saved(session.read(target.checkpoint)).fingerprint == fingerprints(lora)[2]
 
 
 def test_a_model_needs_a_recipe_and_is_taken_without_its_adapter(home: Path, model: Path) -> None:
@@ -79,11 +79,11 @@ def test_a_model_needs_a_recipe_and_is_taken_without_its_adapter(home: Path, mod
         find_target(str(model))
     args = words(home, model, *LORA)
     own = find_target(str(model), args)
-    assert (own.step, own.recipe.adapter.kind, own.rival) == (0, "none", None)
+    assert (own.step, own.recipe.adapter.kind, own.recipe_model) == (0, "none", None)
     other = find_target("org/name", args, ["eval.items=3"])
     assert (other.recipe.model.path, other.recipe.eval.items) == ("org/name", 3)
-    assert other.rival is not None
-    assert (other.rival.model.path, other.rival.eval.items) == (str(model), 3)
+    assert other.recipe_model is not None
+    assert (other.recipe_model.model.path, other.recipe_model.eval.items) == (str(model), 3)
     with pytest.raises(ConfigError, match="is a model, which has no steps"):
         find_target(str(model), args, step=3)
 
@@ -95,13 +95,13 @@ def test_a_warm_start_belongs_to_the_run_and_to_no_model(
     own = fingerprints(trained(tmp_path, model, NO_EVAL, "name=own", "steps=1", "model.dtype=bf16"))[1]
     start = ("model.dtype=bf16", f"warm_start={full.path}")
     warm = words(tmp_path, model, *start)
-    base = build_rig(find_target(str(tmp_path / "runs" / "own"), step=0).recipe).prove().fingerprint
+    base = build_eval_session(find_target(str(tmp_path / "runs" / "own"), step=0).recipe).prove().fingerprint
     for name in (str(model), str(tmp_path / "other")):
         target = find_target(name, warm)
         assert target.recipe.warm_start is None
         assert "is not used" in target.notes[0]
-        assert target.rival is None or target.rival.warm_start is None
-    assert build_rig(find_target(str(model), warm).recipe).prove().fingerprint == base
+        assert target.recipe_model is None or target.recipe_model.warm_start is None
+    assert build_eval_session(find_target(str(model), warm).recipe).prove().fingerprint == base
     with pytest.raises(ConfigError, match="but the target is the model"):
         find_target(str(model), warm, ["model.path=org/name"])
     adapter = tmp_path / "peft"  # of another program: nothing says that it was made for the warm start's weights
@@ -111,10 +111,10 @@ def test_a_warm_start_belongs_to_the_run_and_to_no_model(
     foreign = find_target(str(adapter), warm)
     assert (foreign.recipe.warm_start, "is not used" in foreign.notes[0]) == (None, True)
     asked = find_target(str(tmp_path / "runs" / "own"), warm, step=0)
-    assert build_rig(asked.recipe).prove().fingerprint == base
+    assert build_eval_session(asked.recipe).prove().fingerprint == base
     child = trained(tmp_path, model, NO_EVAL, "name=child", "steps=1", *start)
     asked = find_target(str(child.path), words(tmp_path, model), step=0)
-    assert build_rig(asked.recipe).prove().fingerprint == fingerprints(full)[2] not in (own, base)
+    assert build_eval_session(asked.recipe).prove().fingerprint == fingerprints(full)[2] not in (own, base)
 
 
 def test_a_misspelt_run_names_those_that_exist(lora: RunDirectory, full: RunDirectory) -> None:
@@ -153,26 +153,26 @@ def test_the_engine_is_proven_to_hold_what_was_saved(kind: str, request: pytest.
     run: RunDirectory = request.getfixturevalue(kind)
     target = find_target(str(run.path))
     assert target.checkpoint is not None
-    rig = build_rig(target.recipe)
-    base = rig.prove()
-    proof = rig.prove_saved(rig.read(target.checkpoint))
+    session = build_eval_session(target.recipe)
+    base = session.prove()
+    proof = session.prove_saved(session.read(target.checkpoint))
     assert proof.passed
     assert proof.probe is not None
     assert (proof.fingerprint, proof.version) == (fingerprints(run)[target.step], target.step)
     assert base.fingerprint != proof.fingerprint
     assert (base.changed, proof.changed) == (-1, 28 if kind == "lora" else 20)
-    assert rig.engine.version == proof.version
+    assert session.engine.version == proof.version
 
 
 def test_both_forward_passes_agree(lora: RunDirectory) -> None:
-    rig = build_rig(find_target(str(lora.path), step=0).recipe)
-    rig.prove()
+    session = build_eval_session(find_target(str(lora.path), step=0).recipe)
+    session.prove()
     sequences = [(5, 9, 300, 7), (8, 8)]
-    for ours, theirs in zip(rig.holder.logprobs(sequences), rig.engine.score(sequences), strict=True):
+    for ours, theirs in zip(session.learner.logprobs(sequences), session.engine.score(sequences), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
         assert len(ours) in (3, 1)
     with pytest.raises(LearnerError, match="never trains"):
-        rig.holder.update(Batch(()), lambda inputs: (_ for _ in ()).throw(AssertionError))
+        session.learner.update(Batch(()), lambda inputs: (_ for _ in ()).throw(AssertionError))
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_both_forward_passes_agree(lora: RunDirectory) -> None:
 def test_a_model_that_is_not_the_one_trained_is_refused(lora: RunDirectory, overrides: list[str], reason: str) -> None:
     target = find_target(str(lora.path), overrides=overrides)
     assert target.checkpoint is not None
-    rig = build_rig(target.recipe)
+    session = build_eval_session(target.recipe)
     with pytest.raises(EvaluationError, match=reason):
-        rig.read(target.checkpoint)
+        session.read(target.checkpoint)
 
 
 def test_another_base_under_the_adapter_is_refused(lora: RunDirectory, tmp_path: Path) -> None:
@@ -200,16 +200,16 @@ def test_another_base_under_the_adapter_is_refused(lora: RunDirectory, tmp_path:
     target = find_target(str(lora.path), overrides=[f"model.path={tmp_path}"])
     assert target.checkpoint is not None
     with pytest.raises(EvaluationError, match="with this model they are"):
-        build_rig(target.recipe).read(target.checkpoint)
+        build_eval_session(target.recipe).read(target.checkpoint)
 
 
 def test_a_weight_that_changes_behind_the_engine_is_noticed(lora: RunDirectory) -> None:
     target = find_target(str(lora.path))
-    rig = build_rig(target.recipe)
+    session = build_eval_session(target.recipe)
     assert target.checkpoint is not None
-    saved = rig.read(target.checkpoint)
-    rig.prove()
+    saved = session.read(target.checkpoint)
+    session.prove()
     with torch.no_grad():
-        next(iter(rig.policy.model.parameters())).view(-1)[7] += 1  # a weight of the frozen base
+        next(iter(session.policy.model.parameters())).view(-1)[7] += 1  # a weight of the frozen base
     with pytest.raises(SyncError, match="not frozen"):
-        rig.prove_saved(saved)
+        session.prove_saved(saved)

@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest import commit
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.loops.start import resume_run, start_run
 from lockstep.models.weights import named_weights
-from lockstep.scoring.targets import build_rig, find_target
+from lockstep.scoring.targets import build_eval_session, find_target
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
@@ -52,7 +52,7 @@ def test_sft_then_rl(tmp_path: Path, tiny_model_dir: Path):
     assert second.recipe_yaml().count("checkpoints/step_000004") == 1, "the very checkpoint is pinned"
     log = second.log_path.read_text()
     assert "warm start from" in log
-    assert "optimizer and schedule begin anew" in log
+    assert "optimizer and schedule start from zero" in log
     assert f"{first.path} at step 4, weights {last}" in second.report_path.read_text()
     third = child(tmp_path, tiny_model_dir, name="third", start="runs/child")
     assert lineage(third)["parent"] == facts
@@ -67,15 +67,15 @@ def test_adapters_begin_over_or_go_on(tmp_path: Path, tiny_model_dir: Path, kind
         over = LORA if kind == "lora" else ()
         name = f"child{number}"
         started = child(tmp_path, tiny_model_dir, *over, name=name, start=f"runs/{run.name}")
-        rig = build_rig(find_target(str(started.path), step=0).recipe)
-        at_start = dict(named_weights(rig.policy.model))
+        session = build_eval_session(find_target(str(started.path), step=0).recipe)
+        at_start = dict(named_weights(session.policy.model))
         if kinds[number] == kind:
             assert fingerprint(iter(at_start.items())).combined == before
         else:
             full = {n: t for n, t in at_start.items() if ".lora_" not in n}
             assert fingerprint(iter(full.items())).combined == before
-        saved = rig.read(find_target(str(started.path)).checkpoint)  # type: ignore[arg-type]
-        assert rig.prove_saved(saved).fingerprint == runs.fingerprints(started)[2], (
+        saved = session.read(find_target(str(started.path)).checkpoint)  # type: ignore[arg-type]
+        assert session.prove_saved(saved).fingerprint == runs.fingerprints(started)[2], (
             "its own checkpoint fits the base again"
         )
         assert runs.fingerprints(started)[2] != before
@@ -105,7 +105,7 @@ def test_without_its_parent_full_training_resumes_and_adapters_say_why_not(tmp_p
     assert runs.fingerprints(resume_run(full.path, allow_fallback=True))[2] == last, (
         "its own checkpoint has every weight"
     )
-    with pytest.raises(CheckpointError, match="the checkpoint that this run starts from is not there"):
+    with pytest.raises(CheckpointError, match="the checkpoint that this run starts from is missing"):
         resume_run(lora.path, allow_fallback=True)
 
 
@@ -132,7 +132,7 @@ def test_another_model_is_refused(tmp_path: Path, tiny_model_dir: Path):
     other = tmp_path / "other"
     other.mkdir()
     write_tiny_model(other, layers=3)
-    with pytest.raises(CheckpointError, match="its model is another than this run's: 9 tensors differ"):
+    with pytest.raises(CheckpointError, match="its model differs from this run's: 9 tensors differ"):
         build_policy(runs.recipe(tmp_path, other, f"warm_start={tmp_path}/runs/parent"))
 
 

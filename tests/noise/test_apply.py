@@ -137,7 +137,7 @@ def test_while_it_is_on_whoever_reads_the_same_memory_is_refused() -> None:
     norms = NoisyNorms(model)
     norms.set(noise_on(model))
     for watched in (model, alias):
-        with pytest.raises(EngineError, match="an update was asked for while the engine's noise is on"):
+        with pytest.raises(EngineError, match="an update was requested while the engine's noise is on"):
             require_clean(watched, "an update")
     with pytest.raises(EngineError, match="another engine's noise"):
         NoisyNorms(alias).set(noise_on(alias))

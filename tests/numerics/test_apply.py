@@ -152,7 +152,9 @@ def test_a_write_past_torch_is_found():
     is_fresh(model)
     assert numerics.verify() == 1
     first(model).weight.data.mul_(3)
-    with pytest.raises(EngineError, match=r"model.layers.0.self_attn.q_proj: its quantised copy is not of the weight"):
+    with pytest.raises(
+        EngineError, match=r"model.layers.0.self_attn.q_proj: its quantised copy differs from the present weight"
+    ):
         numerics.verify()
     numerics.changed()  # what the learner says after its own step
     assert is_fresh(model)

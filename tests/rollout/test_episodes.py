@@ -117,7 +117,7 @@ class Tampered(NativeEngine):
     ("change", "error", "why"),
     [
         (lambda one: [replace(one, version=3)], StaleWeightsError, "version 3 of the weights, and version 0"),
-        (lambda one: [one, one], EngineError, "not asked for"),
+        (lambda one: [one, one], EngineError, "not requested"),
         (lambda one: [], EngineError, "never completed"),
         (lambda one: [replace(one, ids=(), logprobs=())], EngineError, "or has none"),
         (lambda one: [replace(one, request=replace(one.request, prompt_ids=(7,)))], EngineError, "after other ids"),

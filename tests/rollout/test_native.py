@@ -257,7 +257,7 @@ def test_many_prompts_share_a_pass():
 # --- refusals -------------------------------------------------------------------------------------------------------
 def test_other_versions_are_refused():
     engine = engine_over(model())
-    with pytest.raises(StaleWeightsError, match="asked for weights 1, the engine holds 0"):
+    with pytest.raises(StaleWeightsError, match="needs weights 1, the engine holds 0"):
         engine.submit([request("a", PROMPT, Sampling(3)), request("b", PROMPT, Sampling(3), version=1)])
     assert list(engine.completed()) == [], "nothing of a refused submission may run"
     engine.load(iter(()), 1)

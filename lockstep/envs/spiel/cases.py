@@ -1,4 +1,4 @@
-"""Which games of OpenSpiel (https://github.com/google-deepmind/open_spiel) a task plays: names → cases."""
+"""Selection of the OpenSpiel games (https://github.com/google-deepmind/open_spiel) of a task: names → cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOARD = (
     "chess",
     "checkers",
 )
-"""The default suite, as load strings in the form in which OpenSpiel prints them."""
+"""Load strings of the default suite, in the form in which OpenSpiel prints them."""
 TRIAL_SECONDS = 60
 _TRIAL = """
 import random, sys, pyspiel
@@ -56,13 +56,13 @@ class Case:
     """One game with its parameters. Example: Case("hex-5", "hex(board_size=5)")"""
 
     name: str
-    """In ids and in metrics."""
+    """Name in ids and in metrics."""
     game: str
     """OpenSpiel's load string."""
 
 
 def pyspiel() -> Any:
-    """The package. Raises TaskError if it is not installed."""
+    """Return the package. Raises TaskError if it is not installed."""
     try:
         import pyspiel as package
     except ImportError as error:
@@ -73,10 +73,10 @@ def pyspiel() -> Any:
 
 
 def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
-    """The cases of a task, each once, in the order in which they are named.
+    """Return the cases of a task, each once, in the order in which they are named.
 
-    Raises TaskError for a name that there is not, with the nearest; for one that begins several games outside the suite, with
-    all of them; and for a game that cannot be loaded or played by one reply at a time.
+    Raises TaskError for an unknown name, with the nearest; for one that begins several games outside the suite, with all of
+    them; and for a game that cannot be loaded or played by one reply at a time.
     """
     if settings.game_list:
         texts = _configured(settings.game_list, settings.game_configs)
@@ -92,7 +92,7 @@ def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=256)
 def load(game: str) -> Any:
-    """The game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
+    """Return the game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
     package, where = pyspiel(), f"task.games: {game}"
     try:
         found = package.load_game(game)
@@ -104,14 +104,14 @@ def load(game: str) -> Any:
 
 
 def _unplayable(package: Any, game: Any) -> str:
-    """Why no single move can be asked for in a game; empty if it can."""
+    """Return why a game cannot be played one move at a time; empty if it can."""
     kind, utilities = game.get_type(), (game.min_utility(), game.max_utility())
     if kind.dynamics != package.GameType.Dynamics.SEQUENTIAL:
         return "its players move at the same time, or without end"
     if kind.chance_mode == package.GameType.ChanceMode.SAMPLED_STOCHASTIC:
-        return "its chances are drawn inside OpenSpiel: no state of it can be made again from its moves"
+        return "its chance events are drawn inside OpenSpiel: its states cannot be rebuilt from their moves"
     if not all(map(math.isfinite, utilities)) or utilities[0] >= utilities[1]:
-        return f"its utilities are from {utilities[0]} to {utilities[1]}: no reward can be made of them"
+        return f"its utilities are from {utilities[0]} to {utilities[1]}: they cannot be scaled to a reward"
     if kind.information == package.GameType.Information.PERFECT_INFORMATION:
         return ""
     if not (kind.provides_information_state_string or kind.provides_observation_string):
@@ -121,7 +121,7 @@ def _unplayable(package: Any, game: Any) -> str:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 def _named(name: str) -> list[str]:
-    """The load strings that a name stands for: all of the suite that begin with it, or one other game."""
+    """Return the load strings that a name stands for: all of the suite that begin with it, or one other game."""
     if "(" in name:
         return [name]
     if found := [game for game in BOARD if game.startswith(name)]:
@@ -132,7 +132,7 @@ def _named(name: str) -> list[str]:
         raise TaskError(
             f"{name!r} begins the names of {len(matches)} games: {', '.join(matches)}",
             where="task.games",
-            fix="write out the one that is meant",
+            fix="write out the full name",
         )
     if not matches:
         raise TaskError(f"OpenSpiel has no game that begins with {name!r}", where="task.games", fix=_nearest(name))
@@ -140,7 +140,7 @@ def _named(name: str) -> list[str]:
 
 
 def _configured(names: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Json]]]) -> list[str]:
-    """One load string for each set of parameters of each game; a game without any has its own defaults."""
+    """Return one load string for each set of parameters of each game; a game without any has its own defaults."""
     registered = pyspiel().registered_names()
     for name in names:
         if name not in registered:
@@ -149,7 +149,7 @@ def _configured(names: Sequence[str], configs: Mapping[str, Sequence[Mapping[str
 
 
 def _load_string(name: str, config: Mapping[str, Json]) -> str:
-    values = {key: str(value) for key, value in sorted(config.items())}  # OpenSpiel writes booleans as Python does
+    values = {key: str(value) for key, value in sorted(config.items())}  # OpenSpiel writes booleans like Python
     return f"{name}({','.join(f'{key}={value}' for key, value in values.items())})" if values else name
 
 
@@ -166,7 +166,7 @@ def _hint(game: str) -> str:
 
 
 def _tried(text: str) -> Any:
-    """A game that has been played in a process of its own: with some parameters OpenSpiel ends its process.
+    """Return a game after playing it in a separate process: some parameters make OpenSpiel end its process.
 
     The suite is known to be sound.
     """
@@ -189,7 +189,9 @@ def _tried(text: str) -> Any:
 
 
 def _short(game: str) -> str:
-    """hex(board_size=5) → hex-5, breakthrough(columns=6,rows=6) → breakthrough-6x6; nested games in full."""
+    """Return a short name: hex(board_size=5) → hex-5, breakthrough(columns=6,rows=6) → breakthrough-6x6; nested games
+    in full.
+    """
     name, _, rest = game.partition("(")
     values = re.findall(r"=([^,()=]+)", rest)
     return _plain(f"{name}-{'x'.join(values)}" if values and rest.count("=") == len(values) else game)

@@ -1,4 +1,4 @@
-"""A whole game, one move a reply."""
+"""A whole game with one move per reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from lockstep.config import schema
-from lockstep.envs.spiel.play import Mover, mover_of, paid, value
+from lockstep.envs.spiel.play import Mover, mover_of, scaled_reward, value
 from lockstep.envs.spiel.states import moves_of, play_chances, state_at
 from lockstep.envs.spiel.text import question, read_move
 from lockstep.seeds import seed_for
@@ -20,19 +20,19 @@ GAME, CASE, HISTORY = "game", "case", "history"
 class SpielGame:
     """One game from a given state, against one opponent in all other seats.
 
-    The first reply is charged the lowest reward, and the end of the game pays the rest: a game that is never ended, because
-    turns or tokens run out, has earned what a lost one has.
+    The first reply is charged the lowest reward, and the end of the game gives the rest: a game that never ends, because turns
+    or tokens run out, scores the same as a lost one.
     """
 
     def __init__(self, settings: schema.OpenSpielTask, case: str, state: Any, opponent: Mover) -> None:
         self._settings, self._case, self._state, self._opponent = settings, case, state, opponent
         self._player = state.current_player()
         self._numbers = random.Random()
-        self._low = paid(0.0, settings.reward_range)
+        self._low = scaled_reward(0.0, settings.reward_range)
         self._due = self._low
         self._forgiven = settings.illegal_moves
         self._noted: dict[str, float] = {}
-        """Metrics of the turn that is being played."""
+        """Metrics of the present turn."""
         self._moved = ""
 
     def start(self, seed: int) -> Turn:
@@ -46,7 +46,7 @@ class SpielGame:
         return turn
 
     def take(self, reply: str) -> Turn | None:
-        """What follows a reply; None if somebody else is to move first, who does by `oppose`."""
+        """Return the turn after a reply; None if an opponent must move first, by `oppose`."""
         moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
         if read.text is None or read.text not in moves:
             return self._illegal(read.text)
@@ -54,7 +54,7 @@ class SpielGame:
         return self._go_on(moves[read.text])
 
     def oppose(self, action: int) -> Turn | None:
-        """Move for the opponent; what the player is told then, None if another opponent's move comes first."""
+        """Move for the opponent; returns the player's next turn, None if another opponent's move comes first."""
         return self._go_on(action)
 
     def _go_on(self, action: int) -> Turn | None:
@@ -66,7 +66,7 @@ class SpielGame:
             return Turn(self._question(), self._charge(), metrics=self._noted, extracted=self._moved)
         share = value(self._state, self._player)
         metrics = self._noted | {"correct": float(share > 0.5), "finished": 1.0, "value": share}
-        return self._over(paid(share, self._settings.reward_range), metrics, self._moved)
+        return self._over(scaled_reward(share, self._settings.reward_range), metrics, self._moved)
 
     def _illegal(self, text: str | None) -> Turn:
         metrics = {"tool_errors": 1.0}
@@ -78,7 +78,7 @@ class SpielGame:
         return Turn((again,), self._charge(), metrics=metrics, extracted=text)
 
     def _over(self, reward: float, metrics: dict[str, float], text: str | None) -> Turn:
-        """Ended with this as the sum of all its rewards."""
+        """Return the last turn, such that the rewards add up to `reward`."""
         return Turn((), self._charge() + reward - self._low, True, metrics=metrics, extracted=text)
 
     def _charge(self) -> float:
@@ -91,7 +91,7 @@ class SpielGame:
 
 
 def spiel_maker(settings: schema.OpenSpielTask) -> Callable[[Prompt], SpielGame]:
-    """Raises TaskError if the opponent is not there."""
+    """Return a function that makes games. Raises TaskError if the opponent is missing."""
     opponent = mover_of(settings.opponent, settings.simulations)
 
     def make(prompt: Prompt) -> SpielGame:

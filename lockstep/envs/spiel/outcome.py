@@ -1,4 +1,4 @@
-"""What a move brings, by playing on from it: in a worker, as search takes a tenth of a second to seconds for one move."""
+"""Value of a move, by playouts from it: in a worker, as search takes a tenth of a second to seconds for one move."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from lockstep.seeds import seed_for
 from lockstep.verifiers.pool import Work, WorkerPool
 
 PLAYOUT_SECONDS = 600.0
-"""For all playouts of a move."""
+"""Time limit for all playouts of a move."""
 
 
 def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playouts: int, seed: int) -> float:
-    """Mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its arguments alone."""
+    """Return the mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its
+    arguments alone.
+    """
     before, total = state_at(game, tuple(history)), 0.0
     player = before.current_player()
     key = ",".join(map(str, (*history, action)))
@@ -32,13 +34,15 @@ def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playou
 
 @cache
 def pool(workers: int) -> WorkerPool:
-    """One for all tasks with as many processes."""
+    """Return one pool for all tasks with the same number of processes."""
     load_work = {"kind": "module", "module": __name__, "arguments": {}}
     return WorkerPool(Work(load_work, "playouts of OpenSpiel's games", wall_seconds=PLAYOUT_SECONDS), workers)
 
 
 def load() -> Callable[[Any], float]:
-    """What answers calls in a worker: the arguments of `outcome`, with the mover as its name and simulations."""
+    """Return the function that answers calls in a worker: the arguments of `outcome`, with the mover as its name and
+    simulations.
+    """
     movers = cache(mover_of)
 
     def answer(call: Any) -> float:

@@ -1,4 +1,4 @@
-"""Moves by chance and by search, and what a game was worth. Every random number comes from a seed that is given."""
+"""Random moves, search moves, and the value of a finished game. Every random number comes from a given seed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.user_code import load_object
 from lockstep.verifiers.python import check_call
 
 Mover = Callable[[Any, random.Random], int]
-"""Chooses an action in a state in which a player is to move."""
+"""Chooses an action in a state in which a player must move."""
 EXPLORATION = 2.0
-"""UCT's constant."""
+"""Constant of UCT."""
 MEMORY_MB = 64
 SEED_BITS = 31
 
@@ -26,7 +26,7 @@ def random_mover(state: Any, numbers: random.Random) -> int:
 
 
 def mcts_mover(simulations: int) -> Mover:
-    """Monte Carlo tree search with random playouts, OpenSpiel's own; a new tree for every move."""
+    """Return OpenSpiel's Monte Carlo tree search with random playouts; a new tree for every move."""
     package = pyspiel()
 
     def move(state: Any, numbers: random.Random) -> int:
@@ -40,10 +40,10 @@ def mcts_mover(simulations: int) -> Mover:
 
 
 def own_mover(path: str) -> Mover:
-    """A function of the user's, file.py:function. Raises TaskError if it is none, or in play if it gives no legal action."""
+    """Return a user's function, file.py:function. Raises TaskError if it is not one, or in play if it gives no legal action."""
     found = load_object(path)
     if not callable(found):
-        raise TaskError("it is no function", where=path, fix="define it as (state, numbers)")
+        raise TaskError("it is not a function", where=path, fix="define it as (state, numbers)")
     check_call(found, ("state", "numbers"), path)
     function = cast(Callable[[Any, random.Random], object], found)
 
@@ -63,7 +63,7 @@ def own_mover(path: str) -> Mover:
 
 
 def mover_of(name: str, simulations: int) -> Mover:
-    """random, mcts, or file.py:function."""
+    """Return the mover for random, mcts, or file.py:function."""
     if name == "random":
         return random_mover
     return mcts_mover(simulations) if name == "mcts" else own_mover(str(Path(name).expanduser()))
@@ -78,12 +78,12 @@ def play_out(state: Any, move: Mover, numbers: random.Random) -> None:
 
 
 def value(state: Any, player: int) -> float:
-    """What a game that is over brought a player: 0 is the least that the game can bring, 1 the most."""
+    """Return the result of a finished game for a player: 0 is the least that the game can give, 1 the most."""
     low, high = state.get_game().min_utility(), state.get_game().max_utility()
     share = float((state.returns()[player] - low) / (high - low))
     return min(1.0, max(0.0, share))  # rounding in games whose utilities are sums
 
 
-def paid(share: float, reward_range: Literal["zero_one", "signed"]) -> float:
-    """A share of the best as a reward."""
+def scaled_reward(share: float, reward_range: Literal["zero_one", "signed"]) -> float:
+    """Return a share of the best result as a reward."""
     return share if reward_range == "zero_one" else 2 * share - 1

@@ -1,4 +1,6 @@
-"""Whole games against a frozen policy: its replies are drawn for many games side by side, while the run's own engine samples."""
+"""Whole games against a frozen policy: its moves are sampled in a background engine, for many games at a time, while the run's
+own engine samples.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +23,34 @@ SEED_BITS = 62
 
 
 class Sampler(Protocol):
-    """Draws replies of a frozen policy. A reply depends on the question and the seed alone."""
+    """Samples replies of a frozen policy. A reply depends on the question and the seed alone."""
 
     @property
     def note(self) -> str:
-        """What a reader should know of it."""
+        """Remark for the reader."""
 
     def ask(self, key: str, question: Sequence[Message], seed: int) -> None:
-        """Have a reply drawn; the key is of this question alone."""
+        """Request a reply; the key belongs to this question alone."""
 
     def poll(self, seconds: float) -> list[tuple[str, str]]:
-        """Keys and replies that have come; waits at most so long for the first. Raises LockstepError if it has broken down."""
+        """Return keys and replies that have arrived; waits at most `seconds` for the first. Raises LockstepError if the sampler
+        failed.
+        """
 
 
 class RivalGame(SpielGame):
-    """A game whose opponent is asked as the player would be in its place: each state afresh, in the player's words."""
+    """A game whose opponent gets the same question as the player would: each state separately, in the player's words."""
 
     def __init__(self, settings: schema.OpenSpielTask, prompt: Prompt) -> None:
         history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
         super().__init__(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), random_mover)
 
     def asked(self) -> tuple[tuple[Message, ...], int]:
-        """What the opponent is asked, and the seed of its reply."""
+        """Question to the opponent, and the seed of its reply."""
         return self._question(), self._numbers.getrandbits(SEED_BITS)
 
     def hear(self, reply: str) -> Turn | None:
-        """Move as the opponent replied. A reply that is no legal move is replaced by one at random, and counted."""
+        """Make the opponent's move from its reply. A reply without a legal move is replaced by a random one, and counted."""
         moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
         action = moves.get(read.text or "")
         illegal = self._noted.get("rival_illegal", 0.0) + float(action is None)
@@ -55,7 +59,7 @@ class RivalGame(SpielGame):
 
 
 class RivalRunner:
-    """The games of a run, in its own process: between two questions to the rival each takes microseconds."""
+    """Runner of a run's games, in its own process: each takes microseconds between two questions to the opponent."""
 
     def __init__(self, settings: schema.OpenSpielTask, sampler: Sampler) -> None:
         self._settings, self._sampler = settings, sampler
@@ -84,7 +88,7 @@ class RivalRunner:
             wait = 0.0 if self._answers or not self._asked else max(0.0, until - time.monotonic())
             for question, reply in self._sampler.poll(wait) if self._asked else ():
                 key, game = self._asked.pop(question)
-                if self._games.get(key) is game:  # it has not been ended meanwhile
+                if self._games.get(key) is game:  # it has not ended meanwhile
                     self._follow(key, game, game.hear(reply))
             if self._answers or not self._asked or time.monotonic() >= until:
                 answers, self._answers = self._answers, []

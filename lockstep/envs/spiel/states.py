@@ -1,4 +1,4 @@
-"""States to move in: drawn by random moves from the beginning, every one different, each kept as the moves that lead to it."""
+"""States to move in: drawn by random moves from the beginning, all different, each stored as the moves that lead to it."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ from lockstep.seeds import seed_for
 from lockstep.tasks.generator import Side, side_of
 
 PATIENCE = 300
-"""Draws without a new state, or 3 for each one found if that is more, after which all states are enumerated instead."""
+"""Number of draws without a new state, or 3 for each one found if that is more, after which all states are enumerated
+instead.
+"""
 ENUMERATED = 30_000
-"""States that are looked at in an enumeration."""
+"""Most states visited in an enumeration."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _GO_HEADER = re.compile(r"^\s*GoState\([^\n]*\)\s*\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class StateDraw:
     """Different states of one side, and how they were found."""
 
     histories: tuple[tuple[int, ...], ...]
-    """Of each state: OpenSpiel's numbers of the moves that lead to it, chances included."""
+    """For each state, OpenSpiel's numbers of the moves that lead to it, chance events included."""
     draws: int
     enumerated: bool
-    """Draws brought no new ones any more, so all states were listed."""
+    """True if draws brought no new states any more, so that all states were listed."""
     complete: bool
-    """There are no more on this side within so many moves."""
+    """True if there are no more on this side within the number of moves."""
 
 
 def state_at(game: str, history: Sequence[int]) -> Any:
-    """The state that the moves lead to. Raises TaskError if they are not moves of the game."""
+    """Return the state that the moves lead to. Raises TaskError if they are not moves of the game."""
     package, state = pyspiel(), load(game).new_initial_state()
     try:
         for action in history:
             state.apply_action(action)
     except package.SpielError as error:
-        raise TaskError(f"its moves cannot be made: {error}", where=f"a state of {game}", fix="draw it anew") from error
+        raise TaskError(
+            f"its moves cannot be made: {error}", where=f"a state of {game}", fix="draw the states again"
+        ) from error
     return state
 
 
 def shown(state: Any) -> str:
-    """What the player to move sees: the board, or of a game with hidden cards that player's own view."""
+    """Return the view of the player to move: the board or, in a game with hidden cards, that player's own view."""
     kind = state.get_game().get_type()
     if kind.information == pyspiel().GameType.Information.PERFECT_INFORMATION:
         text = str(state)
@@ -60,9 +64,9 @@ def shown(state: Any) -> str:
 
 
 def identity(state: Any) -> str:
-    """A text that two states share if they are the same to their player, however they came about.
+    """Return a text that is equal for two states that are the same to their player, however they were reached.
 
-    Of chess, without the clocks; of go, without the number of moves.
+    Chess is compared without the clocks, go without the number of moves.
     """
     text = shown(state)
     if state.get_game().get_type().short_name == "chess":
@@ -72,12 +76,12 @@ def identity(state: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def moves_at(game: str, history: tuple[int, ...]) -> dict[str, int]:
-    """The legal moves of a state by what they are called. Raises TaskError if two have one name."""
+    """Return the legal moves of a state by name. Raises TaskError if two have the same name."""
     return moves_of(state_at(game, history))
 
 
 def moves_of(state: Any) -> dict[str, int]:
-    """The same of a state that is there. Names are without the spaces that some games put around them."""
+    """Return the legal moves of a loaded state. Names are without the spaces that some games put around them."""
     actions = state.legal_actions()
     moves = {state.action_to_string(action).strip(): action for action in actions}
     if len(moves) < len(actions):
@@ -89,11 +93,11 @@ def moves_of(state: Any) -> dict[str, int]:
     return moves
 
 
-def draw(game: str, stream: str, side: Side, want: int, max_random_steps: int) -> Drawn:
-    """The first `want` different states of a stream that lie on one side; a state's side is a bit of its hash.
+def draw(game: str, stream: str, side: Side, want: int, max_random_steps: int) -> StateDraw:
+    """Return the first `want` different states of a stream that belong to one side; a state's side is a bit of its hash.
 
-    Each draw makes a number of random moves, from none to `max_random_steps`. When that brings no new states any more, those
-    that can be reached are enumerated and the rest is taken in the order of their hashes.
+    Each draw makes a number of random moves, from none to `max_random_steps`. When draws bring no new states any more, the
+    reachable ones are enumerated and the rest is taken in the order of their hashes.
     """
     found: dict[str, tuple[int, ...]] = {}
     draws, idle = 0, 0
@@ -105,23 +109,23 @@ def draw(game: str, stream: str, side: Side, want: int, max_random_steps: int) -
             continue
         idle, found[key] = 0, tuple(state.history())
     if len(found) == want:
-        return Drawn(tuple(found.values()), draws, False, False)
+        return StateDraw(tuple(found.values()), draws, False, False)
     everything, complete = _enumerate(game, max_random_steps)
     rest = {key: history for key, history in everything.items() if _side(key) is side and key not in found}
     for key in sorted(rest, key=_digest)[: want - len(found)]:
         found[key] = rest[key]
-    return Drawn(tuple(found.values()), draws, True, complete)
+    return StateDraw(tuple(found.values()), draws, True, complete)
 
 
 def play_chances(state: Any, numbers: random.Random) -> None:
-    """Draw what happens by chance, until a player is to move or the game is over."""
+    """Draw chance events, until a player must move or the game is over."""
     while state.is_chance_node():
         outcomes, weights = zip(*state.chance_outcomes(), strict=True)
         state.apply_action(numbers.choices(outcomes, weights)[0])
 
 
 def _walk(game: str, numbers: random.Random, max_random_steps: int) -> Any:
-    """A state in which somebody is to move. Of a game that ended too early, one of those before its end."""
+    """Return a state in which a player must move. If the game ended too early, it is one of those before its end."""
     state, steps = load(game).new_initial_state(), numbers.randint(0, max_random_steps)
     play_chances(state, numbers)
     lengths = [len(state.history())]
@@ -135,7 +139,7 @@ def _walk(game: str, numbers: random.Random, max_random_steps: int) -> Any:
 
 
 def _enumerate(game: str, max_random_steps: int) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """The states within so many moves, those that are near first, and whether these are all."""
+    """Return the states within `max_random_steps` moves, nearest first, and whether these are all."""
     found: dict[str, tuple[int, ...]] = {}
     level = [load(game).new_initial_state()]
     for step in range(max_random_steps + 1):
@@ -153,7 +157,7 @@ def _enumerate(game: str, max_random_steps: int) -> tuple[dict[str, tuple[int, .
 
 
 def _after_chances(state: Any) -> list[Any]:
-    """The states of players that chance makes of a state; none if the game is over."""
+    """Return the players' states that chance events lead to; none if the game is over."""
     if state.is_terminal():
         return []
     if not state.is_chance_node():

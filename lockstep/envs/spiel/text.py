@@ -1,4 +1,4 @@
-"""What a model is told of a state, and how its move is read: exactly, or not at all."""
+"""Description of a state for the model, and reading of its move: exactly, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN, CLOSE = "<move>", "</move>"
 MARKS: Mapping[str, tuple[str, ...]] = {
     "breakthrough": ("b", "w"),
     "checkers": ("o", "+"),
-    "chess": ("black", "white"),  # of FEN: lower and upper case
+    "chess": ("black", "white"),  # in FEN: lower and upper case
     "clobber": ("o", "x"),
     "connect_four": ("x", "o"),
     "dots_and_boxes": ("P1", "P2"),
@@ -25,7 +25,7 @@ MARKS: Mapping[str, tuple[str, ...]] = {
     "othello": ("x", "o"),
     "tic_tac_toe": ("x", "o"),
 }
-"""What OpenSpiel's first and second player are called on the board. Other games go by the player's number."""
+"""Marks of OpenSpiel's first and second player on the board. Other games use the player's number."""
 _ANSWERS: Mapping[Format, str] = {
     "tag": f"End with your move, written as it is listed: {OPEN}…{CLOSE}",
     "line": "Put your move alone in the last line, written as it is listed.",
@@ -40,14 +40,14 @@ _UNLISTED: Mapping[Format, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was found in a reply: the text in the move's place, None if there is no such place, and why not."""
+    """Result of reading a reply: the text in the move's place, None if there is no such place, and the reason."""
 
     text: str | None
     why: str = ""
 
 
 def described(state: Any, case: str, answer: Format, *, show_moves: bool) -> str:
-    """The whole question: game, board, side to move, legal moves, and how to answer."""
+    """Return the whole question: game, board, side to move, legal moves, and the answer format."""
     lines = [f"Game: {case}", shown(state), f"To move: {mover(state)}"]
     if show_moves:
         lines.append(f"Legal moves: {', '.join(moves_of(state))}")
@@ -60,7 +60,7 @@ def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tupl
 
 
 def mover(state: Any) -> str:
-    """The side to move. Example: "o (player 2 of 2)" """
+    """Return the side to move. Example: "o (player 2 of 2)" """
     game, player = state.get_game(), state.current_player()
     number = f"player {player + 1} of {game.num_players()}"
     marks = MARKS.get(game.get_type().short_name)
@@ -68,9 +68,9 @@ def mover(state: Any) -> str:
 
 
 def read_move(reply: str, answer: Format) -> Read:
-    """The text in the place of the move, without spaces around it. Whether it is a legal move is not asked here.
+    """Return the text in the place of the move, without spaces around it. Its legality is not checked here.
 
-    A reply that offers two moves offers none; nor does one that goes on after its tag. Time grows linearly with the reply.
+    A reply with two moves gives none, nor does one that continues after its tag. Time grows linearly with the reply.
     """
     match answer:
         case "tag":
@@ -87,7 +87,7 @@ def read_move(reply: str, answer: Format) -> Read:
 
 
 def written(move: str, answer: Format) -> str:
-    """A reply that gives this move."""
+    """Return a reply that gives this move."""
     return f"{OPEN}{move}{CLOSE}" if answer == "tag" else move
 
 

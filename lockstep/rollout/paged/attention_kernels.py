@@ -1,9 +1,9 @@
-"""The Triton kernels of decode attention over pages, and of putting its parts together.
+"""Triton kernels of decode attention over pages, and of merging its parts.
 
-Where the cache of each layer lies is read from a small table on the device, as a distance from an anchor that never moves, and
-not baked into a launch: a captured graph stays valid when the cache is freed for an update and allocated elsewhere for the next
-rollout. Distances, not addresses: of an address read at run time the compiler does not know that it is aligned, and attention
-takes twice as long.
+The location of each layer's cache is read from a small table on the device, as a distance from an anchor that never moves, and
+is not a constant of a launch: a captured graph stays valid when the cache is freed for an update and allocated elsewhere for
+the next rollout. The table holds distances, not addresses: the compiler cannot know the alignment of an address read at run
+time, and attention would take twice as long.
 
 Legend: B rows, H query heads, K key/value heads, D head size, P tokens of a page.
 """
@@ -36,7 +36,7 @@ def _attend_block(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys more in a running softmax, whose exponents are to the base 2."""
+    """Add one block of keys to a running softmax, whose exponents are to the base 2."""
     seen = (index < keys) & (index >= first)
     if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
         key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
@@ -69,7 +69,7 @@ def attend_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
+    """Compute attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     WHOLE: tl.constexpr = D == BLOCK_D
@@ -91,7 +91,7 @@ def attend_kernel(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    # A block of which nothing may be seen would leave no largest score.
+    # A fully masked block would have no largest score.
     first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
     blocks = tl.cdiv(tl.minimum(end * P, keys), BLOCK)
     full = tl.minimum(blocks, keys // BLOCK)  # blocks that need no mask
@@ -137,7 +137,7 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Put the parts of one head of one row together."""
+    """Merge the parts of one head of one row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     at = (row * H + head) * SPLITS + s

@@ -1,4 +1,4 @@
-"""Draws where top_k, top_p or min_p cut the distribution: outside the captured step, as they sort the vocabulary.
+"""Draws with top_k, top_p or min_p: outside the captured step, as they sort the vocabulary.
 
 Legend: B rows, V vocabulary.
 """
@@ -17,13 +17,13 @@ from lockstep.types import Sampling
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Whether tokens are left out."""
+    """Return whether these settings remove tokens."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 @torch.no_grad()
 def draw_cut(sequences: Sequence[Running], logits_BV: Tensor, rows: Rows) -> None:
-    """Draw the next token of each sequence, kind of sampling by kind, into the rows."""
+    """Draw the next token of each sequence into the rows, one kind of sampling after the other."""
     drawn, device = rows.drawn_B[: len(sequences)].tolist(), logits_BV.device
     kinds: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):

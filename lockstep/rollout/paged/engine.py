@@ -1,8 +1,8 @@
 """The native engine for a GPU: the learner's own weights, paged keys and values, captured decode steps.
 
-Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without a word
-from the host, which then takes out what has ended and lets waiting requests in. The memory of keys and values is taken when a
-rollout begins and given back when it ends.
+Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without the
+host, which then removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a
+rollout begins and freed when it ends.
 
 Legend: B rows, V vocabulary, H hidden.
 """
@@ -35,11 +35,11 @@ from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds
 log = logging.getLogger(__name__)
 
 CHUNK = 16
-"""Decode steps between two looks at what has ended."""
+"""Number of decode steps between two checks for finished sequences."""
 CACHE_SHARE = 0.9
-"""Of the free memory, what the cache may take."""
+"""Share of the free memory that the cache may take."""
 ENDLESS = 32768
-"""Positions that rotary tables have for a model that states no longest context."""
+"""Positions of the rotary tables for a model that states no longest context."""
 FORCED = 8
 """Tokens at the end of a scored sequence that run through decode steps instead of the prefill."""
 
@@ -56,7 +56,8 @@ class PagedEngine:
         decode: Callable[[Sequence[int]], str],
         fused: bool = True,
     ) -> None:
-        """`decode` turns ids into text, only to look for stop strings. `fused` off runs the model's own forward pass.
+        """Take the model. `decode` turns ids into text, only to look for stop strings. `fused` off runs the model's own forward
+        pass.
 
         Raises ModelError for a model that cannot run here.
         """
@@ -77,7 +78,7 @@ class PagedEngine:
         self._bound: tuple[object, ...] = ()
         layers: list[Any] = [module for module in model.modules() if "lora_A" in module._modules]
         self._scalings: list[dict[str, float]] = [layer.scaling for layer in layers if hasattr(layer, "scaling")]
-        """Of the adapters: captured steps hold them as constants."""
+        """Scalings of the adapters: captured steps hold them as constants."""
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
         self._prompts: dict[str, Prompt] = {}
@@ -90,7 +91,9 @@ class PagedEngine:
         return self._computation.forward
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute so from now on; decode steps captured for another numeric are kept. Raises EngineError as the protocol says."""
+        """Compute in this way from now on; decode steps captured for another numeric are kept. Raises EngineError as the
+        protocol says.
+        """
         report = self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
         fused = None if self._fused is None else self._fused.computing(self._computation.numerics, forward.numerics)
         self._step.use(forward.numerics, fused)
@@ -108,7 +111,7 @@ class PagedEngine:
             try:
                 self._reserve()
                 check_room(requests, self._cache.pages)
-            except BaseException:  # refused as a whole: nothing of it may hold up what comes next
+            except BaseException:  # refused as a whole: no part of it may block later requests
                 for _ in requests:
                     self._queue.pop()
                 self._waiting.subtract(request.group for request in requests)
@@ -117,7 +120,7 @@ class PagedEngine:
                 raise
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
-        """Yield completions as they finish, until nothing is queued or running. Reading may be broken off and taken up again."""
+        """Yield completions as they finish, until nothing is queued or running. Reading may be interrupted and resumed."""
         with closing_on_error(self):
             while self._queue or self._active or self._done:
                 self._admit()
@@ -131,21 +134,23 @@ class PagedEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first, at temperature 1; the last ones by decode steps as in a rollout."""
+        """Return the log-probability of every token but the first, at temperature 1; the last ones by decode steps as in a
+        rollout.
+        """
         if self._queue or self._active:
             raise EngineError("sequences are scored between rollouts, not while requests run")
         result: list[tuple[float, ...]] = [()] * len(sequences)
         long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
         for start in range(0, len(long), self._slots):
             places = long[start : start + self._slots]
-            with closing_on_error(self):  # rows that were at work must not write into pages that others will have
+            with closing_on_error(self):  # formerly active rows must not write into pages that others will get
                 scored = self._score([sequences[i] for i in places])
             for place, logprobs in zip(places, scored, strict=True):
                 result[place] = logprobs
         return result
 
     def load(self, weights: WeightStream, version: int) -> None:
-        """Copy what the stream holds into this engine's model and become `version`. Nothing may be running."""
+        """Copy the stream's tensors into this engine's model and become `version`. Nothing may be running."""
         check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         check_adapter(self._model, self._adapter)
         self._computation.require_clean(f"weights {version} arrived")
@@ -153,13 +158,13 @@ class PagedEngine:
         self.version = version
 
     def weights(self) -> WeightStream:
-        """What decoding reads: the fused tensors where there are such, the model's parameters elsewhere."""
-        self._computation.require_clean("the weights were asked for")
+        """Yield the weights that decoding reads: the fused tensors if there are any, else the model's parameters."""
+        self._computation.require_clean("the weights were requested")
         for name, tensor in named_weights(self._model):
             yield name, self._fused.read(name, tensor) if self._fused else tensor
 
     def close(self) -> None:
-        """Give all memory back and forget what was queued or running."""
+        """Free all memory and drop queued and running requests."""
         self._cache.release()
         self._rows = None
         self._step.forget()
@@ -168,9 +173,9 @@ class PagedEngine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _reserve(self) -> None:
-        """Rows and cache for what is queued: all of it side by side if the memory allows, as much as fits otherwise.
+        """Allocate rows and cache for the queue: for all of it if the memory allows, else for as much as fits.
 
-        Nothing may be running. Prompts that were processed and wait for more of their samples are forgotten with the pages.
+        Nothing may be running. Processed prompts that wait for more of their samples are dropped with the pages.
         """
         self._prompts.clear()
         needs = room_of(self._queue, self._slots)
@@ -189,12 +194,13 @@ class PagedEngine:
 
     @property
     def _live(self) -> Rows:
-        assert self._rows is not None, "rows are prepared before anything runs"
+        assert self._rows is not None, "rows must be prepared before anything runs"
         return self._rows
 
     def _rebind(self) -> None:
-        """Captured steps hold addresses of weights and scalings of adapters: drop them if one of these is another now. The
-        quantised weights that they read stay where they are and are made anew here if the weights have changed."""
+        """Drop captured steps if an address of weights or a scaling of adapters in them has changed. The quantised weights that
+        they read stay at their addresses and are updated here if the weights have changed.
+        """
         self._computation.numerics.refresh(self.forward.numerics)
         bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
         bound += tuple(factor for factors in self._scalings for factor in factors.values())
@@ -214,14 +220,16 @@ class PagedEngine:
         return int(free + kept)
 
     def _fits(self, request: Request) -> bool:
-        """Whether rows and cache are large enough for it; one that came while others ran may need larger ones."""
+        """Return whether rows and cache are large enough for a request; one that arrived while others ran may need
+        larger ones.
+        """
         rows, prompt, tokens = self._live, len(request.prompt_ids), request.sampling.max_tokens
         return rows.fits(pages_of(prompt + tokens), tokens) and pages_for(request) <= self._cache.pages
 
     # --- admission ------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _admit(self) -> None:
-        """Let queued requests in, in order, as long as there are rows and pages for them."""
+        """Admit queued requests, in order, as long as there are rows and pages for them."""
         admitted: list[Request] = []
         new: dict[str, Prompt] = {}
         while self._queue and len(self._active) < self._slots:
@@ -253,9 +261,9 @@ class PagedEngine:
         self._waiting.subtract(request.group for request in admitted)
 
     def _drop_idle(self, but: str) -> bool:
-        """Give back the pages of prompts that nobody reads now, `but` this group's; they are processed again when asked for.
+        """Free the pages of prompts without readers, except this group's; they are processed again when needed.
 
-        Otherwise prompts that wait for their next samples could keep the room that the first in the queue waits for.
+        Otherwise prompts that wait for their next samples could block the room that the first in the queue needs.
         """
         idle = [group for group, prompt in self._prompts.items() if not prompt.users and group != but]
         for group in idle:
@@ -263,7 +271,7 @@ class PagedEngine:
         return bool(idle)
 
     def _start(self, started: Sequence[Running]) -> None:
-        """Give new sequences the rows behind those in use, their own copy of a half-filled page, and their first token."""
+        """Give new sequences the rows after those in use, their own copy of a half-filled page, and their first token."""
         rows, first, count = self._live, len(self._active) - len(started), len(started)
         copies = [(s.prompt.pages[-1], s.own[0]) for s in started if len(s.prompt.ids) % PAGE]
         if copies:
@@ -277,7 +285,7 @@ class PagedEngine:
         sampling = [s.request.sampling for s in started]
         rows.table_BS[place] = table.to(self._device)
         rows.seed_B[place] = seeds.to(self._device)
-        # The first token is drawn without a decode step, so the position of the last prompt token is where it stands.
+        # The first token is drawn without a decode step, so the position is that of the last prompt token.
         for tensor, values in (
             (rows.position_B, [len(s.prompt.ids) - 1 for s in started]),
             (rows.drawn_B, [0] * count),
@@ -301,7 +309,7 @@ class PagedEngine:
 
     # --- decoding -------------------------------------------------------------------------------------------------
     def _decode_chunk(self) -> None:
-        """Some steps for every active sequence, then out with those that have ended."""
+        """Run some steps for every active sequence, then remove the finished ones."""
         rows, count = self._live, captured_rows(len(self._active), self._slots)
         cut = any(cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
@@ -316,7 +324,7 @@ class PagedEngine:
         self._collect()
 
     def _collect(self) -> None:
-        """Read how far the active sequences are; complete those that have ended and close the ranks."""
+        """Poll the active sequences, emit completions of finished ones, and compact the batch."""
         rows, count = self._live, len(self._active)
         done, drawn = torch.stack([rows.done_B[:count].int(), rows.drawn_B[:count]]).tolist()
         for sequence, number in zip(self._active, drawn, strict=True):
@@ -358,15 +366,15 @@ class PagedEngine:
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Prefill up to the last few tokens, then decode steps with the token given instead of drawn."""
+        """Score by prefill up to the last few tokens, then by decode steps with the given token instead of a drawn one."""
         forced = [min(FORCED, len(ids) - 1) for ids in sequences]
         pages = [pages_of(len(ids)) for ids in sequences]
         self._prepare_rows(max(pages), 1)
         self._allocate(sum(pages))
         if self._cache.pages < sum(pages):
             raise EngineError(
-                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} have room",
-                fix="score fewer or shorter sequences at once, or leave more memory free",
+                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} fit",
+                fix="score fewer or shorter sequences per call, or leave more memory free",
             )
         rows = self._live
         tables = [self._cache.take(number) for number in pages]

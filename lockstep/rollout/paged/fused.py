@@ -1,9 +1,10 @@
 """Llama- and Qwen-shaped blocks for decoding: nine launches a layer instead of some thirty, on the learner's own weights.
 
-The query, key and value matrices of a layer lie in one tensor, and so do gate and up; the model's parameters are views of it,
-so that training writes where decoding reads. An adapter's up matrices lie in the same tensor, to the right of the weights that
-they add to: x Wᵀ + s (x Aᵀ) Bᵀ = [x, s x Aᵀ] [W, B]ᵀ costs one small product beside the large one. (28 layers of the
-Qwen2.5-1.5B shape with rank 32, 512 rows, on an H200: 2.4 ms without adapters, 3.3 so, 4.0 with a product for each up matrix.)
+The query, key and value matrices of a layer are in one tensor, and so are gate and up; the model's parameters are views of it,
+so that training writes to the memory that decoding reads. An adapter's up matrices are in the same tensor, to the right of the
+weights that they add to: x Wᵀ + s (x Aᵀ) Bᵀ = [x, s x Aᵀ] [W, B]ᵀ costs one small product beside the large one. (28 layers of
+the Qwen2.5-1.5B shape with rank 32, 512 rows, on an H200: 2.4 ms without adapters, 3.3 in this way, 4.0 with a product for each
+up matrix.)
 
 Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of one tensor together.
 """
@@ -29,13 +30,13 @@ from lockstep.rollout.paged.state import PageCache, Rows
 log = logging.getLogger(__name__)
 
 ALIGNED = 64
-"""Numbers of which a row of weights with adapters beside it takes a multiple: 128 bytes in bf16."""
+"""A row of weights with adapters beside it is padded to a multiple of this many numbers: 128 bytes in bf16."""
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
-"""Model types whose blocks are known to be computed as below."""
+"""Model types whose blocks are known to compute as below."""
 
 
 class CannotFuse(Exception):
-    """Why a model's blocks are not run in fused form."""
+    """Reason why a model's blocks are not run in fused form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class _Adapter:
     parts: tuple[tuple[slice, slice, Tensor], ...]
     """For each part: its outputs, its ranks, and its up matrix."""
     factors: tuple[Mapping[str, float], ...]
-    """PEFT's own scalings of each part: load() may bring others."""
+    """PEFT's own scalings of each part: load() may change them."""
     wide_OY: Tensor | None
-    """The weight, and to its right the up matrices, each in rows and columns of its own; Y = X + R. Not of fp32 weights: these
-    are their own masters, and torch's fused optimizers write where no strides would let them."""
+    """The weight with the up matrices to its right, each in its own rows and columns; Y = X + R. None for fp32 weights: these
+    are their own masters, and torch's fused optimizers ignore strides when they write.
+    """
 
     @property
     def ranks(self) -> int:
@@ -57,7 +59,7 @@ class _Adapter:
 
     @property
     def scaling(self) -> float:
-        """Raises EngineError if load() brought parts of different ones."""
+        """Common scaling of all parts. Raises EngineError if load() brought different ones."""
         first, *others = {float(factors["default"]) for factors in self.factors}
         if others:
             raise EngineError("the adapters of matrices that read one input now have different scalings", where="load")
@@ -66,18 +68,18 @@ class _Adapter:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Linear layers over one input as one product."""
+    """Linear layers with the same input as one product."""
 
     layers: tuple[nn.Linear, ...]
     weight_OX: Tensor
     bias_O: Tensor | None
     adapter: _Adapter | None
     quantiser: Quantiser | None = None
-    """What its input goes through; the adapter sees the input itself."""
+    """Quantiser of its input; the adapter sees the unquantised input."""
 
     @property
     def room(self) -> int:
-        """Columns that must be free behind each row of its input."""
+        """Number of columns that must be free after each row of its input."""
         adapter = self.adapter
         return 0 if adapter is None or adapter.wide_OY is None or self.quantiser is not None else adapter.ranks
 
@@ -98,7 +100,7 @@ class _Matrix:
         return out_BO
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Matrix:
-        """On quantised operands, if its layers are quantised. Raises CannotFuse if only some of them are."""
+        """Return the matrix on quantised operands, if its layers are quantised. Raises CannotFuse if only some of them are."""
         targets = {id(layer) for layer in numerics.targets.values()}
         found = [id(layer) in targets for layer in self.layers]
         if all(found):
@@ -138,10 +140,10 @@ class FusedDecoder:
     rope: tuple[Tensor, Tensor]
     """cos and sin of every position, fp32, [positions, D / 2]."""
     fused: dict[str, Tensor] = field(default_factory=dict)
-    """What is read in place of the parameters of these names."""
+    """Tensors that are read instead of the parameters of these names."""
 
     def __call__(self, count: int, ops: Ops, rows: Rows, cache: PageCache, splits: int) -> Tensor:
-        """Hidden states [B, X] of one new token for each of the first `count` rows."""
+        """Return hidden states [B, X] of one new token for each of the first `count` rows."""
         residual_BX = nn.functional.embedding(rows.next_B[:count], self.embedding_VX)
         x_BX: Tensor | None = None
         for layer, block in enumerate(self.blocks):
@@ -155,7 +157,7 @@ class FusedDecoder:
         return ops.add_norm(x_BX, residual_BX, self.norm_X, self.eps)[1]
 
     def computing(self, numerics: ModelNumerics, numeric: str) -> FusedDecoder | None:
-        """This decoder in a numeric; itself in that of the weights, None if it can only be run layer by layer."""
+        """Return this decoder in a numeric; itself in that of the weights, None if it can only be run layer by layer."""
         quantiser = numerics.quantiser(numeric)
         if quantiser is None:
             return self
@@ -167,13 +169,15 @@ class FusedDecoder:
         return replace(self, blocks=blocks)
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
-        """What is read in place of a parameter: itself where it still lies there, so that torch's count of its writes counts."""
+        """Return the tensor that is read instead of a parameter: the parameter itself if its memory is the same, so that
+        torch's count of its writes stays valid.
+        """
         place = self.fused.get(name, parameter)
         return parameter if _same(place, parameter) else place
 
 
 def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:
-    """`fuse`, or None for a model that cannot be."""
+    """Call `fuse`; return None for a model that cannot be fused."""
     try:
         return fuse(base, positions)
     except CannotFuse as reason:
@@ -186,10 +190,10 @@ def _log_unfused(reason: CannotFuse) -> None:
 
 
 def fuse(base: Any, positions: int) -> FusedDecoder:
-    """Lay the weights of a transformers model out for fused decoding; its parameters become views of them.
+    """Arrange the weights of a transformers model for fused decoding; its parameters become views of them.
 
-    `base` is the causal language model without PEFT around it. Raises CannotFuse for a model of another shape; it is then as
-    it was.
+    `base` is the causal language model without PEFT around it. Raises CannotFuse for a model of another shape, which is then
+    unchanged.
     """
     config, decoder = base.config.get_text_config(), base.get_decoder()
     if config.model_type not in FAMILIES:
@@ -275,8 +279,9 @@ def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tens
 def _side_by_side(
     weights: Sequence[nn.Parameter], ups: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]
 ) -> Tensor:
-    """Weights [O, X] one below the other, and to the right of each its up matrix [O, R] in columns of its own, in one tensor
-    whose parts the parameters are; elsewhere it is 0. Made now unless they lie so already."""
+    """Return one tensor with the weights [O, X] one below the other, and to the right of each its up matrix [O, R] in its own
+    columns; elsewhere it is 0. The parameters become parts of it, unless they are already.
+    """
     size = weights[0].shape[1]
     outputs, ranks = _slices([w.shape[0] for w in weights]), _slices([up.shape[1] for up in ups])
     columns = size + ranks[-1].stop
@@ -308,7 +313,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]) -> Tensor:
-    """One tensor whose parts the parameters are, made now unless they lie in a row already."""
+    """Return one tensor whose parts the parameters are; it is made now unless they are adjacent already."""
     if len(parameters) == 1:
         return parameters[0]
     whole = _already_joined(parameters)

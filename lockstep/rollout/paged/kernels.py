@@ -1,4 +1,5 @@
-"""Triton kernels of one decode step. Each has a plain torch twin in `plain.py`, which runs on a CPU and says what it computes.
+"""Triton kernels of one decode step. Each has a plain torch equivalent in `plain.py`, which runs on a CPU and defines the
+result.
 
 Legend: B rows, H query heads, K key/value heads, D head size, P tokens of a page, V vocabulary, X features.
 """
@@ -28,7 +29,7 @@ def add_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """residual + x (rounded, as the model rounds it), and its RMS norm."""
+    """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     ok = at < SIZE
@@ -45,7 +46,7 @@ def add_norm_kernel(
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(first half) × second half of each row."""
+    """Compute silu(first half) × second half of each row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < SIZE
@@ -78,7 +79,7 @@ def rope_append_kernel(
     BLOCK: tl.constexpr,
     P: tl.constexpr,
 ):
-    """All heads of one row: queries and keys are normed and rotated; keys and values are written to the cache."""
+    """Norm and rotate queries and keys of all heads of one row; write keys and values to the cache."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + row)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
@@ -149,7 +150,7 @@ def append_kernel(
 
 @triton.jit
 def summarise_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, CHUNKS, BLOCK: tl.constexpr):
-    """Largest logit, its place, and the sum of exponentials of one chunk of one row."""
+    """Compute the largest logit, its index, and the sum of exponentials of one chunk of one row."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +164,7 @@ def summarise_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, 
 
 @triton.jit
 def _mix(x):
-    """One round of splitmix64."""
+    """Run one round of splitmix64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -208,7 +209,7 @@ def draw_kernel(
     mass = tl.exp(logits - peak)
     inside = tl.cumsum(mass, 0)
     offset = tl.sum((inside <= (goal - before).to(tl.float32)).to(tl.int32), 0)
-    # Rounding can carry the goal past the chunk's end: take its last token that has any mass.
+    # Rounding can carry the target past the chunk's end: take its last token with nonzero probability.
     last = tl.max(tl.where(mass > 0, tl.arange(0, BLOCK), 0), 0)
     offset = tl.minimum(offset, last)
     chosen = tl.max(tl.where(tl.arange(0, BLOCK) == offset, logits, -float("inf")), 0)
@@ -238,7 +239,7 @@ def advance_kernel(
     WIDTH,
     BLOCK: tl.constexpr,
 ):
-    """Take over the drawn token of one row that still runs, and see whether it ends there."""
+    """Store the drawn token of one row that still runs, and check whether it ends there."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(done_ptr + row) == 0:
         token, drawn = tl.load(token_ptr + row), tl.load(drawn_ptr + row)

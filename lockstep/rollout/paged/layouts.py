@@ -27,7 +27,7 @@ class Piece:
 
 
 class PagedPrefill:
-    """Pieces of prompts end to end, then padding; each sees what its pages hold before it, and itself."""
+    """Pieces of prompts end to end, then padding; each attends to the earlier content of its pages and to itself."""
 
     def __init__(self, cache: PageCache, pieces: Sequence[Piece], device: torch.device) -> None:
         self._cache, self._pieces = cache, pieces
@@ -82,7 +82,7 @@ class PagedDecode:
 
 
 def _places(spans: Sequence[tuple[Sequence[int], range]], device: torch.device) -> Tensor:
-    """Page × PAGE + offset of tokens, span by span."""
+    """Return page × PAGE + offset of tokens, span by span."""
     places = [
         torch.tensor(pages, dtype=torch.int64)[torch.tensor(tokens) // PAGE] * PAGE + torch.tensor(tokens) % PAGE
         for pages, tokens in spans

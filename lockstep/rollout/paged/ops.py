@@ -12,27 +12,28 @@ from lockstep.rollout.paged.plain import PlainOps
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 MATRIX_ROWS = 16
-"""Rows that a matrix instruction needs at least: the query heads of one key head are padded to it."""
+"""Minimum rows of a matrix instruction: the query heads of one key head are padded to it."""
 
 
 KEYS = 32
-"""Keys of one turn of the attention kernel. Small programs of one warp, many to a multiprocessor, hide the waiting for memory
-best: 43 µs a layer where 64 keys and four warps take 50 (512 rows of 384 tokens, 2 key heads of 128; the reads need 31)."""
+"""Keys per iteration of the attention kernel. Small programs of one warp, many to a multiprocessor, hide memory latency best:
+43 µs a layer where 64 keys and four warps take 50 (512 rows of 384 tokens, 2 key heads of 128; the reads need 31).
+"""
 
 
 class Ops(Protocol):
-    """What a decode step is made of, beside matrix products. Rows are the first ones of `rows`, as many as the input has.
+    """The operations of a decode step, besides matrix products. Rows are the first ones of `rows`, as many as the input has.
 
-    `room` is the number of columns left free in memory behind each row of a result: an adapter's product goes there.
+    `room` is the number of free columns in memory after each row of a result: an adapter's product is written there.
     """
 
     def add_norm(
         self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """(residual + x, its RMS norm times weight)."""
+        """Return (residual + x, its RMS norm times weight)."""
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
-        """silu(first half) × second half."""
+        """Return silu(first half) × second half."""
 
     def rope_append(
         self,
@@ -44,7 +45,9 @@ class Ops(Protocol):
         cache: PageCache,
         layer: int,
     ) -> Tensor:
-        """Norm (query weight, key weight, eps) and rotate queries and keys, write keys and values; the queries [H, B, D]."""
+        """Norm (query weight, key weight, eps) and rotate queries and keys, write keys and values; returns the queries [H, B,
+        D].
+        """
 
     def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
         """Write one key and value for each row at its position."""
@@ -59,13 +62,13 @@ class Ops(Protocol):
         splits: int,
         room: int = 0,
     ) -> Tensor:
-        """Attention of each row over its pages up to its position, [B, H·D]; in so many parts side by side."""
+        """Compute attention of each row over its pages up to its position, [B, H·D]; in `splits` parallel parts."""
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
         """Draw a token for each row from softmax(logits / temperature) into rows.token_B and rows.logprob_B."""
 
     def advance(self, rows: Rows, count: int, stops_X: Tensor) -> None:
-        """Take over the drawn token of rows that still run, and mark those that end with it."""
+        """Store the drawn token of rows that still run, and mark those that end with it."""
 
 
 class TritonOps:
@@ -272,12 +275,12 @@ class TritonOps:
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Kernels on a GPU, plain torch elsewhere."""
+    """Return the kernels on a GPU, plain torch elsewhere."""
     return TritonOps() if device.type == "cuda" else PlainOps()
 
 
 def with_room(like_BX: Tensor, size: int, room: int) -> Tensor:
-    """Uninitialised rows of `size`, as many as `like_BX` has, with so many free columns behind each."""
+    """Return uninitialised rows of `size`, as many as `like_BX` has, with `room` free columns after each."""
     return like_BX.new_empty(like_BX.shape[0], size + room)[:, :size]
 
 

@@ -1,4 +1,4 @@
-"""The operations of a decode step in plain torch: what the kernels compute, and what runs where there are none.
+"""The operations of a decode step in plain torch: the definition of the kernels, and the fallback without them.
 
 Legend: B rows, H query heads, K key/value heads, D head size, S keys, V vocabulary, X features, P tokens of a page.
 """
@@ -86,7 +86,7 @@ class PlainOps:
             probs_BHS = torch.cat([scores_BHS, sinks], -1).softmax(-1)[..., :-1]
         else:
             probs_BHS = scores_BHS.softmax(-1)
-        value = value.float().masked_fill(~seen_BS[:, :, None, None], 0)  # a page may hold anything where nobody wrote
+        value = value.float().masked_fill(~seen_BS[:, :, None, None], 0)  # unwritten parts of a page may hold anything
         out_BHD = torch.einsum("bhs,bshd->bhd", probs_BHS, value).to(query_HBD.dtype)
         return _with_room(out_BHD.view(count, heads * size), room)
 
@@ -114,7 +114,7 @@ class PlainOps:
 
 
 def _with_room(x_BX: Tensor, room: int) -> Tensor:
-    """The same with so many free columns in memory behind each row, full of nonsense until they are written."""
+    """Return the same with `room` free columns in memory after each row, uninitialised until they are written."""
     return torch.nn.functional.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX
 
 

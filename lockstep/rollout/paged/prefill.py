@@ -27,7 +27,7 @@ STREAM_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `end` of a sequence that lives in `pages`."""
+    """Tokens `start` to `end` of a sequence that is stored in `pages`."""
 
     ids: TokenIds
     pages: Sequence[int]
@@ -43,7 +43,7 @@ class Prefill:
         self._device = head.weight_VH.device
 
     def prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Process prompts, and keep the logits that follow each."""
+        """Process prompts, and keep the logits after each."""
         batch: list[tuple[Prompt, Span]] = []
         tokens = 0
         for prompt in prompts:
@@ -59,7 +59,9 @@ class Prefill:
             self._batch(batch)
 
     def logprobs(self, spans: Sequence[Span]) -> list[list[float]]:
-        """Process spans that begin their sequences; log-probability of every token after the first, up to the one behind each."""
+        """Process spans that begin their sequences; returns the log-probability of every token after the first, up to the one
+        after each span.
+        """
         hidden_TH = self._stream(spans)
         targets = [token for span in spans for token in span.ids[1 : span.end + 1]]
         logprobs_T, _ = token_logprobs(self._head, hidden_TH, torch.tensor(targets, device=self._device))
@@ -78,7 +80,7 @@ class Prefill:
                 prompt.logits_V = logits_V
 
     def _stream(self, spans: Sequence[Span]) -> Tensor:
-        """Hidden states [T, H] of spans of tokens end to end."""
+        """Return hidden states [T, H] of spans of tokens end to end."""
         pieces = [Piece(span.pages, span.start, span.end) for span in spans]
         layout = PagedPrefill(self._cache, pieces, self._device)
         ids = [token for span in spans for token in span.ids[span.start : span.end]]

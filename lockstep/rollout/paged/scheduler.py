@@ -14,14 +14,14 @@ from lockstep.types import FinishReason, Request, TokenIds
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt in the cache. Its full pages are shared; of a half-filled last one every sample has a copy."""
+    """A prompt in the cache. Its full pages are shared; a half-filled last page is copied for every sample."""
 
     ids: TokenIds
     pages: list[int]
     logits_V: Tensor | None = None
-    """Logits of what follows it."""
+    """Logits of the token after it."""
     users: int = 0
-    """Running sequences that read its pages."""
+    """Number of running sequences that read its pages."""
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class Running:
     request: Request
     prompt: Prompt
     own: list[int]
-    """Pages that are its alone."""
+    """Pages of this sequence alone."""
     drawn: int = 0
-    """Tokens sampled when the host last looked."""
+    """Number of tokens sampled at the host's last check."""
     read: int = 0
-    """Tokens already searched for stop strings."""
+    """Number of tokens already searched for stop strings."""
 
     @property
     def pages(self) -> list[int]:
@@ -47,24 +47,24 @@ def pages_of(tokens: int) -> int:
 
 
 def pages_for(request: Request) -> int:
-    """Pages that a request can fill when it runs alone."""
+    """Return the pages that a request can fill when it runs alone."""
     return pages_of(len(request.prompt_ids)) + pages_of(request.sampling.max_tokens) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a queue needs if it is decoded side by side."""
+    """Resources of a queue that is decoded together."""
 
     longest: int
-    """Pages of its longest sequence."""
+    """Number of pages of its longest sequence."""
     tokens: int
     """Most tokens that one of its requests may sample."""
     pages: int
-    """Of all that run at once, shared prompts counted once."""
+    """Number of pages of all that run together, shared prompts counted once."""
 
 
 def room_of(queue: Collection[Request], slots: int) -> Room:
-    """Of as many requests as there are slots, the largest ones."""
+    """Return the resources for as many requests as there are slots, the largest ones."""
     count = min(slots, len(queue))
     longest = max(max(r.room, len(r.prompt_ids) + r.sampling.max_tokens) for r in queue)
     own = sorted((pages_of(max(r.room, r.sampling.max_tokens)) + 1 for r in queue), reverse=True)[:count]
@@ -74,7 +74,7 @@ def room_of(queue: Collection[Request], slots: int) -> Room:
 
 
 def check_room(requests: Iterable[Request], pages: int) -> None:
-    """Raise EngineError for a request that a cache of so many pages cannot hold."""
+    """Raise EngineError for a request that a cache of `pages` pages cannot hold."""
     for request in requests:
         if (needed := pages_for(request)) > pages:
             raise EngineError(
@@ -92,7 +92,9 @@ def ended_at(
     decode: Callable[[Sequence[int]], str],
     stop_ids: frozenset[int],
 ) -> tuple[int, FinishReason] | None:
-    """How many tokens of a sequence count and why it ended there; None if it goes on. Marks what was read."""
+    """Return the number of valid tokens of a sequence and why it ended there; None if it continues. Marks the searched
+    tokens.
+    """
     stops = sequence.request.sampling.stop
     if stops and not sequence.request.sampling.ignore_eos:
         # A character may take four tokens, one for each of its bytes.

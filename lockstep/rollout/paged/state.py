@@ -1,4 +1,4 @@
-"""What a decode step reads and writes on the device: the rows being decoded, and the pages that hold their keys and values.
+"""State of a decode step on the device: the rows being decoded, and the pages that hold their keys and values.
 
 Legend: B rows, L layers, K key/value heads, D head size, P tokens of a page, S pages of a row, N sampled tokens.
 """
@@ -20,7 +20,7 @@ class Rows:
     """State of every row, at fixed addresses: captured graphs read and write these tensors in place."""
 
     next_B: Tensor
-    """int64: the token that is fed next."""
+    """int64: the next token to feed."""
     position_B: Tensor
     """int32: its position, where its key and value are written."""
     seed_B: Tensor
@@ -28,17 +28,17 @@ class Rows:
     drawn_B: Tensor
     """int32: tokens sampled so far."""
     budget_B: Tensor
-    """int32: tokens that it may have."""
+    """int32: most tokens that it may sample."""
     temperature_B: Tensor
     """fp32; 0 is greedy."""
     ignore_B: Tensor
     """int8: 1 if end tokens do not end it."""
     done_B: Tensor
-    """int8: 1 once it has ended; a row that has ended changes no more."""
+    """int8: 1 once it has ended; a finished row does not change any more."""
     table_BS: Tensor
-    """int32: its pages in order; page 0 is nobody's, for rows that are not in use."""
+    """int32: its pages in order; page 0 belongs to no sequence and serves inactive rows."""
     ids_BN: Tensor
-    """int32: what was sampled."""
+    """int32: the sampled tokens."""
     logprobs_BN: Tensor
     """fp32: log-probability of each under the distribution that it was drawn from."""
     token_B: Tensor
@@ -71,11 +71,11 @@ class Rows:
         return self.table_BS.shape[1] >= pages and self.ids_BN.shape[1] >= tokens
 
     def part(self, place: slice) -> Rows:
-        """Views of some rows."""
+        """Return views of some rows."""
         return Rows(*(getattr(self, field.name)[place] for field in fields(self)))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Move the rows of these indices, in this order, to the front; what stood behind them is at rest."""
+        """Move the rows of these indices, in this order, to the front; the rows after them become inactive."""
         device = self.next_B.device
         order = torch.tensor(rows, dtype=torch.int64, device=device)
         for field in fields(self):
@@ -84,14 +84,14 @@ class Rows:
         self.rest(len(rows))
 
     def rest(self, first: int) -> None:
-        """Rows from `first` on are at rest: they write to page 0 and change nothing."""
+        """Make rows from `first` on inactive: they write to page 0 and change nothing."""
         self.done_B[first:] = 1
         self.position_B[first:] = 0
         self.table_BS[first:] = 0
 
 
 class PageCache:
-    """Keys and values, [pages, K, P, D] a layer each. Page 0 belongs to rows at rest."""
+    """Keys and values, [pages, K, P, D] per layer. Page 0 belongs to inactive rows."""
 
     def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers, self.heads, self.size = layers, heads, size
@@ -100,12 +100,14 @@ class PageCache:
         self.values: list[Tensor] = []
         self.anchor = torch.zeros(16, dtype=dtype, device=device)
         self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
-        """Elements from the anchor to keys and values, layer by layer: kernels find them so, and the cache may move."""
+        """Elements from the anchor to keys and values, layer by layer: kernels find them in this way, and the cache
+        may move.
+        """
         self._free: list[int] = []
 
     @property
     def pages(self) -> int:
-        """Pages that sequences can have."""
+        """Number of pages for sequences."""
         return self.keys[0].shape[0] - 1 if self.keys else 0
 
     @property
@@ -117,11 +119,11 @@ class PageCache:
         return len(self._free)
 
     def allocate(self, pages: int) -> None:
-        """Take memory for so many pages and page 0; what was there is gone."""
+        """Allocate memory for `pages` pages and page 0; the previous content is lost."""
         self.release()
         shape = (pages + 1, self.heads, PAGE, self.size)
         for _ in range(self.layers):
-            # Kernels mask what they may not see; page 0 alone is read before anything was written to it.
+            # Kernels mask invisible entries; only page 0 is read before anything was written to it.
             self.keys.append(torch.empty(shape, dtype=self._dtype, device=self._device))
             self.values.append(torch.empty(shape, dtype=self._dtype, device=self._device))
             self.keys[-1][0].zero_()
@@ -132,7 +134,7 @@ class PageCache:
         self._free = list(range(pages, 0, -1))
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.keys, self.values, self._free = [], [], []
 
     def take(self, pages: int) -> list[int]:

@@ -1,5 +1,4 @@
-"""The decode step: from the rows' next tokens to their next tokens. On a GPU captured once for each
-number of rows, then replayed.
+"""The decode step: from each row's token to its next token. On a GPU captured once for each number of rows, then replayed.
 
 Legend: B rows, V vocabulary, X features.
 """
@@ -22,14 +21,17 @@ from lockstep.rollout.paged.state import PageCache, Rows
 log = logging.getLogger(__name__)
 
 PROGRAMS = 528
-"""Attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's keys are
-split over several."""
+"""Number of attention programs that keep a large GPU busy (four for each of 132 multiprocessors): with fewer rows, each row's
+keys are split over several.
+"""
 ROWS_STEP = 32
-"""From this many rows on, captured numbers of rows are multiples of it; below, powers of two."""
+"""From this many rows on, captured numbers of rows are multiples of it; below it, powers of two."""
 
 
 class DecodeStep:
-    """Two parts: `forward` leaves logits for the rows, `draw` turns them into tokens. Both change `rows` in place."""
+    """The step in two parts: `forward` computes logits for the rows, `draw` turns them into tokens. Both change `rows` in
+    place.
+    """
 
     def __init__(self, decoder: Any, fused: FusedDecoder | None, head: Head, cache: PageCache, ops: Ops) -> None:
         self._decoder, self._fused, self._head, self._cache, self._ops = decoder, fused, head, cache, ops
@@ -44,26 +46,26 @@ class DecodeStep:
         self._numeric, self._fused = numeric, fused
 
     def prepare(self, rows: Rows, stops_X: Tensor) -> None:
-        """Use these rows from now on; what was captured for others is dropped."""
+        """Use these rows from now on; steps captured for others are dropped."""
         self._rows, self._stops_X = rows, stops_X
         weight = self._head.weight_VH
         self.logits_BV = torch.empty(len(rows.next_B), weight.shape[0], dtype=weight.dtype, device=weight.device)
         self.forget()
 
     def forget(self) -> None:
-        """Drop captured graphs: an address or a constant in them is no longer right."""
+        """Drop captured graphs: an address or a constant in them is no longer valid."""
         self._graphs.clear()
         self._pool = None
 
     @torch.no_grad()
     def forward(self, count: int) -> Tensor:
-        """Feed the next token of the first `count` rows; logits [B, V] of what follows."""
+        """Feed the next token of the first `count` rows; returns logits [B, V] of the token after it."""
         self._run("forward", count, self._forward)
         return self.logits_BV[:count]
 
     @torch.no_grad()
     def draw(self, count: int) -> None:
-        """Draw from the logits of the last `forward`, and take the tokens over."""
+        """Draw from the logits of the last `forward`, and store the tokens."""
         self._run("draw", count, self._draw)
 
     def _forward(self, count: int) -> None:
@@ -100,7 +102,7 @@ class DecodeStep:
         self._graphs[key]()
 
     def _captured(self, name: str, count: int, run: Callable[[int], None]) -> Callable[[], None]:
-        """A replay of one run; the runs that warm it up change nothing, because every row is at rest meanwhile."""
+        """Return a replay of one run; its warm-up runs change nothing, because every row is inactive meanwhile."""
         done_B = self._rows.done_B.clone()
         self._rows.done_B.fill_(1)
         try:
@@ -122,7 +124,7 @@ class DecodeStep:
                 run(count)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a model whose forward pass asks the device for a number
+        except RuntimeError as error:  # a model whose forward pass reads a number from the device
             log.warning("decoding runs without CUDA graphs, which is slower: %s", str(error).splitlines()[0])
             self._capturing = False
             self._graphs.clear()
@@ -132,7 +134,7 @@ class DecodeStep:
 
 
 def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
-    """The head's logits of hidden states, written to `logits_BV` in its precision."""
+    """Write the head's logits of hidden states to `logits_BV` in its precision."""
     if head.bias_V is None and head.softcap is None and head.scale == 1.0:
         torch.mm(hidden_BX, head.weight_VH.T, out=logits_BV)
     else:
@@ -140,6 +142,6 @@ def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
 
 
 def captured_rows(count: int, most: int) -> int:
-    """The number of rows a step runs for `count` sequences: few different ones, because each is captured."""
+    """Return the number of rows that a step runs for `count` sequences: only a few different ones, because each is captured."""
     size = 1 << max(3, (count - 1).bit_length()) if count <= ROWS_STEP else -(-count // ROWS_STEP) * ROWS_STEP
     return min(size, most)

@@ -1,1 +1,1 @@
-"""The vLLM engine, in the trainer's process or in one of its own. vLLM is imported inside functions alone."""
+"""The vLLM engine, in the trainer's process or in a separate one. vLLM is imported only inside functions."""

@@ -1,6 +1,6 @@
-"""Memory that two processes of one host map, through which weights pass: on the GPU by CUDA IPC, or a file in /dev/shm.
+"""Memory that two processes of one host map, to transfer weights: on the GPU by CUDA IPC, or a file in /dev/shm.
 
-The sender fills it, the receiver copies out of it, and only then is it filled again. It grows to the largest tensor.
+The sender fills it, the receiver copies from it, and only then is it filled again. It grows to the largest tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bucket:
     """The sender's side."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """On the CPU it is a file, removed from the file system as soon as the receiver has it open (`opened`)."""
+        """Allocate it. On the CPU it is a file, removed from the file system as soon as the receiver has it open (`opened`)."""
         self.size = size
         self._path: Path | None = None
         if device.type == "cuda":
@@ -42,13 +42,13 @@ class Bucket:
             self.memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     def description(self) -> Open:
-        """What the receiver needs to map it."""
+        """Return the data that the receiver needs to map it."""
         if self._path is not None:
             return Open(str(self._path), self.size)
         return Open("", self.size, cuda_handle(self.memory))
 
     def opened(self) -> None:
-        """The receiver has mapped it: nobody else needs to find it any more."""
+        """Note that the receiver has mapped it: no other process needs to find it any more."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -57,7 +57,7 @@ class Bucket:
 
 
 def mapped(description: Open) -> Tensor:
-    """The receiver's view of a bucket. Raises EngineError if this process cannot map it."""
+    """Return the receiver's view of a bucket. Raises EngineError if this process cannot map it."""
     try:
         if description.path:
             return torch.from_file(description.path, shared=True, size=description.size, dtype=torch.uint8)
@@ -71,7 +71,7 @@ def mapped(description: Open) -> Tensor:
 
 
 def view(memory: Tensor, part: Part) -> Tensor:
-    """A tensor of the bucket. Raises EngineError if it does not lie within."""
+    """Return a tensor of the bucket. Raises EngineError if it exceeds the bucket."""
     dtype: torch.dtype | None = getattr(torch, part.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise EngineError(f"no such dtype: {part.dtype}", where=part.name)
@@ -85,7 +85,7 @@ def view(memory: Tensor, part: Part) -> Tensor:
 
 
 def loads(weights: WeightStream, size: int) -> Iterator[list[tuple[Part, Tensor]]]:
-    """The stream in loads of at most `size` bytes; a tensor that is larger comes alone."""
+    """Yield the stream in loads of at most `size` bytes; a larger tensor comes alone."""
     load: list[tuple[Part, Tensor]] = []
     end = 0
     for name, tensor in weights:
@@ -101,22 +101,24 @@ def loads(weights: WeightStream, size: int) -> Iterator[list[tuple[Part, Tensor]
 
 
 def needed(load: list[tuple[Part, Tensor]]) -> int:
-    """Bytes of a bucket that holds this load."""
+    """Return the bytes of a bucket that holds this load."""
     part, tensor = load[-1]
     return part.offset + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def cuda_handle(memory: Tensor) -> tuple[str, ...]:
-    """What torch.multiprocessing would pickle of a CUDA tensor, as text: numbers, flags, and the driver's handles in hex."""
+    """Return, as text, the data that torch.multiprocessing would pickle for a CUDA tensor: numbers, flags, and the driver's
+    handles in hex.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
     reduced: Any = reduce_tensor(memory)
-    values = reduced[1][7:]  # behind the tensor's own geometry and device: handle, sizes, flags, counters, event
+    values = reduced[1][7:]  # after the tensor's own geometry and device: handle, sizes, flags, counters, event
     return tuple(_text(value) for value in values)
 
 
 def from_cuda_handle(handle: tuple[str, ...], size: int) -> Tensor:
-    """The memory behind a handle of another process on the same GPU, which is this process's current one."""
+    """Return the memory behind a handle of another process on the same GPU, which is this process's current one."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     torch.cuda.init()

@@ -1,4 +1,4 @@
-"""A recipe's vLLM engine: in process or not, with weights of its own or the learner's."""
+"""Build a recipe's vLLM engine: in process or not, with its own weights or the learner's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.types import RolloutEngine
 def prepare_environment() -> None:
     """Set up this process's environment for vLLM. Call before anything is allocated on the GPU.
 
-    Raises EngineError if it is too late for a setting that must go.
+    Raises EngineError if it is too late to remove a setting.
     """
     prepare(os.environ, cuda_started=torch.cuda.is_initialized())
     fix_segments(os.environ)
@@ -42,7 +42,7 @@ def vllm_engine(
     base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
     if is_mxfp4(Path(folder)):
         raise EngineError(
-            "vLLM would run this checkpoint's MXFP4 weights, and the trained ones are plain",
+            "vLLM would run this checkpoint's MXFP4 weights, but the trained ones are not quantised",
             where=folder,
             fix="set rollout.engine=native, or save the dequantised model into a folder and name that",
         )

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _decode_of(settings: VllmSettings) -> Decode:
-    """The tokenizer's decode; it is read only when a request has stop strings."""
+    """Return the tokenizer's decode; it is loaded only for a request with stop strings."""
 
     @lru_cache(maxsize=1)
     def tokenizer() -> Any:

@@ -1,8 +1,8 @@
 """The vLLM engine inside this process: stepped by hand, weights written and read in place.
 
-Requests go in as ids and come back as ids with the log-probabilities of the distribution that was sampled from
-(`logprobs_mode = processed_logprobs`). The prefix cache is emptied whenever the weights change. The memory of keys and values is
-given back when a rollout has been read to its end and taken again by the next request.
+Requests go in as ids and come back as ids with the log-probabilities of the distribution that was sampled from (`logprobs_mode
+= processed_logprobs`). The prefix cache is emptied whenever the weights change. The memory of keys and values is freed after a
+rollout has been read to its end, and allocated again by the next request.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds
 log = logging.getLogger(__name__)
 
 OLDEST = (0, 24)
-"""Version of vLLM from which this was written; earlier ones lack what is used."""
+"""Oldest supported version of vLLM; earlier ones lack functions that are used."""
 BATCHED_TOKENS = 16384
 """Prompt tokens of one step."""
 MOST_DRAINED = 1000
-"""Steps after which an engine that should be idle is given up."""
+"""Number of steps after which an engine that should be idle is considered broken."""
 
 
 class VllmEngine:
     """Implements types.RolloutEngine over vLLM in this process, with sleep() and wake().
 
-    Weights arrive by `load` or, with `share`, are the learner's own parameters from then on. vLLM starts with random weights and
-    serves no version before the first `load`.
+    Weights are set by `load` or, with `share`, are the learner's own parameters from then on. vLLM starts with random weights
+    and has no version before the first `load`.
     """
 
     def __init__(self, settings: VllmSettings, decode: Decode) -> None:
-        """`decode` turns ids into text, only to look for stop strings.
+        """Start vLLM. `decode` turns ids into text, only to look for stop strings.
 
         Raises EngineError if vLLM is not installed, cannot run the model, or does not find room on the GPU.
         """
@@ -67,7 +67,7 @@ class VllmEngine:
         """Called after every step; may submit, score or raise."""
         self._settings, self._decode = settings, decode
         for removed in prepare(os.environ, cuda_started=torch.cuda.is_initialized() and settings.sleep):
-            log.warning("taken out of the environment, vLLM's memory pool does not go with it: %s", removed)
+            log.warning("removed from the environment, as vLLM's memory pool cannot work with it: %s", removed)
         _require_vllm()
         outer, precision = torch.cuda.current_stream(), torch.get_float32_matmul_precision()
         self._engine = _start(settings)
@@ -81,7 +81,7 @@ class VllmEngine:
         self._keys = count()
         self._asleep = self._busy = False
         self._failed = ""
-        """What a step of vLLM died of; it serves nothing afterwards."""
+        """Error that ended a step of vLLM; the engine is unusable afterwards."""
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
@@ -99,7 +99,7 @@ class VllmEngine:
             self._add(key, request.prompt_ids, kind, **asdict(asked))
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
-        """Yield completions as they finish, until nothing runs. Reading may be broken off and taken up again."""
+        """Yield completions as they finish, until nothing runs. Reading may be interrupted and resumed."""
         while self._pending or self._done:
             while self._done:
                 yield self._done.popleft()
@@ -111,12 +111,12 @@ class VllmEngine:
             self.sleep()
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first, at temperature 1, from vLLM's prompt log-probabilities."""
+        """Return the log-probability of every token but the first, at temperature 1, from vLLM's prompt log-probabilities."""
         self._check_alive()
-        longest = self._settings.max_model_len - 1  # vLLM draws one token more, and nobody reads it
+        longest = self._settings.max_model_len - 1  # vLLM draws one more token, which is not read
         if too_long := [len(ids) for ids in sequences if len(ids) > longest]:
             raise EngineError(
-                f"a sequence of {max(too_long)} tokens is too long to score, the most is {longest}",
+                f"a sequence of {max(too_long)} tokens is too long to score, the limit is {longest}",
                 where="rollout.vllm",
                 fix="raise rollout.vllm.max_model_len",
             )
@@ -136,9 +136,9 @@ class VllmEngine:
         return found
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute so from now on, on the weights that are there; every prefix is forgotten. Nothing may be running.
+        """Compute in this way from now on, with the present weights; every prefix is dropped. Nothing may be running.
 
-        Raises EngineError if no layer or no norm would be touched; the engine then computes as its weights are.
+        Raises EngineError if no layer or no norm would be changed; the engine then computes in the precision of its weights.
         """
         self._check_alive()
         if self._pending:
@@ -163,7 +163,7 @@ class VllmEngine:
             raise EngineError("vLLM did not empty its prefix cache", where=why, fix=FIX)
 
     def load(self, weights: WeightStream, version: int) -> None:
-        """Copy checkpoint tensors into vLLM's parameters, forget every prefix, and become `version`. Nothing may be running."""
+        """Copy checkpoint tensors into vLLM's parameters, drop every prefix, and become `version`. Nothing may be running."""
         self._check_alive()
         check_clean(self.forward, f"weights {version} arrived")
         check_idle(len(self._pending), version)
@@ -176,14 +176,14 @@ class VllmEngine:
         self.version = version
 
     def weights(self) -> WeightStream:
-        """Views of what vLLM computes with, under the checkpoint's names and shapes; what is quantised is made of them."""
-        check_clean(self.forward, "the weights were asked for")
+        """Yield views of vLLM's weights, under the checkpoint's names and shapes; quantised copies are made from them."""
+        check_clean(self.forward, "the weights were requested")
         self._drain()
         views: WeightStream = self._worker("lockstep_views")
         return views
 
     def close(self) -> None:
-        """Give all memory back. The engine cannot be used afterwards."""
+        """Free all memory. The engine cannot be used afterwards."""
         if self._engine is not None:
             torch.cuda.synchronize()
             self._engine.engine_core.shutdown()
@@ -198,22 +198,22 @@ class VllmEngine:
         self.load(named_weights(model), 0)
         self.version = version
         names = share(model, self.weights())
-        torch.cuda.empty_cache()  # of the tensors that nobody holds any more
+        torch.cuda.empty_cache()  # the tensors that are no longer referenced
         return names
 
     def sleep(self) -> None:
-        """Free the memory of keys and values; weights stay where they are. Nothing may be running."""
+        """Free the memory of keys and values; weights stay in place. Nothing may be running."""
         if self._asleep or not self._settings.sleep:
             return
         if self._pending:
-            raise EngineError(f"sleep was asked for while {len(self._pending)} requests run")
+            raise EngineError(f"sleep was requested while {len(self._pending)} requests run")
         self._drain()
         with self._on_stream():
             self._engine.sleep(level=1)
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory of keys and values again. A request or a score does so by itself."""
+        """Allocate the memory of keys and values again. A request or a score does so by itself."""
         if self._asleep:
             with self._on_stream():
                 self._engine.wake_up()
@@ -233,7 +233,7 @@ class VllmEngine:
         self._engine.add_request(key, tokens_input(list(prompt)), asked)
 
     def _step(self) -> None:
-        """One step of vLLM, and what it finished."""
+        """Run one step of vLLM, and take its finished outputs."""
         outputs = self._vllm_step()
         ended = [key for output in outputs if (key := self._take(output))]
         if ended:
@@ -246,7 +246,7 @@ class VllmEngine:
                 self._busy = False
 
     def _vllm_step(self) -> Any:
-        """Let vLLM run a step. Raises EngineError if it fails; what ran is lost, and so is the engine."""
+        """Let vLLM run a step. Raises EngineError if it fails; running requests and the engine are then lost."""
         self._check_alive()
         try:
             with self._on_stream():
@@ -263,7 +263,7 @@ class VllmEngine:
         return EngineError(f"a step of vLLM failed: {self._failed}", where=self._settings.folder, fix=FIX)
 
     def _take(self, output: Any) -> str:
-        """Note what an output says; its request's key if vLLM must be told to stop it, else ""."""
+        """Record an output; returns its request's key if vLLM must be told to stop it, else ""."""
         key, reply = output.request_id, output.outputs[0]
         if key not in self._pending:
             if output.finished:
@@ -279,7 +279,9 @@ class VllmEngine:
         return "" if output.finished else key
 
     def _drain(self) -> None:
-        """Finish the steps that vLLM began ahead of the results: the last of them may run after the last completion."""
+        """Finish the steps that vLLM began before their results were read: the last of them may run after the last
+        completion.
+        """
         core = self._engine.engine_core.engine_core
         for _ in range(MOST_DRAINED):
             if not steps_left(core) or self._pending:
@@ -293,7 +295,7 @@ class VllmEngine:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run on vLLM's stream: after what was queued before, and before what is queued afterwards."""
+        """Run on vLLM's stream: after earlier work on this stream, and before later work."""
         outer = torch.cuda.current_stream()
         self._stream.wait_stream(outer)
         torch.cuda.set_stream(self._stream)
@@ -305,7 +307,7 @@ class VllmEngine:
 
 
 def _start(settings: VllmSettings) -> Any:
-    """vLLM's LLMEngine. Raises EngineError for whatever keeps it from starting."""
+    """Return vLLM's LLMEngine. Raises EngineError for any error that prevents its start."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -324,13 +326,17 @@ def _start(settings: VllmSettings) -> Any:
 
 
 def _stream_of(engine: Any) -> Any:
-    """The CUDA stream that vLLM computes on: it may have made one of its own the current one, and its second runner keeps one."""
+    """Return the CUDA stream that vLLM computes on: it may have made its own stream the current one, and its second runner
+    keeps one.
+    """
     runner = engine.model_executor.driver_worker.model_runner
     return getattr(runner, "main_stream", None) or torch.cuda.current_stream()
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short rollouts."""
+    """Return the arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short
+    rollouts.
+    """
     slots = captured(settings.slots)
     quantised = Plan(settings.numerics, cast(Scale, settings.scale), settings.exclude)
     return {
@@ -338,13 +344,13 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "quantization": register(quantised) if settings.numerics else None,
         "skip_tokenizer_init": True,
         "trust_remote_code": settings.trust_remote_code,
-        "load_format": "dummy",  # random: a tensor that is never sent must not look right
+        "load_format": "dummy",  # random: a tensor that is never sent must not look correct
         "dtype": settings.dtype,
         "seed": 0,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": slots,
         "max_num_batched_tokens": max(BATCHED_TOKENS, slots),
-        "gpu_memory_utilization": 0.01,  # kv_cache_memory_bytes decides; this is only checked against what is free
+        "gpu_memory_utilization": 0.01,  # kv_cache_memory_bytes decides; this is only checked against the free memory
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
@@ -359,7 +365,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def captured(slots: int) -> int:
-    """The next number of sequences for which vLLM captures a decode step: beyond the largest it would run without a graph.
+    """Return the next number of sequences for which vLLM captures a decode step: beyond the largest it would run without a
+    graph.
 
     The grid is that of VllmConfig._set_cudagraph_sizes (vLLM 0.24): 1, 2, 4, then multiples of 8, from 256 on of 16.
     """

@@ -1,4 +1,4 @@
-"""The environment that vLLM reads at import and start, and PyTorch's allocator setting that does not go with it."""
+"""The environment that vLLM reads at import and start, and PyTorch's allocator setting that is incompatible with it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from lockstep.errors import EngineError
 from lockstep.rollout.allocator import ALLOCATOR, SEGMENTS
 
 FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The engine is stepped by hand in the process that it is in."""
+"""Fixed settings: the engine is stepped by hand in its own process."""
 DEFAULTS = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # measured: 35-48k tokens/s with log-probabilities, the first runner 31-39k
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of what was sampled from
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of the sampling distribution
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""Set unless the user set them."""
+"""Values for settings that the user has not set."""
 
 
 def prepare(environment: MutableMapping[str, str], *, cuda_started: bool) -> list[str]:
-    """Set what vLLM needs and take out expandable segments, which neither its memory pool nor CUDA IPC goes with.
+    """Set the variables that vLLM needs and remove expandable segments, which neither its memory pool nor CUDA IPC supports.
 
-    Returns what was taken out, for the log. `cuda_started` says that this process has allocated on the GPU already: then the
-    setting is in force and cannot be taken out, and EngineError is raised.
+    Returns the removed settings, for the log. `cuda_started` means that this process has allocated on the GPU already: then the
+    setting is in force and cannot be removed, and EngineError is raised.
     """
     environment.update(FIXED)
     for name, value in DEFAULTS.items():
@@ -36,7 +36,7 @@ def prepare(environment: MutableMapping[str, str], *, cuda_started: bool) -> lis
         enabled = [part for part in parts if part not in kept and part.partition(":")[2].strip().lower() == "true"]
         if enabled and cuda_started:
             raise EngineError(
-                f"{name} = {environment[name]}: {SEGMENTS} goes neither with vLLM's memory pool nor with CUDA IPC, and it is "
+                f"{name} = {environment[name]}: {SEGMENTS} works neither with vLLM's memory pool nor with CUDA IPC, and it is "
                 "in force already",
                 where="rollout.vllm",
                 fix=f"unset {name} and start again, or set rollout.engine=native",

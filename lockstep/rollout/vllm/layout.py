@@ -1,10 +1,10 @@
-"""vLLM's parameters under the names and shapes of the Hugging Face checkpoint: fused matrices taken apart, padding cut off.
+"""vLLM's parameters under the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
 
-vLLM computes with other tensors than a checkpoint has: q, k and v in one matrix, gate and up in another, a vocabulary padded to
-a multiple of 64 rows, a tied head that is the embedding. Every tensor here is a view into what vLLM computes with, so that a
-fingerprint reads, and a write changes, the very memory that samples. Nothing here imports vLLM: modules are known by the
-attributes that vLLM's have (`packed_modules_mapping` of the model, `output_sizes` of a fused layer, `org_vocab_size` of a padded
-one; vLLM 0.24, model_executor/layers/linear.py and vocab_parallel_embedding.py).
+vLLM's tensors differ from a checkpoint's: q, k and v in one matrix, gate and up in another, a vocabulary padded to a multiple
+of 64 rows, a tied head that is the embedding. Every tensor here is a view into vLLM's memory, so that a fingerprint reads, and
+a write changes, the same memory that samples. Nothing here imports vLLM: modules are recognised by their attributes
+(`packed_modules_mapping` of the model, `output_sizes` of a fused layer, `org_vocab_size` of a padded one; vLLM 0.24,
+model_executor/layers/linear.py and vocab_parallel_embedding.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from lockstep.types import WeightStream
 
 FIX = "set rollout.engine=native, which runs any decoder of transformers"
 USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""What is fused where a model of vLLM does not say so (Starcoder2)."""
+"""Fused matrices of vLLM models that do not declare them (Starcoder2)."""
 
 
 def checkpoint_views(model: nn.Module) -> WeightStream:
-    """Every parameter of vLLM's model once, tied ones under their first name, as views. Raises EngineError for a layout that
-    cannot be mapped back: sharded over ranks, fused otherwise than by rows, or renamed by more than a prefix."""
+    """Yield every parameter of vLLM's model once, tied ones under their first name, as views. Raises EngineError for a layout
+    that cannot be mapped back: sharded over ranks, fused otherwise than by rows, or renamed by more than a prefix.
+    """
     rename = _renaming(model)
     modules = dict(model.named_modules())
     packed: dict[str, list[str]] = USUAL | (getattr(model, "packed_modules_mapping", None) or {})
@@ -38,7 +39,7 @@ def checkpoint_views(model: nn.Module) -> WeightStream:
 def _pieces(
     layer: str, leaf: str, tensor: Tensor, module: Any, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
+    """Yield the checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
     if getattr(module, "tp_size", 1) != 1:
         raise EngineError(f"sharded over {module.tp_size} ranks", where=f"{layer}.{leaf}", fix="use one GPU per engine")
     parent, _, last = layer.rpartition(".")
@@ -61,7 +62,9 @@ def _pieces(
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """From vLLM's parameter names to the checkpoint's: the inverse of the model's own mapping, which must be of prefixes."""
+    """Return a function from vLLM's parameter names to the checkpoint's: the inverse of the model's own mapping, which may only
+    change prefixes.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     parts = ("orig_to_new_renamings", "orig_to_new_regex", "orig_to_new_substr", "orig_to_new_suffix")
     for part in parts:
@@ -72,7 +75,7 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
         new: old for old, new in (getattr(mapper, "orig_to_new_prefix", None) or {}).items() if new is not None
     }
     if "" in prefixes:
-        raise EngineError("vLLM takes a prefix off its parameters' names", where=type(model).__name__, fix=FIX)
+        raise EngineError("vLLM removes a prefix from its parameters' names", where=type(model).__name__, fix=FIX)
     ordered = sorted(prefixes, key=len, reverse=True)
 
     def rename(name: str) -> str:
@@ -82,7 +85,7 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
 
 
 def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str) -> WeightStream:
-    """The stream, as long as vLLM has a place for each tensor. Some of vLLM's loaders skip unknown names without a word."""
+    """Yield the stream while vLLM has a parameter for each tensor. Some of vLLM's loaders skip unknown names silently."""
     for name, tensor in stream:
         if name not in known:
             raise EngineError(
@@ -114,7 +117,9 @@ def share(model: nn.Module, views: WeightStream) -> list[str]:
                 fix="set rollout.vllm.transport=copy",
             )
         if not view.equal(parameter.data):
-            raise EngineError("other values than the learner's", where=name, fix="load the weights before sharing them")
+            raise EngineError(
+                "its values differ from the learner's", where=name, fix="load the weights before sharing them"
+            )
     for name, parameter in own.items():
         parameter.data = engine[name]
     return sorted(own)

@@ -1,4 +1,6 @@
-"""Lockstep's fake quantisation as a plug-in of vLLM 0.24 (register_quantization_config). Thin: the rest is in quantised.py."""
+"""Lockstep's fake quantisation as a plug-in of vLLM 0.24 (register_quantization_config). It is thin: the rest is in
+quantised.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from torch import Tensor
 from lockstep.rollout.vllm.quantised import FakeQuantised, Plan, Switch, checkpoint_names, excluded
 
 NAME = "lockstep_fake_quantised"
-"""vLLM's `quantization` argument."""
+"""Value of vLLM's `quantization` argument."""
 
 _plan: list[Plan] = []
-"""That of the engine that is being started: vLLM makes the configuration itself, without arguments."""
+"""Plan of the engine that is being started: vLLM creates the configuration itself, without arguments."""
 
 
 def register(plan: Plan) -> str:
-    """Have vLLM build the next engine of this process with quantised layers; returns what its `quantization` is to be.
+    """Make vLLM build the next engine of this process with quantised layers; returns the value of its `quantization` argument.
 
     Raises EngineError for a plan that no captured step can have.
     """
@@ -37,7 +39,9 @@ def _method_class() -> type:
     )
 
     class LockstepLinearMethod(FakeQuantised, LinearMethodBase):  # type: ignore[misc]
-        """Not derived from vLLM's unquantised method, which some of its code passes by to use the weight itself."""
+        """Method of a quantised linear layer. It does not derive from vLLM's unquantised method, because some of vLLM's code
+        bypasses that method and uses the weight itself.
+        """
 
         def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
             UnquantizedLinearMethod().create_weights(layer, *sizes, **attributes)
@@ -57,7 +61,7 @@ def _config_class() -> type:
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class LockstepQuantisation(QuantizationConfig):  # type: ignore[misc]
-        """Gives every linear layer but routers and excluded ones the method above."""
+        """Gives the method above to every linear layer except routers and excluded ones."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -83,7 +87,7 @@ def _config_class() -> type:
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             if not isinstance(layer, LinearBase):
-                return None  # embeddings, head, attention, experts: as they are
+                return None  # embeddings, head, attention, experts: unquantised
             names = checkpoint_names(prefix, self.packed_modules_mapping)
             if excluded(names, self.plan.exclude):
                 return UnquantizedLinearMethod()

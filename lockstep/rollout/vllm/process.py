@@ -1,4 +1,4 @@
-"""The owner's side of an engine in its own process: a RolloutEngine that stands for the one behind the channel."""
+"""The owner's side of an engine in a separate process: a RolloutEngine that forwards to the one behind the channel."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
 from lockstep.types import Completion, FinishReason, Forward, ForwardReport, Request, Sampling, TokenIds, WeightStream
 
 POLL_SECONDS = 0.01
-"""How long the channel is listened to between two looks at what `between` has to do."""
+"""Seconds to wait for messages between two calls of `between`."""
 TAIL = 2000
-"""Characters of the process's output that an error shows."""
+"""Number of characters of the process's output that an error shows."""
 
 
 class EngineProcess:
-    """Implements types.RolloutEngine over an engine in a process of its own, with sleep(), wake() and fingerprints()."""
+    """Implements types.RolloutEngine over an engine in a separate process, with sleep(), wake() and fingerprints()."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], device: torch.device) -> None:
         """Start `command`, with the number of the channel's file descriptor as last argument, and wait until it is ready.
@@ -43,7 +43,7 @@ class EngineProcess:
         self.version = -1
         self.forward = Forward()
         self.seconds = 0.0
-        """What starting took."""
+        """Seconds that the start took."""
         self._device = device
         self._bucket: bucket.Bucket | None = None
         self._running: dict[int, Request] = {}
@@ -60,7 +60,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt is for the owner, who ends this process when it is done
+                start_new_session=True,  # an interrupt is handled by the owner, who ends this process when it is done
             )
         self._channel = wire.Channel(ours)
         try:
@@ -78,7 +78,7 @@ class EngineProcess:
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests over. Raises what the engine raises for one that it cannot serve."""
+        """Pass requests on. Raises the engine's error for an invalid one."""
         if not requests:
             return
         for request in requests:
@@ -110,7 +110,7 @@ class EngineProcess:
                 yield self._done.popleft()
             while between is not None and not self._done and self._running and not self._channel.waiting(POLL_SECONDS):
                 between()
-            if self._running and not self._done:  # else they came with the answer to a submit
+            if self._running and not self._done:  # otherwise they came with the answer to a submit
                 message, payload = self._receive()
                 match message:
                     case wire.Completions(entries):
@@ -122,7 +122,7 @@ class EngineProcess:
                         raise self._unexpected(other)
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Log-probability of every token but the first, at temperature 1."""
+        """Return the log-probability of every token but the first, at temperature 1."""
         rows = [tuple(ids) for ids in sequences]
         self._channel.send(wire.Score(tuple(map(len, rows))), wire.packed(rows))
         match self._answer():
@@ -132,8 +132,9 @@ class EngineProcess:
                 raise self._unexpected(other)
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Have the engine compute so from now on. Nothing may be running. Raises what the engine raises: it then computes as its
-        weights are."""
+        """Make the engine compute in this way from now on. Nothing may be running. Raises the engine's error; it then computes
+        in the precision of its weights.
+        """
         if self._running:
             raise EngineError(f"the numerics or the noise changed while {len(self._running)} requests run")
         self.forward = Forward()
@@ -146,7 +147,7 @@ class EngineProcess:
                 raise self._unexpected(other)
 
     def load(self, weights: WeightStream, version: int) -> None:
-        """Pass weights through the bucket and let the engine become `version`. Nothing may be running."""
+        """Send weights through the bucket and make the engine `version`. Nothing may be running."""
         check_idle(len(self._running), version)
         check_clean(self.forward, f"weights {version} arrived")
         self.version = -1
@@ -158,12 +159,12 @@ class EngineProcess:
         self.version = version
 
     def weights(self, only: Collection[str] = ()) -> WeightStream:
-        """What the engine computes with, copied here one tensor at a time: for looking closely, not for each proof."""
+        """Yield the engine's weights, copied here one tensor at a time: for close inspection, not for each proof."""
         for name in only or self.fingerprints().tensors:
             yield name, self._fetch(name)
 
     def fingerprints(self) -> Fingerprints:
-        """Of all the engine's weights, computed where they are; only the numbers come here."""
+        """Return the fingerprints of all the engine's weights, computed in its process; only the numbers come here."""
         self._channel.send(wire.Fingerprint())
         match self._answer():
             case wire.Prints(entries):
@@ -179,7 +180,7 @@ class EngineProcess:
         self._ask(wire.Wake())
 
     def close(self) -> None:
-        """End the process, which gives all its memory back."""
+        """End the process, which frees all its memory."""
         if self._process.poll() is None:
             try:
                 self._channel.send(wire.Close())
@@ -195,7 +196,7 @@ class EngineProcess:
 
     # --- channel --------------------------------------------------------------------------------------------------
     def _ask(self, message: wire.Message, payload: bytes = b"") -> None:
-        """Say something that is answered by Done."""
+        """Send a message that is answered by Done."""
         self._channel.send(message, payload)
         match self._answer():
             case wire.Done():
@@ -204,7 +205,7 @@ class EngineProcess:
                 raise self._unexpected(other)
 
     def _answer(self) -> wire.Message:
-        """The next message that is no completion; its bytes are in `_payload`. Raises what the engine raised."""
+        """Return the next message that is not a completion; its bytes are in `_payload`. Raises the engine's error."""
         while True:
             message, self._payload = self._receive()
             match message:
@@ -238,7 +239,7 @@ class EngineProcess:
             self._done.append(Completion(request, tuple(ids[span]), tuple(logprobs[span]), finish, entry.version))
 
     def _fetch(self, name: str) -> torch.Tensor:
-        """One of the engine's tensors, copied here."""
+        """Return one of the engine's tensors, copied here."""
         self._channel.send(wire.Send((name,)))
         message, payload = self._answer(), self._payload
         if not isinstance(message, wire.Tensor):
@@ -274,7 +275,7 @@ class EngineProcess:
 
 
 def vllm_process(settings: VllmSettings, device: torch.device, *, through_host: bool) -> EngineProcess:
-    """vLLM in a process of its own on the GPU `device`; weights pass through its memory, or `through_host`."""
+    """Start vLLM in a separate process on the GPU `device`; weights pass through its memory, or `through_host`."""
     import json
 
     if device.type != "cuda":
@@ -286,6 +287,6 @@ def vllm_process(settings: VllmSettings, device: torch.device, *, through_host: 
     visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
     index = device.index or 0
     environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
-    environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)  # imports what this process imports
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)  # uses this process's import path
     command = [sys.executable, "-m", "lockstep.rollout.vllm.child", json.dumps(asdict(settings))]
     return EngineProcess(command, environment, torch.device("cpu") if through_host else device)

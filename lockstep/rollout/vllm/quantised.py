@@ -1,9 +1,9 @@
-"""Fake quantisation of vLLM's linear layers, as far as it needs no vLLM: what a layer multiplies, and when that is made again.
+"""Fake quantisation of vLLM's linear layers, the part that does not need vLLM: a layer's operands, and when they are updated.
 
-vLLM's weight stays what was sent: it is what is fingerprinted, and it may be the learner's own. Beside it lies what the layer
-multiplies by, a second tensor of the same size: DQ(Q(W)), or W itself while the engine computes in the precision of the weights.
-Captured CUDA graphs hold its address, so its content changes and the tensor does not; whether inputs are quantised is a flag on
-the device that the graphs read. Fused matrices (q, k and v; gate and up) are quantised one by one.
+vLLM's weight is the weight that was sent: it is fingerprinted, and it may be the learner's own. A second tensor of the same
+size holds the operand of the layer: DQ(Q(W)), or W itself while the engine computes in the precision of the weights. Captured
+CUDA graphs hold its address, so its content changes and the tensor does not; a flag on the device, which the graphs read, turns
+quantisation of the inputs on. Fused matrices (q, k and v; gate and up) are quantised one by one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lockstep.numerics.spec import Scale, parse
 from lockstep.rollout.vllm.layout import USUAL
 
 WEIGHT = "lockstep_weight"
-"""Attribute of a layer: what it multiplies by."""
+"""Attribute of a layer that holds its operand."""
 NATIVE = "set rollout.engine=native"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine may be asked to compute in. Example: Plan(("mxfp4-w4a4",))"""
+    """Numerics that an engine may be set to. Example: Plan(("mxfp4-w4a4",))"""
 
     numerics: tuple[str, ...]
     scale: Scale = "floor"
@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def inputs(self) -> Quantiser | None:
-        """What quantises inputs, when they are quantised. Raises EngineError for two formats: a captured step has one."""
+        """Quantiser of the inputs, when they are quantised. Raises EngineError for two formats: a captured step has one."""
         kinds = sorted({parse(numeric).activations or "" for numeric in self.numerics} - {""})
         if len(kinds) > 1:
             raise EngineError(f"inputs in {' and '.join(kinds)}", where="numerics", fix=f"choose one, or {NATIVE}")
@@ -45,11 +45,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Switch:
-    """Whether inputs are quantised now; one per model, on its device."""
+    """Switch for quantised inputs; one per model, on its device."""
 
     on: Tensor | None = None
     numeric: str = ""
-    """That the layers compute in now."""
+    """Numeric in which the layers compute now."""
 
     def ready(self, device: torch.device) -> None:
         if self.on is None:
@@ -58,27 +58,27 @@ class Switch:
 
 @dataclass(eq=False, slots=True)
 class FakeQuantised:
-    """The arithmetic of a linear layer, to be mixed into vLLM's linear methods. The layers of a model have one switch."""
+    """Arithmetic of a linear layer, to be mixed into vLLM's linear methods. The layers of a model share one switch."""
 
     plan: Plan
     switch: Switch = field(default_factory=Switch)
     parts: int = 1
-    """Matrices of the checkpoint in the layer."""
+    """Number of the checkpoint's matrices in the layer."""
 
     def attach(self, layer: Any) -> None:
-        """Give a layer that has its weight what it multiplies by."""
+        """Give a layer that has its weight its operand tensor."""
         self.switch.ready(layer.weight.device)
         setattr(layer, WEIGHT, torch.zeros_like(layer.weight.data))
 
     def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b on the operands that hold now."""
+        """Return x Wᵀ + b on the present operands."""
         inputs = self.plan.inputs
         if inputs is not None and self.switch.on is not None:
             x = torch.where(self.switch.on, inputs.activation(x), x)
         return nn.functional.linear(x, getattr(layer, WEIGHT), bias)
 
     def refresh(self, layer: Any, numeric: str) -> None:
-        """Make again what the layer multiplies by, from its weight as it is now."""
+        """Update the layer's operand from its present weight."""
         weight, used = layer.weight.data, getattr(layer, WEIGHT)
         if not numeric:
             used.copy_(weight)
@@ -88,7 +88,7 @@ class FakeQuantised:
             quantiser.weight(part, out=out)
 
     def _sizes(self, layer: Any) -> list[int]:
-        """Rows of each of the checkpoint's matrices in a layer."""
+        """Return the rows of each of the checkpoint's matrices in a layer."""
         rows = int(layer.weight.shape[0])
         sizes = list(getattr(layer, "output_sizes", [])) if self.parts > 1 else [rows]
         if len(sizes) != self.parts or sum(sizes) != rows:
@@ -99,15 +99,15 @@ class FakeQuantised:
 
 
 def checkpoint_names(prefix: str, packed: dict[str, list[str]]) -> list[str]:
-    """What the checkpoint calls the matrices of the layer that vLLM calls `prefix`."""
+    """Return the checkpoint's names of the matrices of the layer that vLLM calls `prefix`."""
     parent, _, last = prefix.rpartition(".")
     return [f"{parent}.{child}" for child in (USUAL | packed).get(last, [last])]
 
 
 def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a layer stays as it is: a router, or named in `exclude`.
+    """Return whether a layer stays unquantised: a router, or named in `exclude`.
 
-    Raises EngineError if only some of the matrices that vLLM keeps in one are named.
+    Raises EngineError if only some of the matrices that vLLM fuses into one are named.
     """
     if names[0].rpartition(".")[2] in ROUTERS:
         return True
@@ -122,7 +122,7 @@ def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
 
 
 def set_numeric(model: nn.Module, numeric: str) -> int:
-    """Compute in `numeric` from now on (empty: the precision of the weights), with the weights as they are now.
+    """Compute in `numeric` from now on (empty: the precision of the weights), with the present weights.
 
     Returns the number of the checkpoint's linear layers that are quantised. Raises EngineError if that would be none, or if the
     engine was not started for this numeric.
@@ -139,7 +139,7 @@ def set_numeric(model: nn.Module, numeric: str) -> int:
     stacked = [name for name, p in model.named_parameters() if p.dim() > 2 and not _named(name, plan.exclude)]
     if numeric and stacked:
         raise EngineError(
-            f"{numeric} quantises linear layers, and the experts here are stacked tensors",
+            f"{numeric} quantises linear layers, but the experts here are stacked tensors",
             where=stacked[0],
             fix=f"list experts in numerics.exclude to leave them alone, or {NATIVE}",
         )
@@ -154,7 +154,7 @@ def set_numeric(model: nn.Module, numeric: str) -> int:
 
 
 def refresh(model: nn.Module) -> None:
-    """The weights are others now: make again what the layers multiply by, in the numeric that holds."""
+    """Update the operands of all layers after the weights changed, in the present numeric."""
     with torch.no_grad():
         for _, layer, method in _layers(model):
             method.refresh(layer, method.switch.numeric)
@@ -168,5 +168,5 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any, FakeQuantised]]:
 
 
 def _named(name: str, exclude: Sequence[str]) -> bool:
-    """As numerics.apply reads exclusions: a whole name, or consecutive parts of one."""
+    """Match a name like numerics.apply does: a whole name, or consecutive parts of one."""
     return any(f".{entry}." in f".{name}." for entry in exclude)

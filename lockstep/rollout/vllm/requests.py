@@ -1,8 +1,8 @@
-"""From requests to what vLLM is asked, and from its answers to completions. Nothing here imports vLLM.
+"""Translate requests for vLLM, and its outputs to completions. Nothing here imports vLLM.
 
-vLLM never sees a text: prompts go in as ids, detokenising is off, and stop strings are looked for here, in the text of the whole
-reply as the tokenizer decodes it. Every STRIDE tokens is often enough: what was sampled beyond the token that completes a stop
-string is cut off, ids and log-probabilities alike.
+vLLM never sees a text: prompts go in as ids, detokenising is off, and stop strings are searched here, in the text of the whole
+reply as the tokenizer decodes it. A search every STRIDE tokens is enough: tokens sampled after the one that completes a stop
+string are cut off, ids and log-probabilities alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.types import Completion, FinishReason, Request
 STRIDE = 8
 """A running reply is searched for stop strings whenever it has grown by this many tokens."""
 STOP_WINDOW = 64
-"""A stop string is looked for in the text of this many last tokens, at least."""
+"""Minimum number of last tokens whose text is searched for a stop string."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -34,9 +34,9 @@ class Asked:
     seed: int | None
     stop_token_ids: list[int]
     ignore_eos: bool = True
-    """Always: else vLLM adds the end tokens of the model's generation_config to those that it is given."""
+    """Always True: otherwise vLLM adds the end tokens of the model's generation_config to the given ones."""
     logprobs: int = 0
-    """Of the sampled token alone."""
+    """Number of alternatives with log-probabilities; 0 is the sampled token alone."""
     flat_logprobs: bool = True
     detokenize: bool = False
 
@@ -49,7 +49,7 @@ class Pending:
     searched: int = 0
     """Tokens already searched for stop strings."""
     key: str = field(default="")
-    """vLLM's name for it."""
+    """Its name in vLLM."""
 
 
 def check_servable(request: Request, version: int, longest: int) -> None:
@@ -67,7 +67,9 @@ def check_servable(request: Request, version: int, longest: int) -> None:
 
 
 def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Asked:
-    """What vLLM is asked for. At temperature 0 the cuts of the distribution mean nothing and vLLM takes none."""
+    """Return vLLM's parameters of a request. At temperature 0 the cuts of the distribution have no effect and vLLM accepts
+    none.
+    """
     sampling = request.sampling
     return Asked(
         max_tokens=sampling.max_tokens,
@@ -81,12 +83,12 @@ def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Aske
 
 
 def streams(request: Request) -> bool:
-    """Whether a running reply must be looked at, for stop strings."""
+    """Return whether a running reply must be searched for stop strings."""
     return bool(request.sampling.stop) and not request.sampling.ignore_eos
 
 
 def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: Decode) -> int | None:
-    """The number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
+    """Return the number of tokens that first complete one of `stops`, beyond the `searched` first ones; None if none does."""
     # A character may take four tokens, one for each of its bytes.
     window = max(STOP_WINDOW, 4 * max(map(len, stops)) + 8)
     whole = decode(ids[max(0, searched + 1 - window) :])
@@ -100,7 +102,7 @@ def stopped_at(ids: Sequence[int], searched: int, stops: Sequence[str], decode: 
 
 
 def look(pending: Pending, ids: Sequence[int], finished: bool, decode: Decode) -> int | None:
-    """Search a reply that has grown; the number of tokens at which a stop string ends it, None if it goes on."""
+    """Search a reply that has grown; returns the number of tokens at which a stop string ends it, None if it continues."""
     if not streams(pending.request) or not (finished or len(ids) - pending.searched >= STRIDE):
         return None
     end = stopped_at(ids, pending.searched, pending.request.sampling.stop, decode)
@@ -111,7 +113,7 @@ def look(pending: Pending, ids: Sequence[int], finished: bool, decode: Decode) -
 def completion_of(
     pending: Pending, ids: Sequence[int], logprobs: Sequence[float], end: int | None, reason: str | None, version: int
 ) -> Completion:
-    """`end` is where a stop string cut the reply off; `reason` is vLLM's own ("stop", "length").
+    """Return the completion. `end` is where a stop string cut the reply off; `reason` is vLLM's own ("stop", "length").
 
     Raises EngineError for a reply that vLLM did not finish, or whose log-probabilities do not fit its tokens.
     """

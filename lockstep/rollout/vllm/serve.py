@@ -1,4 +1,4 @@
-"""The engine's side of an engine in its own process: any RolloutEngine behind a channel."""
+"""The engine's side of an engine in a separate process: any RolloutEngine behind a channel."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lockstep.sync.proof import Sleeper
 from lockstep.types import Completion, Request, RolloutEngine, WeightStream
 
 FLUSH_SECONDS = 0.05
-"""Finished completions are sent on after this long, at the latest when the next one finishes."""
+"""Longest delay of finished completions, in seconds; they are sent then, at the latest when the next one finishes."""
 
 
 class Closed(Exception):
-    """The owner said Close or is gone."""
+    """The owner sent Close or is gone."""
 
 
 class Server:
-    """Answers the owner until it closes."""
+    """Answers the owner's messages until it closes."""
 
     def __init__(self, engine: RolloutEngine, channel: Channel) -> None:
         self._engine, self._channel = engine, channel
@@ -40,7 +40,7 @@ class Server:
             engine.between = self._between
 
     def run(self, started: float) -> None:
-        """Say Ready and answer until the owner closes or is gone. `started` is when the process began (time.time())."""
+        """Send Ready and answer until the owner closes or is gone. `started` is the start time of the process (time.time())."""
         self._channel.send(wire.Ready(time.time() - started))
         try:
             while True:
@@ -52,27 +52,27 @@ class Server:
             return
 
     def _drive(self) -> None:
-        """Let the engine work until nothing is left, sending what finishes and listening in between."""
+        """Let the engine work until nothing is left; send completions and receive messages in between."""
         try:
             for completion in self._engine.completed():
                 self._unsent.append((self._keys.pop(completion.request.id), completion))
                 self._between()
         except Closed:
             raise
-        except Exception as error:  # what runs is lost, and the engine with it
+        except Exception as error:  # running requests are lost, and the engine with them
             self._channel.send(_failure(error))
             raise Closed from error
         self._flush()
 
     def _between(self) -> None:
-        """Between two steps, or two completions: send what has finished, and do what was asked meanwhile."""
+        """Work between two steps, or two completions: send finished completions, and answer messages."""
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flush()
         while self._channel.waiting():
             self._answer()
 
     def _answer(self) -> None:
-        """Take one message and do what it says."""
+        """Take one message and execute it."""
         message, payload = self._receive()
         try:
             self._do(message, payload)
@@ -133,7 +133,7 @@ class Server:
         self._channel.send(wire.Done())
 
     def _arriving(self) -> WeightStream:
-        """The tensors of one Load, bucket by bucket; each is valid until the next is asked for."""
+        """Yield the tensors of one Load, bucket by bucket; each is valid until the next is requested."""
         self._channel.send(wire.Done())
         while True:
             message, _ = self._receive()
@@ -148,7 +148,9 @@ class Server:
                 case wire.Loaded():
                     return
                 case _:
-                    raise EngineError(f"a {type(message).__name__} amid weights", where="engine process")
+                    raise EngineError(
+                        f"a {type(message).__name__} within a transfer of weights", where="engine process"
+                    )
             self._channel.send(wire.Done())
 
     def _send(self, names: frozenset[str]) -> None:
@@ -185,7 +187,7 @@ def _failure(error: Exception) -> wire.Failed:
 
 
 def serve(channel: Channel, build: Callable[[], RolloutEngine], started: float) -> None:
-    """Build an engine and serve it; what keeps it from starting is told to the owner."""
+    """Build an engine and serve it; errors that prevent its start are sent to the owner."""
     try:
         engine: Any = build()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a vLLM engine is started with, worked out from the recipe and the model. Loads neither torch nor vLLM."""
+"""Start settings of a vLLM engine, derived from the recipe and the model. Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lockstep.config.vllm import quantised_numerics
 from lockstep.models.decoder import context_of
 
 PROMPT_ROOM = 8192
-"""Prompt tokens that fit by default beside the longest reply."""
+"""Default number of prompt tokens that fit beside the longest reply."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """Everything that an engine needs to know, as plain values: it crosses to the engine's process as JSON."""
+    """Everything that an engine needs to know, as plain values: sent to the engine's process as JSON."""
 
     folder: str
     """Model folder; only its configuration is read, the weights come from the learner."""
     dtype: str
-    """Of weights and computation. Example: "bfloat16"."""
+    """Type of weights and computation. Example: "bfloat16"."""
     slots: int
-    """Sequences decoded side by side."""
+    """Number of sequences decoded together."""
     max_model_len: int
-    """Longest prompt and reply together."""
+    """Most tokens of prompt and reply together."""
     kv_cache_bytes: int
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion."""
@@ -34,9 +34,9 @@ class VllmSettings:
     sleep: bool = True
     trust_remote_code: bool = False
     numerics: tuple[str, ...] = ()
-    """Those with quantised layers that the engine may be asked for; with none it is built without."""
+    """Numerics with quantised layers that the engine may be set to; without any it is built without such layers."""
     scale: str = "floor"
-    """Of MXFP4 blocks."""
+    """Scale mode of MXFP4 blocks."""
     exclude: tuple[str, ...] = ()
     """Linear layers that are not quantised."""
 
@@ -44,7 +44,7 @@ class VllmSettings:
 def settings_of(
     recipe: Recipe, folder: str, config: Any, *, dtype: str, stop_ids: frozenset[int], gpu_bytes: int
 ) -> VllmSettings:
-    """`config` is transformers' configuration of the model; `gpu_bytes` the memory of the whole GPU."""
+    """Derive the settings. `config` is transformers' configuration of the model; `gpu_bytes` the memory of the whole GPU."""
     vllm, text = recipe.rollout.vllm, config.get_text_config()
     length = vllm.max_model_len or default_length(
         max(recipe.rollout.max_tokens, recipe.eval.max_tokens or 0), context_of(config)
@@ -72,13 +72,15 @@ def settings_of(
 
 
 def default_length(longest_reply: int, context: int | None) -> int:
-    """Room for the longest reply and a long prompt, within the model's context."""
+    """Return room for the longest reply and a long prompt, within the model's context."""
     length = longest_reply + PROMPT_ROOM
     return min(length, context) if context else length
 
 
 def bytes_per_token(config: Any, element: int) -> int:
-    """Keys and values of one token in all layers, as if every layer kept all tokens (windows keep fewer)."""
+    """Return the bytes of keys and values of one token in all layers, as if every layer kept all tokens (windows keep
+    fewer).
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size * element)

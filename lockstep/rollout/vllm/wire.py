@@ -1,8 +1,8 @@
-"""What an engine in its own process and its owner say to each other, over a private socket pair.
+"""Messages between an engine in a separate process and its owner, over a private socket pair.
 
-A frame is a JSON header, which is one of the records below, and numbers as raw bytes. Nothing is pickled, and nobody else can
-connect: the socket has no name. Weights do not travel here but in a bucket (bucket.py) that both sides map; tensors are sent only
-when a proof has failed and their elements are to be compared.
+A frame is a JSON header, which is one of the records below, and numbers as raw bytes. Nothing is pickled, and no other process
+can connect: the socket has no name. Weights are not sent this way but in a bucket (bucket.py) that both sides map; tensors are
+sent only when a proof has failed and their elements must be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Number = TypeVar("Number", int, float)
 # --- to the engine --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request; its prompt and its sampling are given by their place in the message."""
+    """One request; its prompt and its sampling are given by their index in the message."""
 
     key: int
     id: str
@@ -58,7 +58,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Weights come now: buckets (Open, Take) until Loaded. `version` is theirs. Answered by Done after Loaded."""
+    """Announce weights: buckets (Open, Take) until Loaded. `version` is theirs. Answered by Done after Loaded."""
 
     version: int
 
@@ -68,10 +68,10 @@ class Open:
     """Map a bucket: a file on this host, or memory of the GPU by CUDA IPC. Answered by Done."""
 
     path: str
-    """"" for memory of the GPU."""
+    """Path of the file; "" for memory of the GPU."""
     size: int
     handle: tuple[str, ...] = ()
-    """What torch's rebuild_cuda_tensor needs to find the memory, as text: see bucket.py."""
+    """Arguments of torch's rebuild_cuda_tensor that find the memory, as text: see bucket.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take over the tensors that are in the bucket now. Answered by Done, after which the bucket is filled again."""
+    """Copy the tensors that are in the bucket now. Answered by Done, after which the bucket is filled again."""
 
     parts: tuple[Part, ...]
 
@@ -98,7 +98,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Fingerprint all weights where they are. Answered by Prints."""
+    """Fingerprint all weights in the engine's process. Answered by Prints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +115,19 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Take it again. Answered by Done."""
+    """Allocate it again. Answered by Done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute so from now on. Answered by Computing."""
+    """Set the engine's Forward. Answered by Computing."""
 
     forward: Forward
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End. Not answered: the process ends."""
+    """End the process. Not answered."""
 
 
 # --- from the engine ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was asked for last is done."""
+    """Answer: the last request is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +155,21 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """May come at any time. The bytes are all ids (int64), then all log-probabilities (float64)."""
+    """Finished completions, sent at any time. The bytes are all ids (int64), then all log-probabilities (float64)."""
 
     entries: tuple[Finished, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The bytes are the log-probabilities (float64), one after the other."""
+    """Answer to Score. The bytes are the log-probabilities (float64), one after the other."""
 
     lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """A fingerprint; `value` is 16 hex digits, for JSON has no 64-bit numbers in all hands."""
+    """A fingerprint; `value` is 16 hex digits, because some JSON readers lose precision above 2^53."""
 
     name: str
     value: str
@@ -194,14 +194,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What Compute touched."""
+    """Effect of Compute."""
 
     report: ForwardReport
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What was asked for last could not be done; `kind` is the error's class in lockstep.errors, "" if it has none there."""
+    """Answer: the last request failed; `kind` is the error's class in lockstep.errors, "" if it has none there."""
 
     kind: str
     what: str
@@ -225,11 +225,11 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Channel:
-        """The end whose file descriptor was passed to this process."""
+        """Return the end whose file descriptor was passed to this process."""
         return cls(socket.socket(fileno=number))
 
     def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Raises EngineError if the other side is gone."""
+        """Send a message. Raises EngineError if the other side is gone."""
         body = {"kind": type(message).__name__, "body": codec.to_json(message)}
         header = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         try:
@@ -240,7 +240,7 @@ class Channel:
             raise EngineError(f"the other process is gone: {error}", where="engine process") from error
 
     def receive(self) -> tuple[Message, memoryview]:
-        """The next message and its bytes. Raises EngineError if the other side is gone or says something unknown."""
+        """Return the next message and its bytes. Raises EngineError if the other side is gone or sends something unknown."""
         header, payload = HEAD.unpack(self._exactly(HEAD.size))
         if header > LONGEST_HEADER:
             raise EngineError(f"a header of {header} bytes", where="engine process", fix="report this")
@@ -252,7 +252,7 @@ class Channel:
         return message, self._exactly(payload)
 
     def waiting(self, seconds: float = 0.0) -> bool:
-        """Whether something can be received within `seconds` (the end of the other side counts)."""
+        """Return whether something can be received within `seconds` (the end of the other side counts)."""
         return bool(select.select([self._end], [], [], seconds)[0])
 
     def close(self) -> None:
@@ -273,12 +273,12 @@ class Channel:
 
 
 def packed(rows: list[tuple[int, ...]]) -> bytes:
-    """Ids of several sequences, one after the other."""
+    """Return ids of several sequences, one after the other."""
     return np.concatenate([np.asarray(row, np.int64) for row in rows]).tobytes() if rows else b""
 
 
 def unpacked(payload: memoryview, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The sequences of `packed`."""
+    """Return the sequences of `packed`."""
     ids: list[int] = np.frombuffer(payload, np.int64).tolist()
     return [tuple(part) for part in _split(ids, lengths)]
 

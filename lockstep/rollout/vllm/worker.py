@@ -1,6 +1,6 @@
-"""vLLM's GPU worker with Lockstep's calls, named to vLLM as `worker_cls`: vLLM imports this module and asks for QUALNAME.
+"""vLLM's GPU worker with Lockstep's calls, given to vLLM as `worker_cls`: vLLM imports this module and reads QUALNAME.
 
-The calls are reached through collective_rpc. The class is built when it is asked for: importing this module needs no vLLM.
+The calls are reached through collective_rpc. The class is built on first use: importing this module needs no vLLM.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ QUALNAME = "lockstep.rollout.vllm.worker.LockstepWorker"
 
 
 class WorkerCalls:
-    """What is added to vLLM's worker. Its names come before vLLM's own in the class that is built of both."""
+    """Calls added to vLLM's worker. Their names come before vLLM's own in the combined class."""
 
     def lockstep_views(self: Any) -> WeightStream:
-        """What this worker computes with, under the checkpoint's names: see layout.checkpoint_views."""
+        """Yield this worker's weights, under the checkpoint's names: see layout.checkpoint_views."""
         return checkpoint_views(self._lockstep_model())
 
     def lockstep_load(self: Any, weights: WeightStream, folder: str) -> None:
         """Copy checkpoint tensors into the live parameters through vLLM's own loader, in place.
 
-        Raises EngineError for a name that vLLM has no place for, or a tensor that its loader refuses.
+        Raises EngineError for a name unknown to vLLM, or a tensor that its loader refuses.
         """
         model = self._lockstep_model()
         names = frozenset(name for name, _ in checkpoint_views(model))
@@ -51,7 +51,7 @@ class WorkerCalls:
         refresh(model)
 
     def lockstep_forward(self: Any, forward: Forward) -> ForwardReport:
-        """Compute so from now on. Raises EngineError, with clean norms, if that would touch no layer or no norm.
+        """Compute in this way from now on. Raises EngineError, with clean norms, if that would change no layer or no norm.
 
         Every rank draws the same noise: norms are replicated, and the numbers depend on the seed and the name alone.
         """
@@ -68,26 +68,26 @@ class WorkerCalls:
 
     # --- sleep that frees keys and values alone -------------------------------------------------------------------
     def _maybe_get_memory_pool_context(self: Any, tag: str) -> AbstractContextManager[None]:
-        """Weights stay out of the pool that sleep empties: the learner's parameters may be views of them."""
+        """Keep weights out of the pool that sleep empties: the learner's parameters may be views of them."""
         if tag == "weights":
             return nullcontext()
         pool: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         return pool
 
     def sleep(self: Any, level: int = 1) -> None:
-        torch.cuda.synchronize()  # no step may still be reading what is unmapped
+        torch.cuda.synchronize()  # no step may still be reading the memory to be unmapped
         super().sleep(level)  # type: ignore[misc]
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]
-        with torch.inference_mode():  # fresh pages hold anything, and a masked NaN would still be one after 0 × NaN
+        with torch.inference_mode():  # fresh pages hold anything, and 0 × NaN would still be NaN under a mask
             for cache_tensor in getattr(self.model_runner, "kv_caches", ()):
                 if isinstance(cache_tensor, torch.Tensor):
                     cache_tensor.zero_()
 
 
 def _noting(stream: WeightStream, current: list[str]) -> WeightStream:
-    """The stream; `current` holds the name of the tensor that is being copied."""
+    """Yield the stream; `current` holds the name of the tensor that is being copied."""
     for name, tensor in stream:
         current[0] = name
         yield name, tensor
@@ -114,5 +114,5 @@ def __getattr__(name: str) -> type:
 
 
 def steps_left(core: Any) -> bool:
-    """Whether vLLM's engine core still has steps in flight, or finished requests that its worker has not heard of."""
+    """Return whether vLLM's engine core still has steps in flight, or finished requests that its worker does not know of."""
     return bool(core.batch_queue) or bool(core.scheduler.has_requests())

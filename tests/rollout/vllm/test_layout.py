@@ -122,7 +122,7 @@ def test_renamed_prefixes_are_renamed_back():
         ({"orig_to_new_substr": {".attn.": ".self_attn."}}, "orig_to_new_substr"),
         ({"orig_to_new_suffix": {".w2": ".down"}}, "orig_to_new_suffix"),
         ({"orig_to_new_renamings": ["anything"]}, "orig_to_new_renamings"),
-        ({"orig_to_new_prefix": {"model.": ""}}, "takes a prefix off"),
+        ({"orig_to_new_prefix": {"model.": ""}}, "removes a prefix from"),
     ],
 )
 def test_other_renamings_are_refused(mapper: dict[str, object], told: str):
