@@ -44,6 +44,9 @@ INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 PIPE_CLOSED = 141
 """128 + SIGPIPE."""
+WAIT_POLICY = ("OMP_WAIT_POLICY", "PASSIVE")
+"""OpenMP reads it when torch is loaded. By default a thread that waits for another spins for milliseconds: beside any other
+process it then holds the core that the other thread needs, many times a layer. A passive one sleeps at once."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for wrong usage, an error's own `exit_code`, 130 when interrupted."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
+    os.environ.setdefault(*WAIT_POLICY)  # GOMP_SPINCOUNT goes before it, where the user has set that
     try:
         code = _run(argv)
         print(end="", flush=True)  # a closed pipe shows here, not at exit
