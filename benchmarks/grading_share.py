@@ -60,11 +60,11 @@ def kinds(folder: Path) -> tuple[Kind, ...]:
         f"chat:\n  examples:\n{PROGRAM.replace('  - ', '    - ').replace('    assistant', '      assistant')}"
     )
     return (
-        Kind("numeric", "recipes/quickstart.yaml", ("task.verifier.kind=numeric", "rollout.max_tokens=48")),
-        Kind("math", "recipes/quickstart.yaml", (f"task.verifier={ANSWER}", "rollout.max_tokens=48")),
+        Kind("numeric", "recipes/sums.yaml", ("task.verifier.kind=numeric", "rollout.max_tokens=48")),
+        Kind("math", "recipes/sums.yaml", (f"task.verifier={ANSWER}", "rollout.max_tokens=48")),
         Kind(
             "own function",
-            "recipes/quickstart.yaml",
+            "recipes/sums.yaml",
             (f"task.verifier={{kind: python, path: '{own}:grade'}}", "rollout.max_tokens=48"),
         ),
         Kind("code", "recipes/code.yaml", (str(chat), "rollout.max_tokens=64")),
