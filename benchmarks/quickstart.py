@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/quickstart.py
     .venv/bin/python benchmarks/quickstart.py --seeds 0 --steps 2 --set eval.items=8 --out /tmp/page.md
 
-Runs recipes/quickstart.yaml one after the other and writes into docs/quickstart.md, between its two comments: a table (accuracy on
-held-out questions before and after, McNemar's p, the metrics that left their healthy range, seconds), some replies, and a plot of
-the training reward. Runs that have finished are not made again.
+Runs recipes/quickstart.yaml one after the other and writes into docs/quickstart.md, between its two comments: a table (accuracy
+on held-out questions before and after, McNemar's p, the metrics that left their healthy range, seconds), some replies, and a plot
+of the training reward. Runs that have finished are not made again.
 """
 
 from __future__ import annotations
