@@ -56,6 +56,11 @@ class Visible(logging.Formatter):
         return visible(super().format(record))
 
 
+WAIT_POLICY = ("OMP_WAIT_POLICY", "PASSIVE")
+"""OpenMP reads it when torch is loaded. By default a thread that waits for another spins for milliseconds: beside any other
+process it then holds the core that the other thread needs, many times a layer. A passive one sleeps at once."""
+
+
 class Parser(argparse.ArgumentParser):
     """Names the nearest choice when a word is not one of the choices."""
 
@@ -73,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
+    os.environ.setdefault(*WAIT_POLICY)  # GOMP_SPINCOUNT goes before it, where the user has set that
     try:
         code = _run(argv)
         print(end="", flush=True)  # a closed pipe is noticed here, not at exit

@@ -49,6 +49,31 @@ def test_starting_loads_nothing_heavy() -> None:
     assert result.stdout.splitlines()[-1] == "0 []", result.stderr
 
 
+@pytest.mark.parametrize(
+    ("by_user", "found"),
+    [
+        ({}, "PASSIVE None"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE 7"),
+    ],
+)
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    by_user: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP reads the variables when torch is loaded; a child process inherits them."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+        if name in by_user:
+            monkeypatch.setenv(name, by_user[name])
+    child = "import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
+    code = (
+        "import subprocess, sys; from lockstep.cli import main; main(['config', 'check', 'smoke'])\n"
+        f"print('torch' in sys.modules, flush=True); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    result = shell(code=code)
+    assert result.stdout.splitlines()[-2:] == ["False", found], result.stderr
+
+
 def test_version_goes_to_stdout() -> None:
     result = shell("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"lockstep {lockstep.__version__}\n", "")

@@ -29,6 +29,8 @@ PACKAGES = (
 SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}")
 GIT_SECONDS = 20
 CHANGED_SHOWN = 50
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Environment variables on which the speed of a run depends."""
 
 
 def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def _torch() -> dict[str, Any]:
     properties = [torch.cuda.get_device_properties(device) for device in devices]
     return {
         "threads": torch.get_num_threads(),
+        "openmp": {name: os.environ[name] for name in OPENMP if name in os.environ},
         "gpu": [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in properties],
         "cuda": torch.version.cuda,
     }

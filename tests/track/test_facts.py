@@ -70,8 +70,9 @@ def test_secrets_on_the_command_line_are_masked_and_settings_are_not(words: list
     assert mask(words) == shown
 
 
-def test_facts_are_json_and_hold_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_json_and_hold_of_the_environment_what_openmp_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PRIVATE_SETTING", "do-not-write-this-down")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     facts = manifest_facts(["lockstep", "train", "--token", "hush"])
     text = json.dumps(facts, allow_nan=False)
     assert "do-not-write-this-down" not in text
@@ -80,6 +81,7 @@ def test_facts_are_json_and_hold_no_environment(monkeypatch: pytest.MonkeyPatch)
     assert facts["packages"]["torch"]
     assert facts["cpu"]["threads"] >= 1
     assert facts["threads"] >= 1
+    assert facts["openmp"]["OMP_WAIT_POLICY"] == "ACTIVE"
     assert facts["python"].startswith("CPython 3")
 
 
