@@ -8,6 +8,7 @@ prompt of each turn begins with exactly the ids that were sampled and observed s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -240,7 +241,9 @@ class _Table:
         episode.ids += completion.ids
         episode.logprobs += completion.logprobs
         episode.trained += [True] * len(completion.ids)
+        began = time.perf_counter()
         episode.text, answer = self._chat.read(completion.ids)
+        self._grader.held += time.perf_counter() - began
         if episode.runner is None:
             self._grader.submit(key, episode.prompt, answer)
             return
