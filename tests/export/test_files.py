@@ -37,3 +37,16 @@ def test_a_model_whose_own_code_may_have_run_is_refused(coded: Path, tmp_path: P
     (tmp_path / "out").mkdir()
     with pytest.raises(ExportError, match="Python code of its own"):
         copy_model_files(coded, tmp_path / "out", "float32", whole=True, own_code=True)
+
+
+def test_settings_of_the_machine_that_wrote_a_config_are_left_out(coded: Path, tmp_path: Path) -> None:
+    """Plain readers of the export would follow them."""
+    config = json.loads((coded / "config.json").read_text())
+    kernels = {"_attn_implementation": "some-org/some-kernels"}
+    (coded / "config.json").write_text(json.dumps(config | kernels | {"text_config": kernels | {"vocab_size": 640}}))
+    (tmp_path / "out").mkdir()
+    changed = copy_model_files(coded, tmp_path / "out", "float32", whole=True)
+    assert any(one.startswith("_attn_implementation: removed") for one in changed)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "_attn_implementation" not in written
+    assert written["text_config"] == {"vocab_size": 640}

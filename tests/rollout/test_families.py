@@ -70,7 +70,9 @@ def test_longrope_ends_at_its_original_context():
     """Beyond it all of a sequence would have other frequencies, and so would shorter ones beside it."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0, "rope_type": "longrope"}
     original = {"original_max_position_embeddings": 24}
-    config = hf.Phi3Config(**(SMALL | original | {"rope_parameters": factors | original, "max_position_embeddings": 96}))
+    config = hf.Phi3Config(
+        **(SMALL | original | {"rope_parameters": factors | original, "max_position_embeddings": 96})
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reference = hf.Phi3ForCausalLM(config).eval()
