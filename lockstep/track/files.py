@@ -44,7 +44,10 @@ def require_plain(folder: Path, *, skip: frozenset[str] = frozenset()) -> None:
     """Raise RunDirectoryError if anything below `folder` is neither folder nor plain file; those in `skip` are not entered."""
     for inner, folders, names in os.walk(folder):
         for name in (*folders, *names):
-            mode = (Path(inner) / name).lstat().st_mode
+            try:
+                mode = (Path(inner) / name).lstat().st_mode
+            except FileNotFoundError:  # a run that is going on removes and renames
+                continue
             if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
                 raise _not_plain(Path(inner) / name)
         if Path(inner) == folder:

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,24 @@ def test_an_output_that_is_full_ends_the_printing_and_not_the_run(tmp_path: Path
     assert lines[0] == "one"
     assert "No space left on device" in lines[1]
     assert lines[2] == "two"
+
+
+def test_a_run_whose_files_come_and_go_is_read(run: Path) -> None:
+    """Another process writes there: between listing a folder and looking at a file, the file may be renamed or removed."""
+    over = threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            for number in range(200):
+                (run / "rollouts" / f".{number}.tmp").touch()
+            for number in range(200):
+                (run / "rollouts" / f".{number}.tmp").unlink()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(100):
+            RunDirectory.open(run)
+    finally:
+        over.set()
+        thread.join()
