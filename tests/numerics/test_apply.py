@@ -42,6 +42,18 @@ def test_a_quantised_model_is_the_one_written_out(family: str, numeric: str):
     assert torch.equal(logits_of(model, IDS), before)
 
 
+def test_a_numeric_ends_with_its_block():
+    model = plain("llama")
+    before, numerics = logits_of(model, IDS), numerics_of(model)
+    numerics.prepare("mxfp4-w4a4")
+    with numerics.computing("mxfp4-w4a4"):
+        assert not torch.equal(logits_of(model, IDS), before)
+        with numerics.computing(""):
+            assert torch.equal(logits_of(model, IDS), before)
+        assert not torch.equal(logits_of(model, IDS), before)
+    assert torch.equal(logits_of(model, IDS), before)
+
+
 def test_targets_are_counted_once_with_adapters_too():
     """A layer under PEFT is a wrapper and what it wraps: both would be twice the layers."""
     names = {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in _parts()}
