@@ -48,9 +48,7 @@ def from_json(kind: type[Record], value: object) -> Record:
 
 @cache
 def reader(kind: Any) -> Reader:
-    """Return the function that reads a value of this type. It is made once for each type: records of thousands of items are
-    read.
-    """
+    """Return the function that reads a value of this type. Made once per type: records of thousands of items are read."""
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _record_reader(kind)

@@ -103,9 +103,7 @@ class Mismatch:
         )
 
     def metrics(self) -> Metrics:
-        """Return metrics as named in docs/metrics.md; nothing without tokens. The share of effective samples is (Σ w)² / (N Σ
-        w²).
-        """
+        """Return metrics of docs/metrics.md; nothing without tokens. The share of effective samples is (Σ w)² / (N Σ w²)."""
         if not self.tokens:
             return {}
         return {name: total / self.tokens for name, total in self.sums.items()} | {

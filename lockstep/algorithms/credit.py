@@ -127,9 +127,7 @@ def _counted(reply: TrainSequence) -> tuple[bool, ...]:
 
 
 def _token_rewards(reply: TrainSequence, reward: float, trained_T: Sequence[bool]) -> list[float]:
-    """Return rewards per token: minus the penalty at each trained token, each turn's reward at its end, the rest at the last
-    token.
-    """
+    """Return rewards per token: minus the penalty at each trained token, each turn's reward at its end, the rest at the last."""
     penalties_T = reply.penalties or (0.0,) * len(trained_T)
     rewards_T = [-penalty if trained else 0.0 for penalty, trained in zip(penalties_T, trained_T, strict=True)]
     last = next((t for t in range(len(rewards_T) - 1, -1, -1) if trained_T[t]), None)

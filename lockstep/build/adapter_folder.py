@@ -50,9 +50,7 @@ def find_adapter(path: Path) -> AdapterTarget | None:
 
 
 def refuse_sharded(path: Path) -> None:
-    """Raise CheckpointError for a folder of training shards: nothing here reads them, and one part must not pass for
-    the whole.
-    """
+    """Raise CheckpointError for a folder of training shards: nothing here reads them."""
     for place in (path, path / "actor", path / "model", *sorted(path.glob("global_step*"))[-1:]):
         for pattern, (whose, imported) in SHARDS.items():
             if files := sorted(place.glob(pattern)):

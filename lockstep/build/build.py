@@ -62,9 +62,7 @@ def prepare_for_engine(recipe: Recipe) -> None:
 
 
 def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
-    """Load the model with its adapter, and the start weights of a warm start. `replaced`: a checkpoint holds every weight
-    anyway.
-    """
+    """Load the model with its adapter, and a warm start's weights. `replaced`: a checkpoint holds every weight."""
     parent = None if replaced else find_parent(recipe)
     prepare_for_engine(recipe)
     device = choose_device(recipe.device)
@@ -127,9 +125,7 @@ def build_engine(
 
 
 def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
-    """Build the transport of the policy's weights to its engine. vLLM has no adapters: they are merged into the weights that
-    are sent.
-    """
+    """Build the transport of the policy's weights to its engine. vLLM has no adapters: they are merged."""
     merges = recipe.rollout.engine == "vllm" and recipe.adapter.kind != "none"
 
     def rounding(sequences: Sequence[TokenIds]) -> float:

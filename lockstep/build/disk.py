@@ -25,9 +25,7 @@ from lockstep.types import Metrics
 
 
 def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
-    """Forecast the disk space; None if sizes are unknown before the first step: an unknown model, or a user's optimizer or
-    method.
-    """
+    """Forecast the disk space; None for an unknown model, or a user's optimizer or method."""
     if isinstance(recipe.optimizer, PythonOptimizer) or recipe.adapter.kind == "peft":
         return None
     try:
@@ -49,9 +47,7 @@ def disk_metrics(run: Path) -> Metrics:
 
 
 def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
-    """Print the forecast. Raises DoesNotFitError if it does not fit; files that the run has written already count as
-    its own.
-    """
+    """Print the forecast. Raises DoesNotFitError if it does not fit; existing files of the run count as its own."""
     plan = forecast(recipe, resolve(recipe.model).path)
     if plan is None:
         return

@@ -81,9 +81,7 @@ def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
 
 
 def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
-    """Return prediction and error of a GPU's peak so far, and once a warning if the plan is off. `trained`: steps since the
-    start.
-    """
+    """Return prediction and error of a GPU's peak so far, and a warning if the plan is off. `trained`: steps since the start."""
     if plan is None or plan.job.device != "cuda" or trained < CHECKED_STEP:
         return {}, ""
     peak = torch.cuda.max_memory_allocated()

@@ -88,9 +88,7 @@ def find_checkpoint(name: str) -> CheckpointInfo:
 
 
 def find_parent(recipe: Recipe) -> Parent | None:
-    """Return the checkpoint that a recipe starts from, back to full training. Raises CheckpointError if it does not fit the
-    recipe's adapter.
-    """
+    """Return a recipe's start, back to full training. Raises CheckpointError if it does not fit the recipe's adapter."""
     if recipe.warm_start is None:
         return None
     parent = _read(recipe.warm_start)

@@ -91,9 +91,7 @@ class ChatFormat:
             raise ChatError(error.what, where=f"prompt {prompt.id}, {error.where}", fix=error.fix) from error
 
     def doubtful(self, prompt: Prompt, room: float) -> bool:
-        """Return whether a prompt's own text may make `render` refuse it or take more than `room` ids; it has no more ids than
-        bytes.
-        """
+        """Return whether `render` may refuse a prompt's own text or need more than `room` ids; ids are never more than bytes."""
         text = "\n".join(message["content"] for message in prompt.messages)
         spelled = self._control is not None and self._control.search(text) is not None
         return spelled or len(text.encode("utf-8", "surrogatepass")) > room

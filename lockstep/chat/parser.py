@@ -18,9 +18,7 @@ _SEGMENT = re.compile(r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|me
 
 
 def parser_of(template: str) -> Parser:
-    """Return the parser for replies to prompts of this chat template: harmony channels (gpt-oss), think tags (Qwen3, R1), or
-    none.
-    """
+    """Return the parser for replies under this chat template: harmony channels (gpt-oss), think tags (Qwen3, R1), or none."""
     if CHANNEL in template:
         return "harmony"
     return "think" if CLOSE in template or OPEN in template else "none"
@@ -32,9 +30,7 @@ def opens_thought(prompt: str) -> bool:
 
 
 def answer_of(text: str, parser: Parser, *, opened: bool = False) -> str:
-    """Return the part of a reply, control tokens included, that a verifier sees. `opened`: the prompt ended within a
-    thought.
-    """
+    """Return the part of a reply, control tokens included, that a verifier sees. `opened`: the prompt ended within a thought."""
     match parser:
         case "none":
             return text
@@ -55,9 +51,7 @@ def _after_thoughts(text: str, *, opened: bool) -> str:
 
 
 def _final_channel(text: str) -> str:
-    """Return the messages of the channel `final`; for a reply without any channel its whole text before the next
-    control token.
-    """
+    """Return the messages of the channel `final`; without any channel the whole text before the next control token."""
     if CHANNEL not in text:
         return _SEGMENT_END.split(text.rpartition(MESSAGE)[2], maxsplit=1)[0].strip()
     finals = [match.end() for match in _SEGMENT.finditer(text) if match[1] == FINAL]

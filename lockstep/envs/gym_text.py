@@ -78,9 +78,7 @@ class GymText:
 
 
 def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
-    """Return a function that makes the environment. Raises TaskError for a missing one, or one whose spaces cannot be put into
-    words.
-    """
+    """Return the environment's maker. Raises TaskError for a missing one, or one whose spaces cannot be put into words."""
     gymnasium = _gymnasium()
     factory: Callable[..., Any]
     if ".py:" in settings.env:

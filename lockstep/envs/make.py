@@ -1,6 +1,4 @@
-"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it loads no data and no
-torch.
-"""
+"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it loads no data and no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Seeded:
 
 
 def env_maker(settings: schema.Task) -> Make:
-    """Return the function that makes the environments of a task. Raises TaskError if the code or game that it names is
-    missing.
-    """
+    """Return the function that makes the environments of a task. Raises TaskError for missing code or games."""
     match settings:
         case schema.ToolTask():
             tools = build_tools(settings.tools)

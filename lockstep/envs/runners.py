@@ -115,9 +115,7 @@ class ProcessRunner:
     """
 
     def __init__(self, settings: BaseModel, seconds: float) -> None:
-        """Start the process. `settings` are the task's, as the process reads them. Raises TaskError if the task's code cannot
-        be imported.
-        """
+        """Start the process with the task's settings. Raises TaskError if the task's code cannot be imported."""
         self._settings, self._seconds = settings.model_dump_json(), seconds
         self._open: dict[str, _Episode] = {}
         self._waiting: deque[tuple[str, list[bytes]]] = deque()
@@ -230,9 +228,7 @@ class ProcessRunner:
                 self._send(episode, message)
 
     def _hand_over(self, channel: socket.socket) -> None:
-        """Fork a process for the channel; if the forking process was killed, by the kernel for example, start a new
-        one first.
-        """
+        """Fork a process for the channel; if the forking process was killed, start a new one first."""
         assert self._control is not None
         try:
             socket.send_fds(self._control, [b"."], [channel.fileno()])

@@ -11,9 +11,7 @@ from lockstep.types import Message, Turn
 
 
 class ToolEnv:
-    """Episode with tools; it has no state between replies. Bad calls and tools that raise are reported to the model and
-    counted, never fatal.
-    """
+    """Episode with tools; it has no state between replies. Failed calls are reported to the model and counted."""
 
     def __init__(self, tools: Mapping[str, Tool], format: Format) -> None:
         self._tools, self._format = tools, format

@@ -1,6 +1,4 @@
-"""Wrong replies for a person to read: was the answer wrong, or was it read wrongly? A score cannot be better than its
-parser.
-"""
+"""Wrong replies for a person to read: was the answer wrong, or was it read wrongly? A score cannot be better than its parser."""
 
 from __future__ import annotations
 

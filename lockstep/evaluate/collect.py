@@ -1,6 +1,4 @@
-"""Collection of score files that a user names: a file, a run or a folder of them. Reads no more of each than a comparison
-needs.
-"""
+"""Score files that a user names: a file, a run or a folder of them. Reads only the part that a comparison needs."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ def records_of(name: str) -> list[Record]:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Return the record of the last step for each task and mode. Raises EvaluationError if there are two that differ in
-    conditions.
-    """
+    """Return the record of the last step for each task and mode. Raises EvaluationError if two differ in conditions."""
     last: dict[tuple[str, str], int] = {}
     for record in records:
         last[record.key] = max(record.brief.score.step, last.get(record.key, 0))

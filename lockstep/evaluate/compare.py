@@ -64,9 +64,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the weights. Other models may be compared, since that is the question; otherwise different conditions
-        allow no verdict.
-        """
+        """Verdict on the weights. Different conditions allow none, except between models."""
         if set(self.mismatched) - {"model"}:
             return Verdict.CONDITIONS
         return verdict_of(self.difference, self.p)

@@ -128,9 +128,7 @@ class Headroom:
 
 
 def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
-    """Measure the headroom. Raises EvaluationError with fewer than two samples per item, or if no item has all its samples
-    scored.
-    """
+    """Measure the headroom. Raises EvaluationError below two samples per item, or if no item has all samples scored."""
     if samples < 2:
         raise EvaluationError("headroom needs at least 2 samples an item", where="headroom", fix="draw 8 or more")
     marks = [[bool(r.correct) for r in replies if r.correct is not None] for replies in by_item(results).values()]

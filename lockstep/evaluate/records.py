@@ -27,9 +27,7 @@ from lockstep.types import Conditions, Score
 
 FORMAT = "lockstep.score"
 VERSION = 2
-"""Version of the format. Version 1 had neither reasoning effort, suffix, estimates nor methods; it is read with None
-for these.
-"""
+"""Version of the format. Version 1 lacks reasoning effort, suffix, estimates and methods; they are read as None."""
 _HEAD = re.compile(rb'\{"format": "lockstep\.score", "version": 2, "sha256": "([0-9a-f]{64})",\n')
 _PARTS = (b'"score": ', b'"brief": ', b'"results": ')
 
@@ -168,9 +166,7 @@ def _older(raw: bytes, path: Path) -> Score:
 
 
 def _upgraded(payload: Any) -> Score:
-    """Return a score of version 1 in the present fields: missing ones are None or empty, its estimate is computed from its
-    marks.
-    """
+    """Return a score of version 1 in the present fields: missing ones are None or empty, its estimate follows from its marks."""
     if not isinstance(payload, dict):
         raise CodecError("expected fields", ".Score")
     conditions, results = payload.get("conditions"), payload.get("results")

@@ -33,9 +33,7 @@ class Chosen:
 
 
 def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
-    """Return the linear layers that `targets` means. Raises ModelError for a name or expression that matches none, or
-    the head.
-    """
+    """Return the linear layers that `targets` means. Raises ModelError if one matches none, or the head."""
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     experts = experts_of(model)

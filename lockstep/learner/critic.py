@@ -136,9 +136,7 @@ class TorchCritic:
 
     @torch.no_grad()
     def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Continue where `counters` and `tensors` were saved, to the bit. Raises CheckpointError for those of another
-        critic.
-        """
+        """Continue where `counters` and `tensors` were saved, to the bit. Raises CheckpointError for those of another critic."""
         saved = {n.removeprefix(_WEIGHT): t for n, t in tensors.items() if n.startswith(_WEIGHT)}
         own = self.weights()
         wrong = {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}

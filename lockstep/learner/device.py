@@ -36,9 +36,7 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks: if they went back to the system, each new tensor would cost page faults for its whole
-    size.
-    """
+    """Make glibc keep large freed blocks: otherwise each new tensor costs page faults for its whole size."""
     if sys.platform != "linux":
         return
     try:

@@ -317,9 +317,7 @@ def _logprobs(model: nn.Module, packed: Packed, temperature: float) -> Tensor:
 def plain_logprobs(
     model: nn.Module, sequences: Sequence[TokenIds], tokens_per_microbatch: int
 ) -> list[tuple[float, ...]]:
-    """Return the log-probability of every token but the first of each sequence at temperature 1, by the forward pass of
-    training.
-    """
+    """Return log-probabilities of all tokens but each sequence's first, at temperature 1, by training's forward pass."""
     plain = [as_sequence(ids, group) for group, ids in enumerate(sequences)]
     device = next(base_model(model).parameters()).device
     packed_streams = streams(plain, tokens_per_microbatch, share_prompts=False, device=device)

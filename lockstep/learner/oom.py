@@ -95,9 +95,7 @@ def _fitting(run: Callable[[Packed], T], packed: Packed, where: str) -> T:
 
 
 def _middle(order: Sequence[int], repack: Callable[[Sequence[int]], Packed]) -> int:
-    """Return where to split the sequences so that the larger part has as few tokens as possible: their lengths may
-    differ much.
-    """
+    """Return where to split the sequences so that both parts have similar numbers of tokens; lengths may differ much."""
 
     def tokens(place: int) -> tuple[int, int]:
         return repack(order[:place]).tokens, repack(order[place:]).tokens

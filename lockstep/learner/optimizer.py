@@ -123,9 +123,7 @@ class MasterOptimizer:
                 inner.optimizer.state[master] = dict(_live(k, t, inner, master) for k, t in kept[name].items())
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
-        """Check names and shapes: the state before the first step holds at most masters, any other holds everything, in the
-        parameters' shapes.
-        """
+        """Check names and shapes: the state before the first step holds at most masters, any other everything."""
         masters = {f"master.{name}" for name, master in self._masters.items() if master is not self._parameters[name]}
         kept = state.keys() - masters
         if any(inner.keys is None for inner in self._inner):  # a user's optimizer must cover these parameters

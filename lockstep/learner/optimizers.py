@@ -164,9 +164,7 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
 
 
 def checked_settings(found: type, settings: PythonOptimizer) -> dict[str, Any]:
-    """Return the settings with the types of the class's signature, which is their only definition. Raises LearnerError with
-    every mistake.
-    """
+    """Return the settings with the types of the class's signature. Raises LearnerError with every mistake."""
     parameters = inspect.signature(found).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = get_type_hints(found.__init__)  # type: ignore[misc]  # of a class, not of an instance

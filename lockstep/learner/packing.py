@@ -169,9 +169,7 @@ def streams(
 
 
 def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    """Return per-token lists of a micro-batch's sequences, without the tokens that have no loss, as a tensor [R] like
-    `like`.
-    """
+    """Return per-token lists of a micro-batch's sequences, for tokens with loss only, as a tensor [R] like `like`."""
     kept: list[npt.NDArray[np.float64]] = [np.empty(0)]
     for row, sequence in zip(values, sequences, strict=True):
         if len(row) != len(sequence.trained):
@@ -185,9 +183,7 @@ def per_token(sequences: Sequence[TrainSequence], values: Sequence[Sequence[floa
 def number_tokens(
     sequences: Sequence[TrainSequence], packed_streams: Iterable[Packed], number: Callable[[Packed], Tensor]
 ) -> list[tuple[float, ...]]:
-    """Return one number per response token of each sequence (0 where not trained), from a function that returns [R] for a
-    stream.
-    """
+    """Return one number per response token (0 where not trained), from a function that returns [R] for a stream."""
     result: list[tuple[float, ...]] = [()] * len(sequences)
     queued = [(packed.order, number(packed)) for packed in packed_streams]  # avoids a wait for the GPU in between
     for order, values_R in queued:

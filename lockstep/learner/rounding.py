@@ -1,6 +1,4 @@
-"""Effect of bf16 rounding alone on a model's log-probabilities: a lower bound on the difference between two engines with other
-kernels.
-"""
+"""Effect of bf16 rounding on a model's log-probabilities: a lower bound for the difference of two engines."""
 
 from __future__ import annotations
 

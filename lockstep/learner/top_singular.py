@@ -94,9 +94,7 @@ def _subspace(gram_NSS: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _columns(size: int, rank: int) -> int:
-    """Return the columns of the subspace: more than the rank, so that the last wanted value is far from the first one
-    cut off.
-    """
+    """Return the columns of the subspace: more than the rank, so that the last wanted value is far from the first dropped one."""
     return min(size, rank + max(16, rank))
 
 

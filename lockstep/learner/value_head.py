@@ -123,9 +123,7 @@ class ValueTraining:
         }
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
-        """Continue where `counters` and the optimizer's tensors were saved. Raises CheckpointError if they belong to other
-        parameters.
-        """
+        """Continue where `counters` and the optimizer's tensors were saved. Raises CheckpointError for other parameters."""
         self.optimizer.restore(optimizer)
         self.optimizer_step, self.skipped = counters["optimizer_step"], counters["skipped"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]

@@ -103,9 +103,7 @@ def _sampled_by(sequence: TrainSequence) -> tuple[float, ...]:
 
 
 def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.0) -> tuple[float, ...]:
-    """Return the divergence from the reference per response token, times `coef`, 0 where not trained; empty if it was not
-    compared.
-    """
+    """Return the divergence from the reference per response token, times `coef`, 0 where not trained; empty if not compared."""
     if sequence.ref_logprobs is None:  # it carries no loss
         return ()
     return reward_penalties(

@@ -15,9 +15,7 @@ from lockstep.tasks.mixed import Mixed
 from lockstep.types import Group, Metrics, Prompt, Task
 
 MARGIN = 1.5
-"""Factor on the number of prompts that a further round would need at the acceptance rate so far: one round too few costs a
-whole round.
-"""
+"""Factor on the number of prompts that a further round would need at the present acceptance rate; too few cost a round."""
 
 
 def draw_groups(

@@ -158,8 +158,8 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
 
 
 def _held_out(given: Sequence[Given], count: int) -> tuple[list[Given], list[Given], int]:
-    """Return the first `count` questions in the order of their hashes, one row each, then the rows of other questions, then
-    their overlap.
+    """Hold out the first `count` questions by hash, one row each. Returns training rows, these, and the number of other rows of
+    held-out questions.
     """
     first: dict[bytes, Given] = {}
     for one in given:

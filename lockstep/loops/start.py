@@ -48,9 +48,7 @@ from lockstep.types import Prompt
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
-    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory then records the
-    reason.
-    """
+    """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory records the reason."""
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)

@@ -116,9 +116,7 @@ def _batch(objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bo
 
 
 def merged(before: Metrics, after: Metrics) -> Metrics:
-    """Merge the metrics of a step's updates: sums for counts, maxima for tails, the first value for facts before the update,
-    else the last value.
-    """
+    """Merge metrics of a step's updates: counts add up, tails keep the maximum, AT_FIRST the first value, others the last."""
     result = dict(before)
     for name, value in after.items():
         if name not in before:

@@ -8,9 +8,7 @@ from lockstep.noise.targets import Targets
 
 
 def noise_lines(recipe: Recipe, targets: Targets) -> list[str]:
-    """Return the schedule, the norms, and the effect of the noise on the rollouts' log-probabilities. Needs a recipe with
-    noise.
-    """
+    """Return schedule, norms, and the effect of the noise on the rollouts' log-probabilities. Needs a recipe with noise."""
     noise = recipe.noise
     if noise is None:
         return []

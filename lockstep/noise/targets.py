@@ -70,9 +70,7 @@ def find_targets(model: nn.Module, noise: Noise) -> Targets:
 
 
 def norm_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the weights of all normalisation layers, sorted: modules whose class is called …Norm… and that have a vector
-    `weight`.
-    """
+    """Return the weights of all normalisation layers, sorted: modules of a class …Norm… with a vector `weight`."""
     found = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

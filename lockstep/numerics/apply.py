@@ -28,9 +28,7 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def numerics_of(model: nn.Module, scale: Scale = "floor", exclude: Sequence[str] = ()) -> ModelNumerics:
-    """Return the one object of a transformers model, with or without PEFT around it; it is created with these settings if
-    missing.
-    """
+    """Return the one object of a model, with or without PEFT around it; it is created with these settings if missing."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     there: ModelNumerics | None = base.__dict__.get(_ATTRIBUTE)
     if there is None:
@@ -130,9 +128,7 @@ class ModelNumerics:
 
     # --- operands -------------------------------------------------------------------------------------------------
     def operands(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return DQ(Q(x)) and DQ(Q(W)) of a target in the present numeric; None if it computes in the precision of its
-        weights.
-        """
+        """Return DQ(Q(x)) and DQ(Q(W)) of a target in the present numeric; None for the precision of the weights."""
         quantiser = self.quantiser(self._current)
         if quantiser is None:
             return None
@@ -239,9 +235,7 @@ class _Forward:
 
 
 def operands(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the quantised operands that a linear layer multiplies instead of x and its weight; None if it uses these
-    themselves.
-    """
+    """Return the quantised operands of a linear layer instead of x and its weight; None if it uses these themselves."""
     forward = layer.__dict__.get("forward")
     return forward.numerics.operands(forward.layer, x) if isinstance(forward, _Forward) else None
 

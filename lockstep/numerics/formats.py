@@ -51,9 +51,7 @@ def quantise_weight(
 
 
 def quantise_activation(x: Tensor, numeric: Numeric | str, *, scale: Scale = "floor") -> Tensor:
-    """Return DQ(Q(x)) in `numeric`, every row (token) by itself, including NVFP4's tensor scale: a token does not depend on its
-    neighbours.
-    """
+    """Return DQ(Q(x)) in `numeric`, every row (token) by itself, including NVFP4's tensor scale."""
     kind = parse(numeric).activations
     return x if kind is None else fake_quantise(x, kind, scale=scale, per_row=True)
 
@@ -152,9 +150,7 @@ def block_exponents(amax: Tensor, scale: Scale) -> Tensor:
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 2^exponent exactly, for exponents of E8M0, built from its bits: 2^-127 is subnormal in fp32 and pow may
-    flush it.
-    """
+    """Return 2^exponent exactly, for exponents of E8M0, built from its bits: 2^-127 is subnormal in fp32 and pow may flush it."""
     if dtype == torch.float64:
         return ((exponent.long() + 1023) << 52).view(torch.float64)
     bits = (exponent.int() + 127) << 23

@@ -58,9 +58,7 @@ def quantised_linear(
 
 
 class _StraightThrough(Function):
-    """Straight-through product. It stores x unquantised, which other layers store too, and quantises it again for the weight's
-    gradient.
-    """
+    """Straight-through product. It stores x unquantised, which is shared, and quantises it again for the weight's gradient."""
 
     @staticmethod
     def forward(

@@ -23,9 +23,7 @@ def grow_segments(environment: Mapping[str, str]) -> None:
 
 
 def fix_segments(environment: Mapping[str, str]) -> None:
-    """Make the allocator use blocks of fixed sizes from now on: growing segments have no handle that another process could
-    open.
-    """
+    """Use blocks of fixed sizes from now on: growing segments have no handle that another process could open."""
     _set(environment, grow=False)
 
 

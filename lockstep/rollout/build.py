@@ -12,9 +12,7 @@ from lockstep.types import RolloutEngine
 def native_engine(
     model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
 ) -> RolloutEngine:
-    """Return the paged and captured engine on a GPU; on a CPU the engine whose samples are bit-identical whatever else is
-    decoded.
-    """
+    """Return the paged and captured engine on a GPU; on a CPU the one whose samples are bit-identical in any batch."""
     if next(model.parameters()).device.type == "cuda":
         from lockstep.rollout.paged.engine import PagedEngine
 

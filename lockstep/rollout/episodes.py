@@ -211,9 +211,7 @@ class _Table:
         return self._request(episode)
 
     def _request(self, episode: Episode) -> Request:
-        """Return the request for the next reply. The samples of a group share the first one's prompt; later prompts are an
-        episode's own.
-        """
+        """Return the request for the next reply. Samples of a group share the first prompt; later ones are an episode's own."""
         turn, room, key = len(episode.replies), episode.budget - len(episode.ids), episode.key
         tokens = room
         if episode.runner is not None and episode.limits.reply_tokens is not None:

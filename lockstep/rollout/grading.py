@@ -20,9 +20,7 @@ from lockstep.verifiers.base import CANCEL, unscored
 
 
 class AsyncGrader:
-    """Grades the replies of one round of sampling or one evaluation, by key. A context manager: leaving it drops ungraded
-    replies.
-    """
+    """Grades the replies of one round of sampling or one evaluation, by key. Leaving its context drops ungraded replies."""
 
     def __init__(self, task: BuiltTask) -> None:
         self._task = task

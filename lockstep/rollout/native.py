@@ -125,9 +125,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Return the log-probability of every token but the first, at temperature 1; half of them through cached keys and
-        values.
-        """
+        """Return log-probabilities of all tokens but the first, at temperature 1; half of them through cached keys and values."""
         return [self._score(ids) for ids in sequences]
 
     def load(self, weights: WeightStream, version: int) -> None:

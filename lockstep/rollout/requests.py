@@ -65,9 +65,7 @@ def check_adapter(model: nn.Module, adapter: str | None) -> None:
 
 @contextmanager
 def closing_on_error(engine: Closing) -> Iterator[None]:
-    """Make the engine drop all requests after an error: a partial result is not a sample. An interrupted read is not
-    an error.
-    """
+    """Make the engine drop all requests after an error: partial results are no samples. An interrupted read is not an error."""
     try:
         yield
     except GeneratorExit:

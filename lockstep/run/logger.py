@@ -49,9 +49,7 @@ class RunLogger:
         self.writer.step(step, metrics, proof)
 
     def at_start(self, step: int, metrics: Metrics, proof: Proof) -> None:
-        """Log the evaluation of the weights that the attempt began with: row 0, or the part of a step's row that a stop left
-        out.
-        """
+        """Log the evaluation of the weights that the attempt began with: row 0, or the rest of a step's row after a stop."""
         row = next((row for row in read_metrics(self.run) if row.step == step), None)
         before = row.metrics if row and step else {}
         if not metrics.keys() <= before.keys():

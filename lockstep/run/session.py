@@ -92,9 +92,7 @@ class Session:
 
     @contextmanager
     def before_update(self, step: int) -> Iterator[None]:
-        """Guard a block in which no weight changes: if the run must stop there, the weights of `step` trained steps are saved
-        first.
-        """
+        """Guard a block in which no weight changes: if the run must stop there, the weights of `step` are saved first."""
         try:
             yield
         except HealthStop:

@@ -13,9 +13,7 @@ from lockstep.types import Proof
 
 
 def base_fingerprint(model: nn.Module, proof: Proof) -> str:
-    """Return the fingerprint of the start of training: for an adapter the base alone, since its own start depends on
-    the seed.
-    """
+    """Return the fingerprint of training's start: for an adapter the base alone, since its start depends on the seed."""
     facts = facts_of(model)
     return proof.fingerprint if facts is None else facts.base.fingerprint
 

@@ -1,6 +1,4 @@
-"""Score the targets that a user names: their sets and modes, optionally the base of each, stored as records. It never
-trains.
-"""
+"""Score the targets that a user names: their sets and modes, optionally the base of each. It never trains."""
 
 from __future__ import annotations
 
@@ -178,9 +176,7 @@ def _score(
 
 
 def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> tuple[Score, ...]:
-    """Return one score per set and mode for the weights of `proof`; with `reuse`, stored ones under identical conditions are
-    kept.
-    """
+    """Return one score per set and mode for the weights of `proof`; with `reuse`, stored ones with equal conditions stay."""
     from lockstep.run.evaluation import computing
 
     session, recipe, scores = measuring.session, measuring.target.recipe, []
@@ -297,9 +293,7 @@ def _home(
 
 
 def _free(path: Path, conditions: Conditions) -> Path:
-    """Return the path, or one in a separate folder if a score under other conditions is there. Raises the errors of
-    read_brief.
-    """
+    """Return the path, or one in a separate folder if it holds another score. Raises the errors of read_brief."""
     from lockstep.evaluate.records import read_brief
 
     if not path.exists() or read_brief(path).score.conditions == conditions:
@@ -346,9 +340,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def file_name(target: Target, mode: str, step: int, *, base: bool = False) -> str:
-    """Return a file name. Example: "mine_step_000040_greedy.json". The base of an adapter, which may have no step, is named as
-    such.
-    """
+    """Return a file name. Example: "mine_step_000040_greedy.json". An adapter's base is named as such."""
     if target.name:
         name = target.name
     elif target.run is not None:

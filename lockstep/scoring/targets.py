@@ -306,9 +306,7 @@ class EvalSession:
 
 
 def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
-    """Return the weights of a checkpoint, not yet in place. Raises EvaluationError if they do not match this model or their
-    record.
-    """
+    """Return the weights of a checkpoint, not yet in place. Raises EvaluationError if they differ from model or record."""
     from lockstep.build.build import adopt
     from lockstep.build.warm_start import read_weights
     from lockstep.models.weights import named_weights
@@ -358,9 +356,7 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
 
 
 def build_eval_session(recipe: Recipe, *, replaced: bool = False) -> EvalSession:
-    """Load model and task of a recipe. Raises LockstepError for anything that would fail later. `replaced` as in
-    build_policy.
-    """
+    """Load model and task of a recipe. Raises LockstepError for anything that would fail later. `replaced` as in build_policy."""
     from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync
     from lockstep.learner.execution import execution_of
 

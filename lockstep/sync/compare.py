@@ -43,9 +43,7 @@ class Mismatch:
 
 
 def compare(learner: Fingerprints, engine: Fingerprints, previous: Fingerprints | None = None) -> tuple[Mismatch, ...]:
-    """Return the tensors in which `engine` differs from `learner`, by name. `previous` is the last proof's, to recognise a
-    stale tensor.
-    """
+    """Return the tensors in which the sides differ, by name. `previous` is the last proof's, to recognise a stale tensor."""
     known = previous.tensors if previous else {}
     names = sorted(learner.tensors.keys() | engine.tensors.keys())
     faults = (_fault(name, learner.tensors.get(name), engine.tensors.get(name), known.get(name)) for name in names)

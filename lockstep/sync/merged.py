@@ -69,9 +69,7 @@ def merged_names(frozen: frozenset[str], names: frozenset[str]) -> frozenset[str
 
 @dataclass(slots=True)
 class MergedLearner:
-    """A learner whose weights() are merged; everything else is the learner's. Made for one push: `version` is the learner's
-    then.
-    """
+    """A learner whose weights() are merged. Made for one push: `version` is the learner's then."""
 
     learner: Learner
     version: int

@@ -23,9 +23,7 @@ Numerics: TypeAlias = Literal["fp32", "bf16"]
 TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03}
 """Largest mean |Δ log-probability| of a probe. Synced dense bf16 models show 0.010-0.018, unsynced 0.2 (TRL issue 5312)."""
 ROUNDINGS = 2.0
-"""Tolerance factor for an engine with other kernels: allowed distance from the learner, relative to the model's own rounding
-noise.
-"""
+"""Tolerance factor for an engine with other kernels, relative to the model's own rounding noise."""
 PROBE_KEY = 0x70726F6265  # "probe"
 
 
@@ -160,9 +158,7 @@ def _look_at(engine: RolloutEngine, names: Sequence[str]) -> WeightStream:
 
 
 def _identity(learner: Learner, readers: Readers, compared: Fingerprints) -> Fingerprints:
-    """Return fingerprints of the weights as a checkpoint holds them: merging an adapter does not change the identity of a
-    model.
-    """
+    """Return fingerprints of the weights as a checkpoint holds them: merging an adapter does not change them."""
     if readers.identity is None or not isinstance(learner, MergedLearner):
         return compared
     return readers.identity.read(learner.learner.weights())

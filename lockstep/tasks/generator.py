@@ -29,9 +29,7 @@ ITEM_SECONDS = 20.0
 CHUNK = 500
 """Questions per generator; the next chunk has another seed. Some generators prepare this many when they are created."""
 PATIENCE = 2000
-"""Number of draws without a new question, or 20 for each one found if that is more, after which the questions are considered
-exhausted.
-"""
+"""Draws without a new question, or 20 for each one found if that is more, before the questions count as exhausted."""
 
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
 """Metadata keys that hold one right answer in data sets with several."""

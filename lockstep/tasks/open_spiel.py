@@ -200,9 +200,7 @@ class SpielGames(SpielStates):
 
     @cached_property
     def _runner(self) -> Runner:
-        """Return a runner in this process for an opponent that moves in microseconds, a separate one if it searches or is
-        user-defined.
-        """
+        """Return a runner in this process for an opponent that moves in microseconds, a separate one for others."""
         if self.rival is not None:
             if self._sampler is None:
                 raise TaskError("its opponent was not loaded", where=_WHERE, fix="report this: seat() comes first")

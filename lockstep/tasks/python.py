@@ -37,17 +37,13 @@ class UserTask(VerifiedTask):
         self._held_out: dict[bytes, str] = {}
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        """Return the prompts of a step. Raises TaskError unless the task gives `size` different prompts, none of them held out
-        before.
-        """
+        """Return a step's prompts. Raises TaskError unless the task gives `size` different prompts, none of them held out."""
         prompts = self._prompts(lambda: self._task.batch(step, size), f"batch({step}, {size})", size)
         self._refuse_shared(prompts, self._asked, self._held_out, "held out")
         return prompts
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        """Return held-out prompts. Raises TaskError unless the task gives `size` different prompts, none of them trained on
-        before.
-        """
+        """Return held-out prompts. Raises TaskError unless the task gives `size` different prompts, none of them trained on."""
         prompts = self._prompts(lambda: self._task.heldout(role, size), f"heldout({role!r}, {size})", size)
         self._refuse_shared(prompts, self._held_out, self._asked, "trained on")
         return prompts

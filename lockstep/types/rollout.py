@@ -60,9 +60,7 @@ class Turn:
     done: bool = False
     """True if the episode ends here; no further reply is asked for."""
     answer: bool = False
-    """True if the reply was the final answer to the prompt's question: the task's `grade` adds its reward and metrics, and the
-    episode ends.
-    """
+    """True if the reply was the final answer to the prompt's question: the task's `grade` adds its reward; the episode ends."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, summed over the episode. `correct`, if any turn has it, means that the episode was solved."""
     extracted: str | None = None
@@ -153,9 +151,7 @@ class Rollout:
     prefix: int = 0
     """Number of leading prompt tokens that all prompts of the recipe share."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Rewards credited turn by turn: index of each reply's last token, and its reward. Empty: all reward is credited at the
-    end.
-    """
+    """Rewards credited turn by turn: index of each reply's last token, and its reward. Empty: all at the end."""
     turns: int = 0
     """Number of replies of an episode with an environment; 0 for a question with one reply."""
     cut: Literal["", "turns", "timeout", "error"] = ""

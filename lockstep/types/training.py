@@ -54,9 +54,7 @@ class Batch:
     kl_coef: float = 0.0
     """Current weight of the KL penalty, as set by the controller."""
     supervised: bool = False
-    """True if the replies were given, not sampled: there are no rollout log-probabilities, no advantages, and entropies are not
-    needed.
-    """
+    """True if the replies were given, not sampled: no rollout log-probabilities, no advantages, no entropies needed."""
 
 
 @dataclass(frozen=True, slots=True)

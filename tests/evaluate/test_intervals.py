@@ -62,7 +62,7 @@ def test_wilson_covers_the_truth_as_often_as_it_says() -> None:
 
 @pytest.mark.parametrize(("correct", "n"), [(0, 0), (-1, 3), (4, 3)])
 def test_wilson_refuses_what_is_no_share(correct: int, n: int) -> None:
-    with pytest.raises(EvaluationError, match="no share"):
+    with pytest.raises(EvaluationError, match="not a share"):
         wilson(correct, n)
 
 

@@ -96,7 +96,7 @@ def refusal(path: Path) -> str | None:
 def test_a_changed_value_is_named_as_damage(written: tuple[Path, Score]) -> None:
     path, _ = written
     path.write_text(path.read_text().replace('"numerics": "fp32"', '"numerics": "bf16"'))
-    with pytest.raises(EvaluationError, match="checksum is not that of its content"):
+    with pytest.raises(EvaluationError, match="checksum does not match its content"):
         read_score(path)
 
 

@@ -230,7 +230,7 @@ def test_other_shapes_names_and_methods_are_refused(tmp_path: Path) -> None:
     adapters.attach("a", folder)
     with pytest.raises(ModelError, match="'a' is taken"):
         adapters.attach("a", folder)
-    with pytest.raises(ModelError, match="no name"):
+    with pytest.raises(ModelError, match="not a name"):
         adapters.attach("a.b", folder)
     with pytest.raises(ModelError, match="no adapter 'b'"):
         adapters.activate("b")

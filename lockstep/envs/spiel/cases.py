@@ -189,9 +189,7 @@ def _tried(text: str) -> Any:
 
 
 def _short(game: str) -> str:
-    """Return a short name: hex(board_size=5) → hex-5, breakthrough(columns=6,rows=6) → breakthrough-6x6; nested games
-    in full.
-    """
+    """Return a short name: hex(board_size=5) → hex-5, breakthrough(columns=6,rows=6) → breakthrough-6x6; nested games in full."""
     name, _, rest = game.partition("(")
     values = re.findall(r"=([^,()=]+)", rest)
     return _plain(f"{name}-{'x'.join(values)}" if values and rest.count("=") == len(values) else game)

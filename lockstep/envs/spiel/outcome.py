@@ -17,9 +17,7 @@ PLAYOUT_SECONDS = 600.0
 
 
 def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playouts: int, seed: int) -> float:
-    """Return the mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its
-    arguments alone.
-    """
+    """Return the mean value of the playouts after a move, for the side that made it: 0 … 1. A function of its arguments alone."""
     before, total = state_at(game, tuple(history)), 0.0
     player = before.current_player()
     key = ",".join(map(str, (*history, action)))

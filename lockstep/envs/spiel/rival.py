@@ -1,6 +1,4 @@
-"""Whole games against a frozen policy: its moves are sampled in a background engine, for many games at a time, while the run's
-own engine samples.
-"""
+"""Whole games against a frozen policy: a background engine samples its moves for many games together."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Sampler(Protocol):
         """Request a reply; the key belongs to this question alone."""
 
     def poll(self, seconds: float) -> list[tuple[str, str]]:
-        """Return keys and replies that have arrived; waits at most `seconds` for the first. Raises LockstepError if the sampler
-        failed.
-        """
+        """Return keys and finished replies; waits at most `seconds` for the first. Raises LockstepError if the sampler failed."""
 
 
 class RivalGame(SpielGame):

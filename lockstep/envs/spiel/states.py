@@ -16,9 +16,7 @@ from lockstep.seeds import seed_for
 from lockstep.tasks.generator import Side, side_of
 
 PATIENCE = 300
-"""Number of draws without a new state, or 3 for each one found if that is more, after which all states are enumerated
-instead.
-"""
+"""Number of draws without a new state, or 3 for each one found if that is more, before all states are enumerated."""
 ENUMERATED = 30_000
 """Most states visited in an enumeration."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

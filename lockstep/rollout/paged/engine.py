@@ -56,8 +56,7 @@ class PagedEngine:
         decode: Callable[[Sequence[int]], str],
         fused: bool = True,
     ) -> None:
-        """Take the model. `decode` turns ids into text, only to look for stop strings. `fused` off runs the model's own forward
-        pass.
+        """Take the model. `decode` turns ids into text, to look for stop strings. `fused` off runs the model's own forward pass.
 
         Raises ModelError for a model that cannot run here.
         """
@@ -91,9 +90,7 @@ class PagedEngine:
         return self._computation.forward
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute in this way from now on; decode steps captured for another numeric are kept. Raises EngineError as the
-        protocol says.
-        """
+        """Compute in this way from now on; captured steps of other numerics are kept. Raises EngineError as in the protocol."""
         report = self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
         fused = None if self._fused is None else self._fused.computing(self._computation.numerics, forward.numerics)
         self._step.use(forward.numerics, fused)
@@ -134,9 +131,7 @@ class PagedEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Return the log-probability of every token but the first, at temperature 1; the last ones by decode steps as in a
-        rollout.
-        """
+        """Return log-probabilities of all tokens but the first, at temperature 1; the last by decode steps as in a rollout."""
         if self._queue or self._active:
             raise EngineError("sequences are scored between rollouts, not while requests run")
         result: list[tuple[float, ...]] = [()] * len(sequences)
@@ -198,9 +193,7 @@ class PagedEngine:
         return self._rows
 
     def _rebind(self) -> None:
-        """Drop captured steps if an address of weights or a scaling of adapters in them has changed. The quantised weights that
-        they read stay at their addresses and are updated here if the weights have changed.
-        """
+        """Drop captured steps if an address or an adapter's scaling in them has changed; update quantised weights in place."""
         self._computation.numerics.refresh(self.forward.numerics)
         bound: tuple[object, ...] = tuple(p.data_ptr() for p in self._model.parameters())
         bound += tuple(factor for factors in self._scalings for factor in factors.values())
@@ -220,9 +213,7 @@ class PagedEngine:
         return int(free + kept)
 
     def _fits(self, request: Request) -> bool:
-        """Return whether rows and cache are large enough for a request; one that arrived while others ran may need
-        larger ones.
-        """
+        """Return whether rows and cache are large enough for a request that arrived while others ran."""
         rows, prompt, tokens = self._live, len(request.prompt_ids), request.sampling.max_tokens
         return rows.fits(pages_of(prompt + tokens), tokens) and pages_for(request) <= self._cache.pages
 

@@ -59,9 +59,7 @@ class Prefill:
             self._batch(batch)
 
     def logprobs(self, spans: Sequence[Span]) -> list[list[float]]:
-        """Process spans that begin their sequences; returns the log-probability of every token after the first, up to the one
-        after each span.
-        """
+        """Process spans that begin sequences; returns log-probabilities from the second token to the one after each span."""
         hidden_TH = self._stream(spans)
         targets = [token for span in spans for token in span.ids[1 : span.end + 1]]
         logprobs_T, _ = token_logprobs(self._head, hidden_TH, torch.tensor(targets, device=self._device))

@@ -92,9 +92,7 @@ def ended_at(
     decode: Callable[[Sequence[int]], str],
     stop_ids: frozenset[int],
 ) -> tuple[int, FinishReason] | None:
-    """Return the number of valid tokens of a sequence and why it ended there; None if it continues. Marks the searched
-    tokens.
-    """
+    """Return a sequence's number of valid tokens and why it ended; None if it continues. Marks the searched tokens."""
     stops = sequence.request.sampling.stop
     if stops and not sequence.request.sampling.ignore_eos:
         # A character may take four tokens, one for each of its bytes.

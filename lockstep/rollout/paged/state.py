@@ -100,9 +100,7 @@ class PageCache:
         self.values: list[Tensor] = []
         self.anchor = torch.zeros(16, dtype=dtype, device=device)
         self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
-        """Elements from the anchor to keys and values, layer by layer: kernels find them in this way, and the cache
-        may move.
-        """
+        """Elements from the anchor to keys and values, layer by layer: kernels find them in this way, and the cache may move."""
         self._free: list[int] = []
 
     @property

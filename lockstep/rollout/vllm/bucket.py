@@ -107,9 +107,7 @@ def needed(load: list[tuple[Part, Tensor]]) -> int:
 
 
 def cuda_handle(memory: Tensor) -> tuple[str, ...]:
-    """Return, as text, the data that torch.multiprocessing would pickle for a CUDA tensor: numbers, flags, and the driver's
-    handles in hex.
-    """
+    """Return, as text, what torch.multiprocessing would pickle for a CUDA tensor: numbers, flags, handles in hex."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     reduced: Any = reduce_tensor(memory)

@@ -279,9 +279,7 @@ class VllmEngine:
         return "" if output.finished else key
 
     def _drain(self) -> None:
-        """Finish the steps that vLLM began before their results were read: the last of them may run after the last
-        completion.
-        """
+        """Finish the steps that vLLM began ahead of reading results: the last may run after the last completion."""
         core = self._engine.engine_core.engine_core
         for _ in range(MOST_DRAINED):
             if not steps_left(core) or self._pending:
@@ -326,17 +324,13 @@ def _start(settings: VllmSettings) -> Any:
 
 
 def _stream_of(engine: Any) -> Any:
-    """Return the CUDA stream that vLLM computes on: it may have made its own stream the current one, and its second runner
-    keeps one.
-    """
+    """Return vLLM's CUDA stream: it may have made its own the current one, and its second runner keeps one."""
     runner = engine.model_executor.driver_worker.model_runner
     return getattr(runner, "main_stream", None) or torch.cuda.current_stream()
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Return the arguments of vllm.EngineArgs. Compilation off and graphs of decode steps alone measured fastest for short
-    rollouts.
-    """
+    """Return the arguments of vllm.EngineArgs. No compilation and graphs of decode steps alone measured fastest."""
     slots = captured(settings.slots)
     quantised = Plan(settings.numerics, cast(Scale, settings.scale), settings.exclude)
     return {

@@ -62,9 +62,7 @@ def _pieces(
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from vLLM's parameter names to the checkpoint's: the inverse of the model's own mapping, which may only
-    change prefixes.
-    """
+    """Return a function from vLLM's parameter names to the checkpoint's: the inverse of the model's mapping of prefixes."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     parts = ("orig_to_new_renamings", "orig_to_new_regex", "orig_to_new_substr", "orig_to_new_suffix")
     for part in parts:

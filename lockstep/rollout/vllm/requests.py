@@ -67,9 +67,7 @@ def check_servable(request: Request, version: int, longest: int) -> None:
 
 
 def asked_of(request: Request, stop_ids: Sequence[int], *, seeded: bool) -> Asked:
-    """Return vLLM's parameters of a request. At temperature 0 the cuts of the distribution have no effect and vLLM accepts
-    none.
-    """
+    """Return vLLM's parameters of a request. vLLM accepts no top_k, top_p or min_p at temperature 0."""
     sampling = request.sampling
     return Asked(
         max_tokens=sampling.max_tokens,

@@ -78,9 +78,7 @@ def default_length(longest_reply: int, context: int | None) -> int:
 
 
 def bytes_per_token(config: Any, element: int) -> int:
-    """Return the bytes of keys and values of one token in all layers, as if every layer kept all tokens (windows keep
-    fewer).
-    """
+    """Return the bytes of a token's keys and values in all layers, as if every layer kept all tokens (windows keep fewer)."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size * element)
