@@ -36,6 +36,17 @@ class EvalMode(Section):
     """Numbers made of an item's replies: avg@n (their mean), pass@k (any of k right, unbiased), maj@n (the majority's answer is
     right). The first is the mode's accuracy. Empty takes the one that the name says, or avg@n, and then the others."""
 
+    @classmethod
+    def named(cls, name: str) -> dict[str, object] | None:
+        """The settings that a name alone stands for, as in `eval.modes: greedy,avg@8`; None if it stands for none."""
+        if name in ("greedy", "sampled"):
+            return {"name": name, "temperature": 0.0 if name == "greedy" else 1.0}
+        try:
+            mode = preset_mode(name)
+        except ValueError:  # avg@1
+            return None
+        return None if mode is None else mode.model_dump(mode="json", exclude_defaults=True) | {"name": name}
+
     @property
     def numbers(self) -> tuple[str, ...]:
         """The estimates in force, headline first. Example: ("avg@8", "pass@8", "maj@8")"""

@@ -152,9 +152,14 @@ def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
         kinds = group.kinds if f"{group.path}.{TAG}".startswith(prefix) else ()
         if (chosen or kinds) and group.path:
             lines += ["", f"{group.title}: {group.help}"]
-        lines += [f"  {s.path:<32} {s.type:<18} {s.default:<22} {s.allowed:<20} {s.help}".rstrip() for s in chosen]
+        lines += map(setting_line, chosen)
         lines += [_kind_line(group, kind) for kind in kinds]
     return lines[1:] if lines and not lines[0] else lines
+
+
+def setting_line(one: Setting) -> str:
+    """A setting as a line of help."""
+    return f"  {one.path:<32} {one.type:<18} {one.default:<22} {one.allowed:<20} {one.help}".rstrip()
 
 
 def schema_json(model: type[Section] = Recipe) -> str:

@@ -48,6 +48,7 @@ from lockstep.config.task import FileTask as FileTask
 from lockstep.config.task import GuessNumberTask as GuessNumberTask
 from lockstep.config.task import GymnasiumTask as GymnasiumTask
 from lockstep.config.task import MixedTask as MixedTask
+from lockstep.config.task import NoTask as NoTask
 from lockstep.config.task import OpenSpielTask as OpenSpielTask
 from lockstep.config.task import PythonTask as PythonTask
 from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
@@ -278,6 +279,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _loop_has_its_settings(self) -> Self:
+        if self.task.kind == "none" and (self.loop == "rl" or self.eval.enabled):
+            raise ValueError("task.kind = none has no questions: name a task, or use loop = sft with eval.enabled = false")
         if self.loop == "sft":
             if self.sft is None:
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
@@ -287,11 +290,9 @@ class Recipe(Section):
             own, fields = ("prompts_per_step", "samples_per_prompt"), type(self).model_fields
             idle += [name for name in own if getattr(self, name) != fields[name].default]
             if idle:
-                raise ValueError(f"{idle[0]} is of rl; a step of sft is one update of sft.sequences_per_step rows")
+                raise ValueError(f"{idle[0]} applies to loop = rl only; with loop = sft set sft.sequences_per_step")
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
-                raise ValueError(
-                    "algorithm is of rl; loop = sft minimises the negative log-likelihood (sft.aggregation)"
-                )
+                raise ValueError("algorithm applies to loop = rl only; loop = sft minimises the negative log-likelihood")
         elif self.sft is not None:
             raise ValueError("section sft is set, but loop is rl: it would have no effect")
         return self

@@ -12,6 +12,12 @@ from lockstep.config.section import Json, Section
 from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
 
 
+class NoTask(Section):
+    """No questions: for loop = sft alone, which then measures the validation loss and generates nothing."""
+
+    kind: Literal["none"] = "none"
+
+
 class ReasoningGymTask(Section):
     """A procedural data set of reasoning-gym, by name."""
 
@@ -342,7 +348,8 @@ Task: TypeAlias = Annotated[
     | GymnasiumTask
     | TextArenaTask
     | OpenSpielTask
-    | MixedTask,
+    | MixedTask
+    | NoTask,
     Field(discriminator="kind"),
 ]
 

@@ -16,6 +16,7 @@ from lockstep.config.schema import (
     GymnasiumTask,
     JudgeVerifier,
     MixedTask,
+    NoTask,
     NoStop,
     OpenSpielTask,
     Plateau,
@@ -86,6 +87,8 @@ def verifier_label(recipe: Recipe) -> str:
 
 def _label(task: Task) -> str:
     match task:
+        case NoTask():
+            return "none"
         case PythonTask():
             return "own"
         case ToolTask():

@@ -7,7 +7,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 from lockstep.data.order import batch_indices
 from lockstep.errors import TaskError
-from lockstep.types import Prompt, Task
+from lockstep.types import Grade, Prompt, Task
 from lockstep.verifiers.base import Verifier, workers_of
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserFunction
@@ -26,6 +26,29 @@ class BuiltTask(Task, Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should read before a run: counts of questions drawn, dropped and held out."""
+
+
+class NoQuestions:
+    """The task of a supervised run that evaluates nothing: it has no prompts."""
+
+    name = "none"
+    notes: tuple[str, ...] = ()
+
+    def batch(self, step: int, size: int) -> tuple[Prompt, ...]:
+        return ()
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        raise self._refusal()
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        raise self._refusal()
+
+    def _refusal(self) -> TaskError:
+        return TaskError(
+            "this run has no task, so there is nothing to ask and to grade",
+            where="task.kind = none",
+            fix="name a recipe that has one with --recipe",
+        )
 
 
 @runtime_checkable
