@@ -31,24 +31,27 @@ def evaluate_modes(
     """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
-    with computing(parts.engine, numerics, parts.policy.numerics):
-        scores = [
-            (chosen, mode, _measure(parts, recipe, journal, step, proof, stop, numerics, chosen, mode))
-            for chosen in recipe.eval.sets
-            for mode in recipe.eval.modes
-        ]
-    for chosen, mode, score in scores:
-        name = recipe.eval.score_name(chosen.role, mode.name)
-        journal.say(
-            f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
-            f"{score.conditions.numerics}, {score.seconds:.1f} s"
-        )
-        for alarm in reply_alarms(score):  # their shares are metrics with healthy ranges, which the report lists
-            journal.say(f"alarm: eval at step {step}, {name}: {alarm}")
-        for alarm in _since_the_base(journal, name, score):
-            journal.warn(f"eval at step {step}, {name}: {alarm}", step=step)
-        metrics |= score_metrics(name, score)
+    with computing(parts.engine, numerics, parts.policy.numerics), journal.console.evaluating():
+        for chosen in recipe.eval.sets:
+            for mode in recipe.eval.modes:
+                score = _measure(parts, recipe, journal, step, proof, stop, numerics, chosen, mode)
+                metrics |= _told(recipe, journal, step, chosen, mode, score)
     return metrics
+
+
+def _told(recipe: Recipe, journal: Journal, step: int, chosen: EvalSet, mode: EvalMode, score: Score) -> Metrics:
+    """Print a score and what makes it hard to believe. Returns its metrics."""
+    name = recipe.eval.score_name(chosen.role, mode.name)
+    journal.say(
+        f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
+        f"{score.conditions.numerics}, {score.seconds:.1f} s"
+    )
+    say = journal.say if step in (0, recipe.steps) else journal.note  # what changes between is a metric with a healthy range
+    for alarm in reply_alarms(score):
+        say(f"alarm: {name}: {alarm}")
+    for alarm in _since_the_base(journal, name, score):
+        journal.warn(f"eval at step {step}, {name}: {alarm}", step=step)
+    return score_metrics(name, score)
 
 
 def numerics_of(recipe: Recipe, weights: str) -> str:
@@ -82,12 +85,17 @@ def _measure(
     items = heldout_items(parts.task, plan)
     conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
     score = stored_score(path, conditions)
+
+    def progress(done: int, of: int) -> None:
+        stop.require_none(journal.run.path)
+        journal.console.phase(f"evaluating {mode.name} of {chosen.role}", done, of)
+
     if score is None:
         source = f"{journal.run.name} at step {step}"
         try:
             score = evaluate(
                 parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source,
-                progress=lambda done, of: stop.require_none(journal.run.path),
+                progress=progress,
             )  # fmt: skip
         except Interrupted:
             parts.engine.close()  # the rest of its replies is not wanted

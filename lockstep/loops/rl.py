@@ -37,10 +37,11 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
     """
     proof = prove_at_start(parts, journal, start)
     for line in probe_lines(parts, recipe):
-        journal.say(line)
+        journal.note(line)
     keeper, targets = Keeper(parts, recipe, journal), noise_targets(parts, recipe)
     watch = Watch(recipe, journal, start, parts.policy.resolved.path)
     due = set(evaluation_steps(recipe))
+    journal.console.start(recipe.steps, start, evaluation_steps(recipe))
     with StopRequest() as stop:
         if start in due:
             metrics = evaluate_modes(parts, recipe, journal, start, proof, stop)
@@ -48,11 +49,10 @@ def train(parts: Parts, recipe: Recipe, journal: Journal, start: int) -> None:
             watch.note(start, metrics)
             if start:  # the base has no checkpoint that could be kept
                 keeper.note(start, metrics)
-        journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
             if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
-            done, clock, failure = step + 1, Clock(), None
+            done, clock, failure = step + 1, Clock(journal.console.phase), None
             if step == start or step % recipe.health.selftest_every == 0:
                 with keeper.saving_if_stopped(step, proof, clock), clock("selftest"):
                     check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), done)
@@ -97,7 +97,8 @@ def prove_at_start(parts: Parts, journal: Journal, start: int) -> Proof:
     """Give the engine the learner's weights, prove it, and show that the proof would notice a false tensor."""
     proof = parts.sync.push(parts.learner, parts.engine)
     falsified = parts.sync.negative_control(parts.learner, parts.engine)
-    journal.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
+    journal.note(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
+    journal.say(f"weights {proof.fingerprint}: the engine is proven to hold those of the learner")
     began = {"base": base_print(parts.policy.model, proof)} if start == 0 else {}
     journal.event("sync", proof_line(proof), step=start, negative_control=falsified, **began)
     return proof

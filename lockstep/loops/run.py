@@ -28,14 +28,14 @@ from lockstep.loops.forward import numerics_lines
 from lockstep.loops.journal import Journal
 from lockstep.loops.measures import grading_line
 from lockstep.loops.noise import describe_noise
-from lockstep.loops.parts import Parts, build_parts, build_task_of
+from lockstep.loops.parts import Parts, build_parts
+from lockstep.loops.preflight import Ready, preflight
 from lockstep.loops.questions import questions_hash, require_same_data
-from lockstep.loops.rivals import pinned_rivals
+from lockstep.loops.rivals import pinned_rivals, seat_rivals
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
-from lockstep.loops.selftest import check_purity
-from lockstep.loops.sft_rows import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
+from lockstep.loops.sft_rows import Material, SftRows, preview, refuse_asked, tokenised, with_steps
 from lockstep.loops.state import read_weights, restore
 from lockstep.loops.warm import Parent, pinned
 from lockstep.loops.watch import last_evaluated
@@ -43,7 +43,7 @@ from lockstep.plan.batch import batch_lines
 from lockstep.plan.fit import require_fit
 from lockstep.plan.schedule import rate_lines
 from lockstep.report.html import write_report
-from lockstep.track.rundir import RunDirectory, manifest_facts
+from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
 from lockstep.track.sinks import check_installed
 from lockstep.track.writer import read_events, read_metrics
 from lockstep.types import Prompt
@@ -55,10 +55,12 @@ def start_run(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)
+    refuse_taken(Path(recipe.runs_dir) / recipe.name)
     recipe = with_steps(pinned_rivals(pinned(recipe)))
+    ready = preflight(recipe)  # what fails here costs no run directory
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), manifest_facts())
     with run:
-        _run(run, recipe, None, warned)
+        _run(run, recipe, None, warned, ready)
     return run
 
 
@@ -94,9 +96,13 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
     return info
 
 
-def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check]) -> None:
+def _run(
+    run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check], ready: Ready | None = None
+) -> None:
     journal = Journal(run, recipe)
     try:
+        if run.replaced:
+            journal.say(f"{run.path} held a run that had stopped before its first step; it was replaced")
         for check in machine:
             journal.say(f"machine: {check.name}: {check.found}; {check.fix}")
         start = info.step if info else 0
@@ -113,8 +119,9 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
             journal.warn(
                 f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are made again"
             )
-        material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
-        parts = _build(recipe, journal, info)
+        ready = ready or preflight(recipe)
+        material = ready.material
+        parts = _build(recipe, journal, info, ready)
         base = frozen_print(parts.policy.model)
         if material is None or recipe.sft is None:
             train(parts, recipe, journal, start)
@@ -124,7 +131,7 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         _finish(run, parts, recipe, journal)
     except LockstepError as error:
         journal.event("stopped", str(error), error=type(error).__name__)
-        journal.say(f"stopped: {error}")
+        journal.note(f"stopped: {error}")  # who started the run prints it
         if isinstance(error, HealthStop):  # nothing is broken: what is there can be read
             journal.say(f"report: {write_report(run.path)}")
         raise
@@ -132,17 +139,15 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         journal.close()
 
 
-def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None) -> Parts:
-    for line in plan_lines(recipe):
-        journal.say(line)
-    task = build_task_of(recipe)
+def _build(recipe: Recipe, journal: Journal, info: CheckpointInfo | None, ready: Ready) -> Parts:
+    task = ready.task
+    seat_rivals(task, recipe)
     keep_in(task, journal.run.path)
-    if recipe.loop == "rl":
-        for line in check_purity(task, recipe):
-            journal.say(line)
-    check_disk(recipe, journal.run.path, journal.say)
+    for line in (*plan_lines(recipe), *ready.notes):
+        journal.note(line)
+    check_disk(recipe, journal.run.path, journal.note)
     weights, state = read_weights(info) if info else (None, None)
-    parts = build_parts(recipe, task, weights, journal.say)
+    parts = build_parts(recipe, task, weights, journal.note)
     if state is not None:
         restore(parts, state, recipe)
         journal.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
@@ -168,27 +173,26 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prompt]) -> None:
     """What a reader must know to judge the run, on the console and in the manifest."""
     policy = parts.policy
-    batch = batch_lines(recipe)
-    lines = [
+    batch, rates = batch_lines(recipe), rate_lines(recipe)
+    adapter = describe(recipe.adapter, policy.model).splitlines()
+    journal.say(f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}")
+    for line in (*adapter[:1], batch[0], *rates, *parts.task.notes[:1]):
+        journal.say(line)
+    shown = [policy.chat.preview(one.messages, one.tools) for one in prompts[:1]]
+    journal.note("\n".join([
         *parts.task.notes,
         *policy.chat.notes,
         *(policy.chat.continuation().notes if plays(parts.task) else ()),
         *parts.learner.notes,
-        f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}",
-        *describe(recipe.adapter, policy.model).splitlines(),
-        *batch,
-        *rate_lines(recipe),
+        *adapter[1:],
+        *batch[1:],
         *health_lines(recipe),
         *numerics_lines(parts, recipe),
         *describe_noise(parts, recipe),
         *parts.objective.formula.splitlines(),
-        *(
-            f"first prompt, as the model sees it:\n{policy.chat.preview(one.messages, one.tools)}"
-            for one in prompts[:1]
-        ),
-    ]
-    for line in lines:
-        journal.say(line)
+        *(f"first prompt, as the model sees it:\n{text}" for text in shown),
+    ]))  # fmt: skip
+    journal.say(f"details and the first prompt: {journal.run.log_path}")
     facts = {
         "threads": torch.get_num_threads(),
         "formula": parts.objective.formula,

@@ -32,6 +32,7 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
     proof = prove_at_start(parts, journal, start)
     keeper, watch = Keeper(parts, recipe, journal), Watch(recipe, journal, start, parts.policy.resolved.path)
     scored, validated = set(evaluation_steps(recipe)), set(validation_steps(recipe)) if rows.validation else set()
+    journal.console.start(recipe.steps, start, evaluation_steps(recipe))
     with StopRequest() as stop:
         if start in scored | validated:
             metrics = validation_metrics(parts, rows) if start in validated else {}
@@ -40,11 +41,10 @@ def train(parts: Parts, recipe: Recipe, rows: SftRows, journal: Journal, start: 
             watch.note(start, metrics)
             if start:  # the base has no checkpoint that could be kept
                 keeper.note(start, metrics)
-        journal.console.start(recipe.steps, start)
         for step in range(start, recipe.steps):
             if watch.over:  # by eval.stop or health; the checkpoint of that step is saved
                 break
-            done, clock, failure = step + 1, Clock(), None
+            done, clock, failure = step + 1, Clock(journal.console.phase), None
             with clock("update"):
                 metrics = parts.learner.update(sft_batch(parts, recipe, rows, step), parts.objective.loss)
             metrics |= {
