@@ -14,6 +14,9 @@ from lockstep.types import Conditions, Score
 ALPHA = 0.05
 """A difference is called an effect below this p."""
 
+FEW = 20
+"""Fewer replies than this are often the same after a small update: that is no sign of weights that were not loaded."""
+
 
 class Verdict(StrEnum):
     """What a comparison says, in words."""
@@ -138,10 +141,13 @@ def differences(a: Conditions, b: Conditions) -> str:
 def identical_warning(a: Conditions, b: Conditions, replies: int) -> str:
     """Why two scores whose replies are all the same, word for word, should not be; "" if they may be."""
     head = f"All {replies} replies are the same, word for word, although"
+    if a.weights != b.weights and replies < FEW:
+        return f"{head} the weights differ ({a.weights} and {b.weights}); so few replies often are: ask more items to be sure"
     if a.weights != b.weights:
         return (
-            f"weights not loaded? {head} the weights differ ({a.weights} and {b.weights}). "
-            "Check that the engine really had the trained weights"
+            f"weights not loaded? {head} the weights differ ({a.weights} and {b.weights}). Each score's proof says that the "
+            "engine had its weights; after few steps or at a small learning rate greedy replies can be the same: look at a "
+            "sampled mode too"
         )
     if a.numerics != b.numerics:
         return (

@@ -10,6 +10,7 @@ from lockstep.config.schema import EvalMode, EvalSet, Recipe
 from lockstep.errors import EvaluationError, Interrupted
 from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
 from lockstep.evaluate.brief import brief_of
+from lockstep.evaluate.compare import FEW
 from lockstep.evaluate.plan import eval_plan
 from lockstep.evaluate.records import read_brief, read_score, score_path, stored_score, write_score
 from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
@@ -19,6 +20,7 @@ from lockstep.loops.interrupts import StopRequest
 from lockstep.loops.journal import Journal
 from lockstep.loops.parts import Parts
 from lockstep.loops.watch import last_evaluated
+from lockstep.track.writer import read_metrics
 from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
 
 
@@ -110,9 +112,16 @@ def _since_the_base(journal: Journal, name: str, score: Score) -> list[str]:
     if score.step == 0 or not path.is_file():
         return []
     base = read_brief(path)
-    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))])
-    untrained = untrained_alarm(base.score, score)
+    enough = score.items * score.samples >= FEW
+    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))]) if enough else []
+    untrained = untrained_alarm(base.score, score, _equal_rewards(journal))
     return [*same, *([untrained] if untrained else [])]
+
+
+def _equal_rewards(journal: Journal) -> bool | None:
+    """Whether all rewards of every group of the run were equal; None where no step has said so yet."""
+    shares = [row.metrics.get("reward/zero_std_groups") for row in read_metrics(journal.run) if row.step]
+    return all(share == 1 for share in shares) if shares else None
 
 
 def final_table(recipe: Recipe, journal: Journal) -> list[str]:
@@ -125,7 +134,7 @@ def final_table(recipe: Recipe, journal: Journal) -> list[str]:
             base.append(read_score(first))
             trained.append(read_score(end))
     try:
-        return table_lines(comparison_table(base, trained)) if base else []
+        return table_lines(comparison_table(base, trained), _equal_rewards(journal)) if base else []
     except EvaluationError as error:  # a score of an earlier attempt under other conditions: the run itself is sound
         return [f"base and trained are not compared: {error}"]
 
