@@ -17,7 +17,7 @@ MARKS = {"ok": "all is well", "warn": "it works, but worse than it could", "fail
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `doctor [RECIPE...]`."""
-    parser = subparsers.add_parser("doctor", help="would this recipe start on this machine? opens data and grader, loads no weights")
+    parser = subparsers.add_parser("doctor", help="would this recipe start here? opens data and grader, no weights")
     parser.add_argument(
         "recipe", nargs="*", metavar="RECIPE|a.b=c", help="recipe files and overrides; none checks the machine alone"
     )

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
                 "Memory and disk",
                 *(f"  {line}" for line in _memory(recipe, args.gpu_gib)),
                 "",
-                "data, grader and held-out items were not opened: `lockstep doctor RECIPE` opens them and says whether the run starts",
+                "data and grader were not opened: `lockstep doctor RECIPE` opens them and says whether a run would start",
             ]
         )
     )

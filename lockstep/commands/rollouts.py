@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def framing_note(chat: Chat, flag: str) -> str:
     """A line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
     parts = [f"the suffix {one_line(chat.suffix, 60)!r}"] if chat.suffix else []
-    parts += [f"{len(chat.examples)} examples before it"] if chat.examples else []
+    parts += [f"{len(chat.examples)} solved example{'s' if len(chat.examples) > 1 else ''} before it"] if chat.examples else []
     parts += ["a system text"] if chat.system else []
     return f"\nthe model saw each question with {' and '.join(parts)}; {flag} prints the whole prompt" if parts else ""
 

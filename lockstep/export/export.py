@@ -72,7 +72,8 @@ def choice_note(name: str, step: int | None) -> str:
     steps = [info.step for info in list_checkpoints(path) if info.complete]
     if len(steps) < 2:
         return ""
-    return f"{name} has checkpoints of steps {', '.join(map(str, steps))}: the newest, {steps[-1]}, is exported (--step N: another)"
+    shown = ", ".join(map(str, steps))
+    return f"{name} has checkpoints of steps {shown}: the newest, {steps[-1]}, is exported (--step N takes another)"
 
 
 def export(

@@ -177,7 +177,7 @@ class Console:
         left = sum(planned > step for planned in self._evaluations)
         seconds = fmean(self._times) * max(self._total - step, 0)
         if left and not self._evaluated:
-            return f"{duration(seconds)} + {left} evaluations"
+            return f"{duration(seconds)} + {left} evaluation{'s' if left > 1 else ''}"
         return duration(seconds + (left * fmean(self._evaluated) if left else 0.0))
 
     def _emit(self, logged: str, shown: str) -> None:

@@ -243,7 +243,8 @@ def _is_unfinished(entry: Path) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        near = sorted(entry.parent.name for entry in path.parent.glob("*/manifest.json") if (entry.parent / "recipe.yaml").exists())
+        runs = (entry for entry in path.parent.glob("*/") if is_run(entry) and (entry / "recipe.yaml").is_file())
+        near = sorted(entry.name for entry in runs)
         fix = f"runs in {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
         raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
     if not (path / MANIFEST).exists():

@@ -265,10 +265,9 @@ def test_a_kind_alone_is_short_for_its_section(short: list[str], long: list[str]
 
 def test_a_recipe_that_is_not_there_is_sought_beside_its_path_first(tmp_path: Path) -> None:
     write(tmp_path, "steps: 3", "units.yaml")
-    with pytest.raises(ConfigError, match="did you mean .*units.yaml"):
-        load([str(tmp_path / "unit.yaml")])
-    with pytest.raises(ConfigError, match="did you mean .*units.yaml"):
-        load([str(tmp_path / "units")])
+    for name in ("unit.yaml", "units"):
+        with pytest.raises(ConfigError, match=r"did you mean .*units\.yaml"):
+            load([str(tmp_path / name)])
     with pytest.raises(ConfigError, match="did you mean quickstart"):
         load(["quickstrat"])
 
