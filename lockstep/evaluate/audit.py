@@ -84,18 +84,17 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
         share = wilson(audit.suspicious, audit.wrong)
         lines.append(
             f"{audit.suspicious} wrong replies ({audit.suspicious / audit.wrong:.0%} [{share.low:.0%}, {share.high:.0%}]) end "
-            "with the reference answer in them, marked ?: if reading them shows more than 5% misread, mend the parser first"
+            "with the reference answer in them, marked ?: if reading them shows more than 5% misread, fix the parser first"
         )
     return lines
 
 
 def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
     """A reply for reading: what was expected, what was read and how, and the reply's end."""
-    from lockstep.track.text import one_line
+    from lockstep.track.text import one_line, reading_line
 
     r = one.result
-    found = "nothing" if r.extracted is None else repr(one_line(r.extracted, 80))
-    facts = [f"read {found} by {r.method or 'its own way'}", f"answer {one_line(r.answer, 80)!r}", f"{r.tokens} tokens"]
+    facts = [reading_line(r.extracted, r.method, r.answer), f"{r.tokens} tokens"]
     facts += ["cut off"] if r.truncated else []
     facts += ["no box"] if r.boxed is False else []
     head = f"{number:>3} {'?' if one.suspicious else ' '} {one_line(r.id, 60)} #{r.sample}: {', '.join(facts)}"

@@ -97,13 +97,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "unscored", "reward/unscored", "above", "fixed",
         "the grader fails on part of the replies, and what is left is no fair sample of them",
-        "the `error` column of the rollouts says why; mend the verifier", "proposal",
+        "the `error` column of the rollouts says why; fix the verifier", "proposal",
     ),
     Rule(
         "reward_flat", "advantage/nonzero", "below", "fixed",
         "the replies to each prompt got the same reward, so there is nothing to prefer: no step has a gradient",
         "at the lowest reward: easier questions, an example in chat.examples, or is the grader wrong (`lockstep rollouts`)? If "
-        "earlier steps were paid, optimizer.lr has ruined the policy: lower it and begin again. "
+        "earlier steps had rewards, optimizer.lr has ruined the policy: lower it and begin again. "
         "At the highest: the task is learnt; take harder questions", f"{_NOTES}: exactly 0 or 1 for 6 steps",
         ("reward/mean", "length/mean"),
     ),
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "length_collapse", "length/mean", "below", "start", "replies have shrunk to guesses",
-        "compare with the reward: does the grader pay for an answer without its way? See `lockstep rollouts`", _NOTES,
+        "compare with the reward: does the grader reward an answer without its derivation? See `lockstep rollouts`", _NOTES,
         ("reward/mean",),
     ),
     Rule(
@@ -158,10 +158,14 @@ RULES: tuple[Rule, ...] = (
 def health_lines(recipe: Recipe) -> list[str]:
     """Which rules are in force, for the log and `lockstep plan`."""
     tiers: dict[Tier, list[str]] = {"stop": [], "warn": [], "off": []}
+    heard = {rule.name for rule in RULES if recipe.loop == "rl" or rule.metric.startswith(_OF_UPDATES)}
     for name, setting in recipe.health.rules.items():
-        tiers[setting.tier].append(name)
+        if name in heard:
+            tiers[setting.tier].append(name)
     said = [f"{verb} {', '.join(tiers[tier])}" for tier, verb in _VERBS.items() if tiers[tier]]
     return [f"health: {'; '.join(said)}"]
 
 
+_OF_UPDATES = ("grad/", "weights/", "sync/", "memory/")
+"""Metrics that a supervised run has too: it has no rewards and no rollouts."""
 _VERBS: dict[Tier, str] = {"stop": "the run stops itself by", "warn": "warns of", "off": "does not look at"}

@@ -1,4 +1,4 @@
-"""The self-test of a task, before a run and while it goes on: it asks the same again when asked again, and pays what is due."""
+"""Self-test of a task, before a run and while it goes on: prompts are the same when drawn twice, and rewards are as due."""
 
 from __future__ import annotations
 
@@ -38,9 +38,14 @@ def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
             )
     questions = {question_digest(prompt.messages) for prompts in first.values() for prompt in prompts}
     total = sum(map(len, first.values()))
+    repeats = [f"{total - len(asked)} prompts come again"] if total > len(asked) else []
+    again = len(asked) - len(questions)
+    repeats += [f"{again} prompts repeat a question under another id"] if again else []
     return [
-        f"task {task.name} asked twice for the prompts of {len(steps)} steps: the same both times; {len(questions)} different "
-        f"questions, {len(asked) - len(questions)} of them under more than one id, {total - len(asked)} asked again"
+        "; ".join(
+            [f"task {task.name}: {len(questions)} different questions in the first {len(steps)} steps, the same when drawn twice"]
+            + repeats
+        )
     ]
 
 
@@ -58,7 +63,7 @@ def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:
                 f"the self-test of the grader failed: {found[0]}"
                 + (f" (and {len(found) - 1} more)" if found[1:] else ""),
                 where=f"step {step}",
-                fix="mend the verifier, or the reference answer; nothing that it paid since the last test can be trusted",
+                fix="fix the verifier, or the reference answer; no reward since the last test can be trusted",
             )
     return len(tried)
 
