@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
         case "check":
             recipe = load_run(args.recipe)
             print("\n".join([f"ok: {recipe.name}", *(f"  {name:<16} {fact}" for name, fact in facts(recipe))]))
-            print("only the settings were read; whether data, grader, model and machine are ready: lockstep doctor RECIPE")
+            print(
+                "only the settings were read; whether data, grader, model and machine are ready: lockstep doctor RECIPE"
+            )
         case "help":
             print("\n".join(_help(" ".join(args.prefix))))
         case "schema":

@@ -209,7 +209,9 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
 
     rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where)
     if args.mask and recipe.loop == "rl":
-        print("loop = rl trains on sampled replies; marked is what supervised fine-tuning on these answers would train\n")
+        print(
+            "loop = rl trains on sampled replies; marked is what supervised fine-tuning on these answers would train\n"
+        )
     chat = chat_format(recipe) if args.mask else None
     shown = 0
     for row in rows:

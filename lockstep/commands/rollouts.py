@@ -25,7 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--step", type=int, metavar="N", help="which step; by default the last that is stored")
     parser.add_argument("--limit", type=_positive, metavar="K", default=10, help="at most so many replies (default 10)")
     parser.add_argument(
-        "--seen", action="store_true", help="print each prompt as the model saw it: template, system text, examples, suffix"
+        "--seen",
+        action="store_true",
+        help="print each prompt as the model saw it: template, system text, examples, suffix",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
@@ -64,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
 def framing_note(chat: Chat, flag: str) -> str:
     """A line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
     parts = [f"the suffix {one_line(chat.suffix, 60)!r}"] if chat.suffix else []
-    parts += [f"{len(chat.examples)} solved example{'s' if len(chat.examples) > 1 else ''} before it"] if chat.examples else []
+    parts += (
+        [f"{len(chat.examples)} solved example{'s' if len(chat.examples) > 1 else ''} before it"]
+        if chat.examples
+        else []
+    )
     parts += ["a system text"] if chat.system else []
     return f"\nthe model saw each question with {' and '.join(parts)}; {flag} prints the whole prompt" if parts else ""
 

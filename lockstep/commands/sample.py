@@ -33,7 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_target_arguments(parser)
     parser.add_argument("-n", type=positive, default=10, metavar="N", help="how many questions (default 10)")
     parser.add_argument(
-        "--seen", action="store_true", help="print each prompt as the model saw it: template, system text, examples, suffix"
+        "--seen",
+        action="store_true",
+        help="print each prompt as the model saw it: template, system text, examples, suffix",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the most likely token at each place")

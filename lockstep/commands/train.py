@@ -51,13 +51,17 @@ def run(args: argparse.Namespace) -> int:
             resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
         return 0
     if args.allow_fallback:
-        raise ConfigError(["--allow-fallback works only with --resume"], fix="name the run with --resume, or leave it out")
+        raise ConfigError(
+            ["--allow-fallback works only with --resume"], fix="name the run with --resume, or leave it out"
+        )
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
     recipe = load_run(args.recipe)  # before anything heavy: a mistake is refused in milliseconds
     path = Path(recipe.runs_dir) / recipe.name
     refuse_taken(path)
-    print(f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps, in {path}; loading", flush=True)
+    print(
+        f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps, in {path}; loading", flush=True
+    )
     with _remedy(path):
         from lockstep.loops.run import start_run
 

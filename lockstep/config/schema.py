@@ -280,7 +280,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _loop_has_its_settings(self) -> Self:
         if self.task.kind == "none" and (self.loop == "rl" or self.eval.enabled):
-            raise ValueError("task.kind = none has no questions: name a task, or use loop = sft with eval.enabled = false")
+            raise ValueError(
+                "task.kind = none has no questions: name a task, or use loop = sft with eval.enabled = false"
+            )
         if self.loop == "sft":
             if self.sft is None:
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
@@ -292,7 +294,9 @@ class Recipe(Section):
             if idle:
                 raise ValueError(f"{idle[0]} applies to loop = rl only; with loop = sft set sft.sequences_per_step")
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
-                raise ValueError("algorithm applies to loop = rl only; loop = sft minimises the negative log-likelihood")
+                raise ValueError(
+                    "algorithm applies to loop = rl only; loop = sft minimises the negative log-likelihood"
+                )
         elif self.sft is not None:
             raise ValueError("section sft is set, but loop is rl: it would have no effect")
         return self

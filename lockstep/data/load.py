@@ -221,7 +221,9 @@ class Rows:
         fix = "correct or remove these rows, or set on_bad_row: drop"
         if tally.bad == tally.read:
             fix = f"name the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
-        return DataError(f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}", where=self._place(), fix=fix)
+        return DataError(
+            f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}", where=self._place(), fix=fix
+        )
 
     def _place(self) -> str:
         return f"{self.where} = {self.origin}"

@@ -36,7 +36,9 @@ def explained(tools: Mapping[str, Tool]) -> str:
     lines = []
     for tool in tools.values():
         settings = tool.parameters.get("properties", {})
-        names = ", ".join(f"{name}: {one['type']}" if isinstance(one.get("type"), str) else name for name, one in settings.items())
+        names = ", ".join(
+            f"{name}: {one['type']}" if isinstance(one.get("type"), str) else name for name, one in settings.items()
+        )
         lines.append(f"{tool.name}({names}): {tool.description}")
         lines += [f"  {name}: {one['description']}" for name, one in settings.items() if one.get("description")]
     return (

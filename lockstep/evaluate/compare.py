@@ -94,7 +94,11 @@ def compare(
     if mismatched and not allow_mismatch:
         raise EvaluationError(
             f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}"
-            + ("" if first.score.items == second.score.items else f"; {first.score.items} items against {second.score.items}"),
+            + (
+                ""
+                if first.score.items == second.score.items
+                else f"; {first.score.items} items against {second.score.items}"
+            ),
             where="compare",
             fix="evaluate both the same way, or pass --allow-mismatch and say so wherever you report it",
         )

@@ -78,7 +78,12 @@ def model_card(
         *_about(source, dtype),
     ]
     how = _HOW_GGUF if kind == "gguf" else _HOW_VERIFIED
-    sections += ["## Prompt", prompt_section(target.recipe, source.numerics), "## Use", _use(target, source, kind, dtype)]
+    sections += [
+        "## Prompt",
+        prompt_section(target.recipe, source.numerics),
+        "## Use",
+        _use(target, source, kind, dtype),
+    ]
     sections += [
         "## Scores",
         *_scores(target, "start" if source.lineage else "base"),

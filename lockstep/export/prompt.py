@@ -21,7 +21,9 @@ _SINGLE = ("reasoning_gym", "file", "python", "none")
 def prompt_section(recipe: Recipe, numerics: str) -> str:
     """What stood around each question in training and evaluation, and how replies were drawn."""
     chat, budget = recipe.chat, recipe.eval.max_tokens or recipe.rollout.max_tokens
-    scored = [f"{mode.name} (temperature {mode.temperature:g}, {mode.samples} a question)" for mode in recipe.eval.modes]
+    scored = [
+        f"{mode.name} (temperature {mode.temperature:g}, {mode.samples} a question)" for mode in recipe.eval.modes
+    ]
     trained = f"sampled at temperature {recipe.rollout.temperature:g}" if recipe.loop == "rl" else "none (supervised)"
     rows = [
         ("System text", f"`{one_line(chat.system, 200)}`" if chat.system is not None else "none of the recipe's"),
@@ -34,10 +36,16 @@ def prompt_section(recipe: Recipe, numerics: str) -> str:
         ("Replies in evaluations", ", ".join(scored) if recipe.eval.enabled else "none"),
         ("Precision", f"{numerics} in training; {recipe.numerics.label('eval', numerics)} in evaluations"),
     ]
-    lines = ["The model was trained and scored with this prompt. Asked in another way, it may answer in another way.", ""]
+    lines = [
+        "The model was trained and scored with this prompt. Asked in another way, it may answer in another way.",
+        "",
+    ]
     lines += [f"- **{name}**: {text}" for name, text in rows]
     if recipe.task.kind not in _SINGLE:
-        lines += ["", "Its task has several turns (tools, an environment, a game): the code below asks for the first reply."]
+        lines += [
+            "",
+            "Its task has several turns (tools, an environment, a game): the code below asks for the first reply.",
+        ]
     return "\n".join(lines)
 
 

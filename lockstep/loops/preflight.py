@@ -82,7 +82,9 @@ def start_checks(recipe: Recipe) -> list[Check]:
     """The same as checks: what is read by one and needed by the next is asked once; nothing is fetched or written."""
     path = Path(recipe.runs_dir) / recipe.name
     found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
-    found.append(_tried("trackers", lambda: check_installed(recipe.track), ", ".join(recipe.track.sinks) or "none asked"))
+    found.append(
+        _tried("trackers", lambda: check_installed(recipe.track), ", ".join(recipe.track.sinks) or "none asked")
+    )
     found.append(_tried("device", lambda: choose_device(recipe.device), recipe.device))
     if recipe.sft is not None:
         found.append(_tried("rows", lambda: _rows(recipe)))

@@ -41,12 +41,8 @@ def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
     repeats = [f"{total - len(asked)} prompts come again"] if total > len(asked) else []
     again = len(asked) - len(questions)
     repeats += [f"{again} prompts repeat a question under another id"] if again else []
-    return [
-        "; ".join(
-            [f"task {task.name}: {len(questions)} different questions in the first {len(steps)} steps, the same when drawn twice"]
-            + repeats
-        )
-    ]
+    head = f"task {task.name}: {len(questions)} different questions in the first {len(steps)} steps, the same when drawn twice"
+    return ["; ".join([head, *repeats])]
 
 
 def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:

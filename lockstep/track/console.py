@@ -137,11 +137,15 @@ class Console:
         outside = self._judge.step(record.step, record.metrics)
         values = [f"{name}={record.metrics[name]:.3g}" for name in outside]
         width = min(WIDTH, shutil.get_terminal_size().columns) if self._terminal else WIDTH
-        self._emit(step_line(record, self._total, eta, values), brief_line(record, self._total, eta, len(outside), width))
+        self._emit(
+            step_line(record, self._total, eta, values), brief_line(record, self._total, eta, len(outside), width)
+        )
         if new := [name for name in outside if name not in self._named]:
             self._named |= set(new)
             told = ", ".join(f"{name} {record.metrics[name]:.3g}" for name in new)
-            self._emit("", f"  ! outside the healthy range: {told}\n    what it means: lockstep metrics explain {new[0]}")
+            self._emit(
+                "", f"  ! outside the healthy range: {told}\n    what it means: lockstep metrics explain {new[0]}"
+            )
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step, eta=eta, phase="", refresh=True)
 

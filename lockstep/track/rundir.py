@@ -212,7 +212,9 @@ def never_began(path: Path) -> bool:
     """Whether a run stopped before its first step and left nothing but its recipe and messages: no number, score, checkpoint."""
     if not is_run(path):
         return False
-    kept = [entry for entry in path.iterdir() if entry.name not in {*LEFT, "metrics.jsonl"} and not _is_unfinished(entry)]
+    kept = [
+        entry for entry in path.iterdir() if entry.name not in {*LEFT, "metrics.jsonl"} and not _is_unfinished(entry)
+    ]
     metrics = path / "metrics.jsonl"
     return not kept and not (metrics.exists() and metrics.stat().st_size)
 
@@ -227,7 +229,9 @@ def refuse_taken(path: Path) -> None:
         raise RunDirectoryError("is a file", where=str(path), fix="choose another name or runs_dir")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
-        raise RunDirectoryError("cannot be made: no right to write there", where=str(path), fix="choose another runs_dir")
+        raise RunDirectoryError(
+            "cannot be made: no right to write there", where=str(path), fix="choose another runs_dir"
+        )
     inside = path.iterdir() if path.exists() and not is_run(path) else ()
     foreign = [entry.name for entry in inside if not _is_unfinished(entry)]
     if foreign:

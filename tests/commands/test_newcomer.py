@@ -155,10 +155,23 @@ def test_the_parts_of_a_split_suit_the_recipe_of_their_source(
     rows = [{"question": f"What is {i}?", "label": str(i)} for i in range(20)]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ("prompt=question", "answer=label")
-    split = ("data", "split", tmp_path / "all.jsonl", *columns, "--out", tmp_path / "out", "--parts", "test=5,train=rest")
+    split = (
+        "data",
+        "split",
+        tmp_path / "all.jsonl",
+        *columns,
+        "--out",
+        tmp_path / "out",
+        "--parts",
+        "test=5,train=rest",
+    )
     code, out = said(capsys, *split)
     assert code == 0, out
-    assert json.loads((tmp_path / "out" / "train.jsonl").read_text().splitlines()[0]).keys() == {"id", "question", "label"}
+    assert json.loads((tmp_path / "out" / "train.jsonl").read_text().splitlines()[0]).keys() == {
+        "id",
+        "question",
+        "label",
+    }
     assert f"  data: {{source: {tmp_path}/out/train.jsonl, prompt: question, answer: label}}" in out
     assert said(capsys, "data", "check", tmp_path / "out" / "train.jsonl", *columns)[0] == 0
     code, out = said(capsys, "data", "check", tmp_path / "out" / "train.jsonl")

@@ -157,9 +157,18 @@ def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[st
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"], "prompts_per_step applies to loop = rl only"),
-        (["loop=sft", "sft={data: rows.jsonl}", "samples_per_prompt=7"], "samples_per_prompt applies to loop = rl only"),
-        (["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"], "update.epochs applies to loop = rl only"),
+        (
+            ["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"],
+            "prompts_per_step applies to loop = rl only",
+        ),
+        (
+            ["loop=sft", "sft={data: rows.jsonl}", "samples_per_prompt=7"],
+            "samples_per_prompt applies to loop = rl only",
+        ),
+        (
+            ["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"],
+            "update.epochs applies to loop = rl only",
+        ),
         (["adapter={kind: lora, base: nf4}", "numerics.train=nvfp4-w4a4"], "nvfp4-w4a4 quantises linear layers, which"),
         (["adapter={kind: lora, base: nf4}", "numerics.eval=mxfp4-w4a16"], "has packed in 4 bits already"),
         (['rollout.stop=[""]'], "rollout.stop.0"),

@@ -49,7 +49,9 @@ def test_the_first_run_of_the_readme_trains_at_the_recipes_rate() -> None:
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", README + COMING.replace("](", "](docs/")) if "://" not in link]
+    links = [
+        link for link in re.findall(r"\]\(([^)#]+)", README + COMING.replace("](", "](docs/")) if "://" not in link
+    ]
     assert len(links) > 40
     assert [link for link in links if not (ROOT / link).exists()] == []
     minidom.parse(str(ROOT / "docs" / "images" / "architecture.svg"))
@@ -86,5 +88,12 @@ def test_an_environment_that_knows_its_question_plays(
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks(ENVIRONMENTS, "python") if "class Capitals" in block]
     (tmp_path / "capitals.py").write_text(code)
-    recipe = ["task={kind: env, path: capitals.py:Capitals}", f"model={tiny_model_dir}", "steps=1", "rollout.max_tokens=64"]
-    assert main(["train", *recipe, "prompts_per_step=2", "samples_per_prompt=2", "eval.items=2"]) == 0, capsys.readouterr()
+    recipe = [
+        "task={kind: env, path: capitals.py:Capitals}",
+        f"model={tiny_model_dir}",
+        "steps=1",
+        "rollout.max_tokens=64",
+    ]
+    assert main(["train", *recipe, "prompts_per_step=2", "samples_per_prompt=2", "eval.items=2"]) == 0, (
+        capsys.readouterr()
+    )

@@ -225,7 +225,9 @@ def test_the_code_of_the_card_asks_as_the_run_did(adapter: bool, home: Path, mod
     question = code.splitlines()[-1][len("print(ask(") : -len("))")]
     held = build_task(find_target(str(run.path)).recipe.task, 5).heldout("id_probe", 8)
     code = code.replace(question, repr(held[0].messages[-1]["content"]))
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (score,) = run.scores_path.glob("step_000001_*greedy*")
     said = {reply.id: reply.text for reply in read_score(score).results}[held[0].id]

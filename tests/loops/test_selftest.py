@@ -63,7 +63,10 @@ def test_a_pure_task_is_described(tmp_path):
 
 
 def test_repeated_questions_are_counted(tmp_path):
-    assert "4 different questions in the first 5 steps, the same when drawn twice; 16 prompts repeat a question under" in check_purity(*task_of(tmp_path, "repeats"))[0]
+    assert (
+        "4 different questions in the first 5 steps, the same when drawn twice; 16 prompts repeat a question under"
+        in check_purity(*task_of(tmp_path, "repeats"))[0]
+    )
 
 
 @pytest.mark.parametrize("how", ["position", "random"])
