@@ -117,7 +117,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
+    """Return True if the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

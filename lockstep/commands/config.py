@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """What follows from a recipe, in words: batch arithmetic, the learning rate in force, when it evaluates and saves."""
+    """Summary of a recipe: batch arithmetic, the learning rate in force, when it evaluates and saves."""
     warmup = recipe.optimizer.warmup_steps
     warm = f"after {warmup} warm-up steps" if warmup else "no warm-up"
     origin = (

@@ -126,7 +126,7 @@ def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, 
 def summary(
     step: int | None, rows: Sequence[RolloutRow], wanted: Sequence[RolloutRow], args: argparse.Namespace
 ) -> str:
-    """How many replies there are of each kind, and how many were shown."""
+    """Count the replies of each kind, and those shown."""
     counts = ", ".join(f"{sum(word(row) == kind for row in rows)} {kind}" for kind in ("right", "wrong", "unscored"))
     shown = min(len(wanted), args.limit)
     of = f" of {len(wanted)} {args.only}" if args.only else f" of {len(rows)}"

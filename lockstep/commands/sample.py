@@ -118,7 +118,7 @@ def word(sample: Sample) -> str:
 
 
 def summary(samples: list[Sample]) -> str:
-    """How many there are of each kind."""
+    """Count the replies of each kind."""
     words = [word(sample) for sample in samples]
     return f"{len(samples)} replies: " + ", ".join(
         f"{words.count(kind)} {kind}" for kind in ("right", "wrong", "unscored")

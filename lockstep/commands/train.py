@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def finished(path: Path) -> str:
-    """What to say of a run that has nothing left to do; "" for one that can go on."""
+    """Message about a run that has nothing left to do; "" for one that can go on."""
     run = RunDirectory.open(path)
     last = next((event for event in reversed(read_events(run)) if event.kind in ("finished", "start", "resume")), None)
     if last is None or last.kind != "finished":

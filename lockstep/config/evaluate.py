@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from lockstep.config.section import Section
 
 Role: TypeAlias = Literal["train", "id_probe", "ood_probe", "sanity"]
-"""What a set of items is for: trained on; like training; unlike training; too few to decide anything."""
+"""Purpose of a set of items: trained on; like training; unlike training; too few to decide anything."""
 DECIDING = ("id_probe", "ood_probe")
 """Roles that a decision may hang on: sanity sets are too small, and training questions are not held out."""
 NONDET = "nondet_proxy"
 """Several greedy replies an item, which differ only by what the hardware does: a diagnosis, not a score of the model."""
 GREEDY = "greedy_pass@1"
 PRESET_TEMPERATURE = 0.6
-"""Of avg@k, pass@k and maj@k as modes without settings of their own."""
+"""Temperature of the modes avg@k, pass@k and maj@k without settings of their own."""
 _ESTIMATE = re.compile(r"(avg|pass|maj)@([1-9]\d*)")
 
 
@@ -100,7 +100,8 @@ class EvalSet(Section):
     """One more set of items that a run evaluates on, in all modes; its scores are named <role>.<mode>."""
 
     role: Role
-    """What it is for: id_probe, ood_probe, sanity (nothing may be decided by it), or train."""
+    """Purpose: id_probe (held out, like training), ood_probe (held out, unlike training), sanity (too few items to decide
+    anything), or train."""
     items: int = Field(default=200, ge=1)
     """Problems."""
 
@@ -169,7 +170,7 @@ class Eval(Section):
         return (EvalSet(role=self.role, items=self.items), *self.also)
 
     def score_name(self, role: str, mode: str) -> str:
-        """How a set's scores of a mode are called in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
+        """Name of a set's scores of a mode in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
         return mode if role == self.role else f"{role}.{mode}"
 
     @model_validator(mode="after")

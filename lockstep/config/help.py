@@ -1,4 +1,4 @@
-"""What settings there are: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
+"""All settings: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def without_tag(data: Any) -> Any:
 
 
 def item_annotation(annotation: Any) -> Any:
-    """What each item of a list is, None if it is no list."""
+    """Type of a list's items, None if it is no list."""
     (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
     return typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item
 
@@ -259,7 +259,7 @@ def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """What the variants of a setting are; of those that share their settings there is a list of its own."""
+    """Meaning of a setting's variants; variants that share their settings are listed apart."""
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
     common = common_section(children)

@@ -176,7 +176,7 @@ def _file(arg: str) -> Path | None:
 
 
 def _hint(arg: str) -> str:
-    """What somebody may have meant by an argument that is neither a file nor an override."""
+    """Guess the meaning of an argument that is neither a file nor an override."""
     if any(setting.path == arg for group in groups() for setting in group.settings):
         return f"; to change a setting, write {arg}=VALUE"
     path = Path(arg)

@@ -1,4 +1,4 @@
-"""What makes a score hard to believe: replies that were cut off, not read, or the same where they should differ."""
+"""Alarms about a score: replies that were cut off, not read, or the same where they should differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOXED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the replies of a score were read. Counts of replies."""
+    """Counts of a score's replies by how they were read."""
 
     replies: int
     scored: int
@@ -33,12 +33,12 @@ class Reading:
     unparsed: int
     """Scored, but no answer was found."""
     unparsed_truncated: int
-    """Of those, cut off at the token budget."""
+    """Unparsed replies that were cut off at the token budget."""
     truncated: int
     wrong: int
     wrong_truncated: int
     extracts: bool
-    """Whether the verifier says of any reply how it was read."""
+    """The verifier says of some reply how it was read."""
 
     @property
     def boxed_rate(self) -> float | None:

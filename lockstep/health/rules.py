@@ -1,4 +1,4 @@
-"""What a run watches itself for, as data: which metric, on which side of what, what it means and what to do.
+"""Health rules as data: metric, limit, meaning and advice.
 
 Limits, patience and tiers are settings (lockstep.config.health.Health, a field for each rule here, of the same name). To add
 a rule: append it here, and give it its field there.
@@ -26,7 +26,7 @@ MAGNIFIED = 10.0
 START = Drift("start", 5)
 RECENT = Drift("recent", 50)
 SPARE_GIB = 0.25
-"""Of disk beside checkpoints: rollouts, scores and logs of the next steps."""
+"""Disk space to spare beside checkpoints: rollouts, scores and logs of the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rule:
     meaning: str
     advice: str
     source: str
-    """Where limit and patience come from."""
+    """Source of limit and patience."""
     shown: tuple[str, ...] = ()
     """Metrics that help to read it."""
     needs: str = ""

@@ -48,9 +48,8 @@ def _told(recipe: Recipe, journal: Journal, step: int, chosen: EvalSet, mode: Ev
         f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
         f"{score.conditions.numerics}, {score.seconds:.1f} s"
     )
-    say = (
-        journal.say if step in (0, recipe.steps) else journal.note
-    )  # what changes between is a metric with a healthy range
+    # In between log.txt alone: the shares are metrics with healthy ranges, which the step's line marks.
+    say = journal.say if step in (0, recipe.steps) else journal.note
     for alarm in reply_alarms(score):
         say(f"alarm: {name}: {alarm}")
     for alarm in _since_the_base(journal, name, score):

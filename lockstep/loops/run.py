@@ -176,7 +176,7 @@ def _describe(parts: Parts, recipe: Recipe, journal: Journal, prompts: list[Prom
     batch, rates = batch_lines(recipe), rate_lines(recipe)
     adapter = describe(recipe.adapter, policy.model).splitlines()
     journal.say(f"model {policy.resolved.name} in {policy.numerics} on {next(policy.model.parameters()).device}")
-    for line in (*adapter[:1], batch[0], *rates, *parts.task.notes[:1]):
+    for line in (*adapter[:1], batch[0], *rates, *parts.task.notes[:3]):
         journal.say(line)
     shown = [policy.chat.preview(one.messages, one.tools) for one in prompts[:1]]
     journal.note("\n".join([

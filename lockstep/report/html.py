@@ -115,7 +115,7 @@ def _sft(sft: Sft) -> list[tuple[str, object]]:
 
 
 def _parent(run: RunFacts) -> list[tuple[str, object]]:
-    """What the run started from, and that from what, back to a model."""
+    """The chain of runs that this one started from, back to a model."""
     steps, parent = [], run.manifest.get("parent")
     while parent:
         steps.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")

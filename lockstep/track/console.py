@@ -1,4 +1,4 @@
-"""What a person sees of a run: a short line a step, a progress bar if the output is a terminal; log.txt has it in full."""
+"""The view of a run: a short line a step, a progress bar if the output is a terminal; log.txt has it in full."""
 
 from __future__ import annotations
 
