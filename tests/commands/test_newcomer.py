@@ -177,3 +177,13 @@ def test_the_parts_of_a_split_suit_the_recipe_of_their_source(
     code, out = said(capsys, "data", "check", tmp_path / "out" / "train.jsonl")
     assert (code, out.count("there is no column 'prompt'"), "(and 14 more rows)" in out) == (4, 1, True)
     assert "task.data.prompt=COLUMN" in out
+
+
+def test_a_file_that_looks_like_a_hub_id_is_sought_beside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "units").mkdir()
+    (tmp_path / "units" / "train.jsonl").write_text("{}\n")
+    code, out = said(capsys, "data", "check", "units/train.txt")
+    assert (code, "hub" in out.partition("to fix")[0], "nearest: units/train.jsonl" in out) == (4, False, True), out
