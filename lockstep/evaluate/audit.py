@@ -78,7 +78,7 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
         )
         if r.unparsed_rate > UNPARSED:
             lines.append(
-                f"above {UNPARSED:.0%}: mend the parser, the format or the token budget before believing the score"
+                f"above {UNPARSED:.0%}: fix the parser, the format or the token budget before you trust the score"
             )
     if audit.wrong:
         share = wilson(audit.suspicious, audit.wrong)

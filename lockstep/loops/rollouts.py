@@ -113,5 +113,5 @@ def check_scored(groups: Sequence[Group], recipe: Recipe, step: int) -> str:
     if len(kinds) > 1:
         text += "; most often: " + "; ".join(f"{count} times {error}" for error, count in kinds.most_common(3))
     if share > recipe.health.max_unscored:
-        raise HealthStop(text, where=f"step {step}", fix="mend the verifier; health.max_unscored sets the limit")
+        raise HealthStop(text, where=f"step {step}", fix="fix the verifier, or raise health.max_unscored")
     return text

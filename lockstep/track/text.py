@@ -31,6 +31,8 @@ def reading_line(extracted: str | None, method: str, answer: str) -> str:
     reference = f"answer {one_line(answer, 80)!r}"
     if method == "environment":
         return f"graded by the environment, {reference}" if answer else "graded by the environment"
+    if extracted is None and not method:  # a function of the user's, which does not say what it read
+        return f"graded as a whole, {reference}"
     if extracted is None:
         return f"no answer was found in the reply, {reference}"
     how = f" by {one_line(method, 40)}" if method else ""

@@ -81,7 +81,9 @@ def twin(base: Score, **conditions: object) -> Score:
 def test_identical_replies_name_the_cause() -> None:
     base = score([True, False, True] * 7)
     (weights,) = identity_alarms([("base", base), ("step 20", twin(base, weights=B))])
-    assert weights.startswith("base and step 20, greedy: weights not loaded? All 21 replies are the same, word for word")
+    assert weights.startswith(
+        "base and step 20, greedy: weights not loaded? All 21 replies are the same, word for word"
+    )
     (few,) = identity_alarms([("base", score([True])), ("step 20", twin(score([True]), weights=B))])
     assert "not loaded" not in few
     assert "so few replies often are" in few

@@ -31,7 +31,7 @@ def test_fifty_wrong_replies_are_shown_with_what_was_read() -> None:
     lines = text_of(example(), audit)
     assert "50 of 60 wrong replies:" in lines
     assert any("no answer was found in the reply, answer '7', 4 tokens" in line and "no box" in line for line in lines)
-    assert any("read '8' by boxed" in line and "cut off" in line for line in lines)
+    assert any("extracted '8' by boxed" in line and "cut off" in line for line in lines)
     assert sum(line.strip() == "thus the answer is 7." for line in lines) == sum(s.suspicious for s in audit.shown)
 
 
@@ -46,7 +46,7 @@ def test_counts_cover_all_wrong_replies_not_only_those_shown() -> None:
     assert "60 of 100 scored replies are wrong; 6 of those were cut off" in text
     assert "boxed rate 66.0% [56.3%, 74.5%] of all 100 replies" in text
     assert f"no answer found in {unread} replies" in text
-    assert "mend the parser, the format or the token budget" in text
+    assert "fix the parser, the format or the token budget" in text
 
 
 def test_a_reference_counts_only_as_a_word_of_its_own_near_the_end() -> None:
