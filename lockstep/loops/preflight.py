@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.evaluate.plan import eval_plan
 from lockstep.evaluate.runner import heldout_items
 from lockstep.learner.device import choose_device
+from lockstep.loops.parts import prepare_for_engine
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.selftest import check_purity
 from lockstep.loops.sft_rows import Material, read_material, refuse_asked, with_steps
@@ -41,6 +42,7 @@ class Ready:
 
 def preflight(recipe: Recipe) -> Ready:
     """Check a recipe whose steps are known. Raises LockstepError for the first thing that would end the run."""
+    prepare_for_engine(recipe)  # before anything asks for a GPU
     choose_device(recipe.device)
     folder = resolve(recipe.model).path
     material = read_material(recipe, recipe.sft) if recipe.sft is not None else None

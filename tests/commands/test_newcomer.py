@@ -187,3 +187,10 @@ def test_a_file_that_looks_like_a_hub_id_is_sought_beside_its_folder(
     (tmp_path / "units" / "train.jsonl").write_text("{}\n")
     code, out = said(capsys, "data", "check", "units/train.txt")
     assert (code, "hub" in out.partition("to fix")[0], "nearest: units/train.jsonl" in out) == (4, False, True), out
+
+
+def test_a_model_is_not_scored_on_a_task_that_nobody_named(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = said(capsys, "eval", tiny_model_dir, "--recipe", "steps=3")
+    assert (code, "task: required" in out) == (2, True), out

@@ -184,7 +184,7 @@ def test_a_verifier_that_fails_stops_the_run_and_is_named(tmp_path: Path, tiny_m
     with pytest.raises(HealthStop, match="the judge went home"):
         trained(tmp_path, tiny_model_dir, NO_EVAL, f"task.verifier.path={late}:grade", "steps=40")
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
-    assert "mend the verifier" in log
+    assert "fix the verifier" in log
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_grader_that_changes_stops_the_run_and_the_item_is_named(tmp_path, tin
         HealthStop, match=f"step 51.*the self-test of the grader failed: {prompts[0].id}: the reference"
     ) as stop:
         check_grading(task, wrong, 51)
-    assert "nothing that it paid since the last test can be trusted" in str(stop.value)
+    assert "no reward since the last test can be trusted" in str(stop.value)
     assert (
         changed.problems(prompts[0]) == []
     )  # its kind is not known: only the reference, nothing and garbage are tried
