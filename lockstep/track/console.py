@@ -61,6 +61,8 @@ WIDTH = 120
 """Longest step line on the screen, in columns; a narrower terminal has narrower lines."""
 COLOURS = {"warning:": "yellow", "alarm:": "yellow", "stopping": "red"}
 """Colours on a terminal of messages that begin so."""
+NAMED = 3
+"""Metrics that are named when they leave their healthy range; log.txt has all of a step."""
 LEAST_TIME_S = 0.05
 """Shorter phases are left off the line."""
 
@@ -142,7 +144,8 @@ class Console:
         )
         if new := [name for name in outside if name not in self._named]:
             self._named |= set(new)
-            told = ", ".join(f"{name} {record.metrics[name]:.3g}" for name in new)
+            told = ", ".join(f"{name} {record.metrics[name]:.3g}" for name in new[:NAMED])
+            told += f" and {len(new) - NAMED} more (log.txt)" if len(new) > NAMED else ""
             self._emit(
                 "", f"  ! outside the healthy range: {told}\n    what it means: lockstep metrics explain {new[0]}"
             )
