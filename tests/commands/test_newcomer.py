@@ -137,6 +137,9 @@ def test_supervised_fine_tuning_without_a_task_asks_nothing(
     assert not list((run / "scores").iterdir())
     assert "alarm" not in out
     assert "validation/loss" in (run / "metrics.jsonl").read_text()
+    page, log = (run / "report.html").read_text(), (run / "log.txt").read_text()
+    assert ("Loss of given replies" in page, "Policy loss" in page) == (True, False)
+    assert ("reward_flat" in log, "grad_spike" in log) == (False, True)  # rules of rewards do not apply
     code, out = said(capsys, "rollouts", run)
     assert (code, "a supervised run samples no replies in training" in out) == (6, True)
     code, out = said(capsys, "eval", run)
@@ -177,6 +180,18 @@ def test_the_parts_of_a_split_suit_the_recipe_of_their_source(
     code, out = said(capsys, "data", "check", tmp_path / "out" / "train.jsonl")
     assert (code, out.count("there is no column 'prompt'"), "(and 14 more rows)" in out) == (4, 1, True)
     assert "task.data.prompt=COLUMN" in out
+
+
+def test_a_checkpoint_that_is_not_there_is_told_apart_from_a_count(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "train", *words(tmp_path, tiny_model_dir, *LORA, NO_EVAL, "steps=2"))[0] == 0
+    code, out = said(capsys, "eval", tmp_path / "runs" / "run", "--step", "4")
+    assert (code, "no checkpoint of step 4; saved are steps 1, 2" in out) == (6, True)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    code, out = said(capsys, "export", tmp_path / "runs" / "run", tmp_path / "there")
+    assert (code, "there is there already" in out) == (2, True)
 
 
 def test_a_file_that_looks_like_a_hub_id_is_sought_beside_its_folder(
