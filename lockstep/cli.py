@@ -12,10 +12,12 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
@@ -70,6 +72,19 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """Say how a setting is written where one was given as an option; the usage of the whole program helps nobody then."""
+        match = re.fullmatch(r"unrecognized arguments: --([\w.]+)(?:[ =](\S+))?(?: .*)?", message)
+        if match is None:
+            super().error(message)
+        from lockstep.config.help import groups
+        from lockstep.config.search import nearest
+
+        known = {setting.path for group in groups() for setting in group.settings}
+        name = match[1] if match[1] in known else next(iter(nearest(match[1])), "")
+        hint = f"a setting is written without dashes: write {name}={match[2] or 'VALUE'}" if name else "see --help"
+        self.exit(2, f"lockstep: there is no option --{match[1]}; {hint}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +163,7 @@ def _stdout_fails() -> bool:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
+    """Return True if the reader of our output has gone (`| head`); then nothing more is written, not even at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -77,7 +77,8 @@ def available_bytes(device: torch.device) -> float:
 def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
     """Return the number of tokens of the longest prompt of the first step."""
     chat = ChatFormat(load_tokenizer(resolved), recipe.chat, None)
-    return max(len(chat.render_prompt(prompt)) for prompt in task.batch(0, recipe.prompts_per_step))
+    lengths = (len(chat.render_prompt(prompt)) for prompt in task.batch(0, recipe.prompts_per_step))
+    return max(lengths, default=0)  # a supervised run may have no task
 
 
 def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:

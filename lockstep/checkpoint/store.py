@@ -214,7 +214,7 @@ def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool
     places = [info for info in infos if info.complete or _place(info.path.name)[0] == ""]
     steps = sorted({info.step for info in places}, reverse=True)
     if step is not None and step not in steps:
-        there = f"there are {', '.join(map(str, reversed(steps)))}" if steps else "there are none"
+        there = f"saved are steps {', '.join(map(str, reversed(steps)))}" if steps else "none is saved"
         raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(run_dir / FOLDER))
     if not steps:
         unfinished = "".join(f"; {_passed_over(info)}" for info in infos)

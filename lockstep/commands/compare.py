@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_pairs(names: Sequence[str], *, all_steps: bool = False) -> tuple[list[Pair], list[Record]]:
-    """What is to be compared, and the scores that have no partner. Raises ConfigError unless one or two are named."""
+    """Pair the scores; also return those without a partner. Raises ConfigError unless one or two are named."""
     from lockstep.evaluate.collect import base_and_last, newest, pair, records_of, unpaired
 
     if len(names) > 2:
@@ -81,7 +81,7 @@ def numbers_of(one: Pair) -> list[str]:
 
 
 def lines_of(one: Pair, comparisons: Sequence[Comparison], *, items: bool) -> list[str]:
-    """What is said of a pair."""
+    """Lines about a pair of scores."""
     from lockstep.evaluate.alarms import untrained_alarm
     from lockstep.evaluate.compare import differences, power_line
     from lockstep.evaluate.table import score_line
@@ -123,7 +123,7 @@ def sentence(c: Comparison) -> str:
 
 
 def unseen(c: Comparison) -> str:
-    """What may be true all the same where no effect is shown."""
+    """Say how large a difference may exist although none is shown."""
     from lockstep.evaluate.intervals import wilson
 
     if c.b + c.c == 0:  # resampling what never changed gives no interval

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from typing import TYPE_CHECKING
 
 from lockstep.config import help as settings
-from lockstep.config.load import dump, load
+from lockstep.config.load import dump, load, load_run
+from lockstep.config.search import find, nearest
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for action in (show, check):
         action.add_argument("recipe", nargs="+", metavar="RECIPE|a.b=c", help=_RECIPE)
     explain = actions.add_parser("help", help="one line for each setting: path, type, default, allowed values, meaning")
-    explain.add_argument("prefix", nargs="?", default="", help="only settings whose path starts with this")
+    explain.add_argument(
+        "prefix", nargs="*", help="only settings whose path starts with this; or a word: reward, learning rate, kl"
+    )
     actions.add_parser("schema", help="print the JSON schema of a recipe, for editors")
 
 
@@ -35,17 +37,20 @@ def run(args: argparse.Namespace) -> int:
         case "show":
             print(dump(load(args.recipe)), end="")
         case "check":
-            recipe = load(args.recipe)
+            recipe = load_run(args.recipe)
             print("\n".join([f"ok: {recipe.name}", *(f"  {name:<16} {fact}" for name, fact in facts(recipe))]))
+            print(
+                "only the settings were read; whether data, grader, model and machine are ready: lockstep doctor RECIPE"
+            )
         case "help":
-            print("\n".join(_help(args.prefix)))
+            print("\n".join(_help(" ".join(args.prefix))))
         case "schema":
             print(settings.schema_json())
     return 0
 
 
 def facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """What follows from a recipe, in words: batch arithmetic, the learning rate in force, when it evaluates and saves."""
+    """Summary of a recipe: batch arithmetic, the learning rate in force, when it evaluates and saves."""
     warmup = recipe.optimizer.warmup_steps
     warm = f"after {warmup} warm-up steps" if warmup else "no warm-up"
     origin = (
@@ -108,7 +113,9 @@ def _steps(last: int, every: int, *, at_start: bool) -> str:
 def _help(prefix: str) -> list[str]:
     if lines := settings.help_lines(prefix):
         return lines
-    known = [name for group in settings.groups() for name in (group.path, *(s.path for s in group.settings)) if name]
-    near = difflib.get_close_matches(prefix, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(n for n in known if '.' not in n)}"
+    if lines := find(prefix):
+        return lines
+    sections = dict.fromkeys(group.path for group in settings.groups() if group.path and "." not in group.path)
+    near = nearest(prefix)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(sections)}"
     raise ConfigError([f"{prefix}: no setting starts with this; {hint}"])

@@ -15,7 +15,7 @@ from lockstep.errors import ChatError, ConfigError, DataError, LockstepError
 if TYPE_CHECKING:
     from lockstep.chat.chat import ChatFormat
     from lockstep.config.schema import Recipe
-    from lockstep.data.build import Part
+    from lockstep.data.build import Names, Part
     from lockstep.data.sets import DataSet, Loaded
 
 _TARGET = """a recipe, or a source: hub id, hf:// path, .parquet, .jsonl, .json or .csv file, folder, file.py:generator, or
@@ -52,10 +52,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
         action.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="default jsonl")
         action.add_argument(
-            "--prompt-name", default="prompt", metavar="COLUMN", help="column of the question (default prompt)"
+            "--prompt-name", metavar="COLUMN", help="column of the question (default: its name in the source)"
         )
         action.add_argument(
-            "--answer-name", default="answer", metavar="COLUMN", help="column of the answer (default answer)"
+            "--answer-name", metavar="COLUMN", help="column of the answer (default: its name in the source)"
         )
     split.add_argument(
         "--parts",
@@ -208,6 +208,10 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
     from lockstep.data.load import open_rows
 
     rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where)
+    if args.mask and recipe.loop == "rl":
+        print(
+            "loop = rl trains on sampled replies; marked is what supervised fine-tuning on these answers would train\n"
+        )
     chat = chat_format(recipe) if args.mask else None
     shown = 0
     for row in rows:
@@ -234,11 +238,11 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
 
 def _build(sets: list[DataSet], args: argparse.Namespace) -> int:
     from lockstep.data import text
-    from lockstep.data.build import Names, build
+    from lockstep.data.build import build
     from lockstep.data.sets import load_set
 
     loaded = [load_set(one) for one in sets]
-    names = Names(args.prompt_name, args.answer_name)
+    names = _names(sets[0], args)
     manifest = build(loaded, args.out, args.format, names)
     print("\n\n".join([*map(text.set_report, loaded), text.built(manifest, args.out)]))
     return 0
@@ -246,14 +250,26 @@ def _build(sets: list[DataSet], args: argparse.Namespace) -> int:
 
 def _split(one: DataSet, args: argparse.Namespace) -> int:
     from lockstep.data import text
-    from lockstep.data.build import Names, split_set
+    from lockstep.data.build import split_set
     from lockstep.data.sets import load_set
 
     loaded = load_set(one)
-    names = Names(args.prompt_name, args.answer_name)
+    names = _names(one, args)
     manifest = split_set(loaded, args.parts, args.out, args.seed, args.format, names)
-    print("\n\n".join([text.set_report(loaded), text.built(manifest, args.out)]))
+    recipe = text.recipe_snippet(manifest, args.out, names)
+    print("\n\n".join([text.set_report(loaded), text.built(manifest, args.out), recipe]))
     return 0
+
+
+def _names(one: DataSet, args: argparse.Namespace) -> Names:
+    """The columns of what is written: as asked, else as in the source, so that a recipe for the source suits its parts too."""
+    from lockstep.data.build import Names
+    from lockstep.data.columns import columns_of
+
+    columns = columns_of(one.data)
+    plain = [name if re.fullmatch(r"\w+", name) else "" for name in (columns.prompt, columns.answer)]
+    prompt, answer = args.prompt_name or plain[0] or "prompt", args.answer_name or plain[1] or "answer"
+    return Names(prompt, answer if answer != prompt else "answer")
 
 
 def chat_format(recipe: Recipe) -> ChatFormat:

@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """What, how and where to."""
+    """Add the options of an evaluation."""
     parser.add_argument(
         "--mode", default="all", metavar="MODE[,MODE]",
         help="greedy, sampled, all, a mode's name in the recipe, or a fixed one: greedy_pass@1, avg@8, pass@8, maj@8 (T=0.6), "
@@ -65,7 +65,7 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `eval`, `sample` and `probe` have in common."""
+    """Add the arguments that `eval`, `sample` and `probe` share."""
     parser.add_argument(
         "target",
         nargs="+",
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ScoreOptions:
-    """What the options of `add_measuring_arguments` ask for."""
+    """Read the options of `add_measuring_arguments`."""
     from lockstep.scoring.score import ScoreOptions
 
     return ScoreOptions(
@@ -187,7 +187,7 @@ def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
 
 # --- what is printed ------------------------------------------------------------------------------------------------
 def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str], list[str]]:
-    """What is printed of one target (its proof, the table, alarms, notes, files), and the alarms alone."""
+    """Lines about one target (its proof, the table, alarms, notes, files), and the alarms alone."""
     from lockstep.evaluate.alarms import reply_alarms, untrained_alarm
     from lockstep.evaluate.table import comparison_table, table_lines
     from lockstep.sync.record import proof_line

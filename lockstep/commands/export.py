@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--format", choices=("hf", "gguf"), default="hf", help="gguf: one merged file for llama.cpp")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="which checkpoint of a run that has several; 0 is its base"
+        "--step", type=int, metavar="N", help="which checkpoint of a run (default: the newest); 0 is its base"
     )
     parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights (default 5)")
     parser.add_argument(
@@ -39,16 +39,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and verify. Raises ConfigError if the step is a guess, ExportError if the outcome is not the trained model."""
+    """Write and verify. Raises ExportError if the outcome is not the trained model."""
     gguf = args.format == "gguf"
     if gguf and args.adapter:
         raise ConfigError(["--format gguf writes merged models, and --adapter asks for the adapter alone"])
     if not 0 < args.shard_gb < math.inf:
         raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
-    from lockstep.export.export import export, refuse_guess
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ConfigError([f"{args.out} is there already"], fix="name a new folder")
+    from lockstep.export.export import choice_note, export
     from lockstep.scoring.targets import find_target
 
-    refuse_guess(args.checkpoint, args.step)
+    if note := choice_note(args.checkpoint, args.step):
+        print(note)
     target = find_target(args.checkpoint, args.recipe, args.set, args.step)
     for note in target.notes:
         print(f"warning: {note}")

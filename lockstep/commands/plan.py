@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.config.load import load
+from lockstep.config.load import load_run
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, section by section. Raises ConfigError for a recipe with mistakes; no model is loaded."""
-    recipe, notes = _with_steps(load(args.recipe))
+    recipe, notes = _with_steps(load_run(args.recipe))
     print(
         "\n".join(
             [
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
                 "",
                 "Memory and disk",
                 *(f"  {line}" for line in _memory(recipe, args.gpu_gib)),
+                "",
+                "data and grader were not opened: `lockstep doctor RECIPE` opens them and says whether a run would start",
             ]
         )
     )
@@ -63,7 +65,7 @@ def _with_steps(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def plan_text(recipe: Recipe) -> list[str]:
     """All sections that have something to say, with their headings."""
-    lines = [recipe.name]
+    lines = [f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps"]
     for section in SECTIONS:
         if found := section.lines(recipe):
             lines += ["", section.title, *(f"  {line}" for line in found)]

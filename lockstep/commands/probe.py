@@ -1,4 +1,4 @@
-"""`lockstep probe`: before a run is paid for, whether replies have the format and whether there is anything to learn from."""
+"""`lockstep probe`: before a run, whether replies have the format and whether there is anything to learn from."""
 
 from __future__ import annotations
 

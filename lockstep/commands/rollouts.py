@@ -1,16 +1,20 @@
-"""`lockstep rollouts`: read what a run sampled, with its grade. Loads no torch."""
+"""`lockstep rollouts`: read what a run sampled, with its grade. A tokenizer is loaded for episodes and --seen alone."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.track.text import one_line, visible
+from lockstep.config.load import load
+from lockstep.errors import RunDirectoryError
+from lockstep.track.text import one_line, reading_line, visible
 
 if TYPE_CHECKING:
+    from lockstep.config.schema import Chat, Recipe
     from lockstep.track.rollouts import RolloutRow
 
 
@@ -20,6 +24,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, metavar="N", help="which step; by default the last that is stored")
     parser.add_argument("--limit", type=_positive, metavar="K", default=10, help="at most so many replies (default 10)")
+    parser.add_argument(
+        "--seen",
+        action="store_true",
+        help="print each prompt as the model saw it: template, system text, examples, suffix",
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
         "--wrong", dest="only", action="store_const", const="wrong", help="only replies that are not correct"
@@ -38,10 +47,47 @@ def run(args: argparse.Namespace) -> int:
     directory = RunDirectory.open(args.run)
     steps = rollout_steps(directory)
     step = args.step if args.step is not None or not steps else steps[-1]
+    recipe = load([str(directory.recipe_path)])
+    if recipe.loop == "sft" and not steps:
+        raise RunDirectoryError(
+            "a supervised run samples no replies in training, so it stores none",
+            where=str(args.run),
+            fix=f"lockstep sample {args.run}, or read its rows with lockstep data show {directory.recipe_path}",
+        )
     rows = read_rollouts(directory, 0 if step is None else step)
     wanted = [row for row in rows if args.only is None or word(row) == args.only]
-    print("\n\n".join([*(show(row) for row in wanted[: args.limit]), summary(step, rows, wanted, args)]))
+    shown = wanted[: args.limit]
+    decode = _decoder(recipe) if args.seen or any(_turns(row) for row in shown) else None
+    lines = [*(show(row, decode, seen=args.seen) for row in shown), summary(step, rows, wanted, args)]
+    print("\n\n".join(lines) + ("" if args.seen else framing_note(recipe.chat, "--seen")))
     return 0
+
+
+def framing_note(chat: Chat, flag: str) -> str:
+    """A line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
+    parts = [f"the suffix {one_line(chat.suffix, 60)!r}"] if chat.suffix else []
+    parts += (
+        [f"{len(chat.examples)} solved example{'s' if len(chat.examples) > 1 else ''} before it"]
+        if chat.examples
+        else []
+    )
+    parts += ["a system text"] if chat.system else []
+    return f"\nthe model saw each question with {' and '.join(parts)}; {flag} prints the whole prompt" if parts else ""
+
+
+def _decoder(recipe: Recipe) -> Callable[[Sequence[int]], str]:
+    """From ids to text, special tokens shown."""
+    from lockstep.models.load import load_tokenizer
+    from lockstep.models.resolve import resolve
+
+    tokenizer = load_tokenizer(resolve(recipe.model))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _turns(row: RolloutRow) -> list[tuple[bool, int, int]]:
+    """The stretches of an episode: sampled or not, first id, end; nothing for a single reply."""
+    ends = [i for i in range(1, len(row.trained)) if row.trained[i] != row.trained[i - 1]]
+    return [(row.trained[a], a, b) for a, b in pairwise([0, *ends, len(row.trained)])] if ends else []
 
 
 def word(row: RolloutRow) -> str:
@@ -49,26 +95,38 @@ def word(row: RolloutRow) -> str:
     return {True: "right", False: "wrong", None: "unscored"}[row.right]
 
 
-def show(row: RolloutRow) -> str:
-    """One reply as text; nothing in it can act on the terminal."""
+def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, *, seen: bool = False) -> str:
+    """One reply as text; nothing in it can act on the terminal.
+
+    With `decode` an episode is shown turn by turn, what the model wrote apart from what it was told, and with `seen` the prompt
+    as the model saw it.
+    """
     reward = "none" if row.reward is None else f"{row.reward:g}"
     cut = "" if row.finish == "stop" else f", ended by {row.finish}"
-    found = "nothing" if row.extracted is None else repr(one_line(row.extracted, 80))
-    how = f" by {one_line(row.method, 40)}" if row.method else ""
     lines = [
         f"── {one_line(row.prompt_id, 60)} · sample {row.sample} · {word(row)} · reward {reward} · "
         f"advantage {row.advantage:+.3f}",
-        f"   extracted {found}{how}, answer {one_line(row.answer, 80)!r}, {len(row.ids)} tokens{cut}, weights v{row.version}",
+        f"   {reading_line(row.extracted, row.method, row.answer)}, {len(row.ids)} tokens{cut}, weights v{row.version}",
     ]
     lines += [f"   not scored: {one_line(row.error, 200)}"] if row.error else []
     turns = [_block(message["role"], message["content"]) for message in row.messages]
-    return "\n".join([*lines, *turns, _block("reply", row.text)])
+    if seen and decode is not None:
+        turns = [_block("prompt, as the model saw it", decode(row.prompt_ids))]
+    replies = [_block("reply", row.text)]
+    if decode is not None and (parts := _turns(row)):
+        count = 0
+        replies = []
+        for sampled, start, end in parts:
+            count += sampled
+            title = f"==> reply {count}, by the model" if sampled else "<== from the environment"
+            replies.append(_block(title, decode(row.ids[start:end])))
+    return "\n".join([*lines, *turns, *replies])
 
 
 def summary(
     step: int | None, rows: Sequence[RolloutRow], wanted: Sequence[RolloutRow], args: argparse.Namespace
 ) -> str:
-    """How many replies there are of each kind, and how many were shown."""
+    """Count the replies of each kind, and those shown."""
     counts = ", ".join(f"{sum(word(row) == kind for row in rows)} {kind}" for kind in ("right", "wrong", "unscored"))
     shown = min(len(wanted), args.limit)
     of = f" of {len(wanted)} {args.only}" if args.only else f" of {len(rows)}"
@@ -76,7 +134,7 @@ def summary(
 
 
 def _block(title: str, content: str) -> str:
-    return f"   {one_line(title, 20)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)
+    return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)
 
 
 def _positive(value: str) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.commands.eval import add_target_arguments, positive, split_arguments
+from lockstep.commands.rollouts import framing_note
 from lockstep.errors import ConfigError, EvaluationError, TaskError
-from lockstep.track.text import one_line, visible
+from lockstep.track.text import one_line, reading_line, visible
 
 if TYPE_CHECKING:
     from lockstep.scoring.targets import Target
@@ -22,6 +23,8 @@ class Sample:
 
     prompt: Prompt
     reply: ItemResult
+    seen: str = ""
+    """The prompt as the model saw it."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,6 +32,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("sample", help="print replies to held-out questions, with their grades")
     add_target_arguments(parser)
     parser.add_argument("-n", type=positive, default=10, metavar="N", help="how many questions (default 10)")
+    parser.add_argument(
+        "--seen",
+        action="store_true",
+        help="print each prompt as the model saw it: template, system text, examples, suffix",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the most likely token at each place")
     how.add_argument(
@@ -47,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     warm = target.recipe.rollout.temperature if args.temperature is None else args.temperature
     heat = 0.0 if args.greedy else warm
     samples, head = draw(target, args.n, heat)
-    print("\n\n".join(["\n".join([*(f"warning: {note}" for note in target.notes), head]), *map(show, samples)]))
-    print("\n" + summary(samples))
+    shown = (show(sample, seen=args.seen) for sample in samples)
+    print("\n\n".join(["\n".join([*(f"warning: {note}" for note in target.notes), head]), *shown]))
+    print("\n" + summary(samples) + ("" if args.seen else framing_note(target.recipe.chat, "--seen")))
     return 0
 
 
@@ -74,28 +83,32 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
     saved = saved_of(target, session)
     proof = placed(target, session, saved)
     mode = EvalMode(name="sample", temperature=heat)
+    chat = session.policy.chat
     with computing(session.engine, numerics, session.policy.numerics):
         require_numerics(session.engine, numerics)
-        graded = graded_replies(session.engine, session.task, session.policy.chat, prompts, mode, plan, proof)
-    samples = [Sample(prompt, reply) for prompt, (reply, _) in zip(prompts, graded, strict=True)]
+        graded = graded_replies(session.engine, session.task, chat, prompts, mode, plan, proof)
+    samples = [
+        Sample(prompt, reply, chat.preview(prompt.messages, prompt.tools).partition("\n")[2])
+        for prompt, (reply, _) in zip(prompts, graded, strict=True)
+    ]
     note = f"{saved.note}\n" if saved is not None and saved.note else ""
     how = "greedy" if heat == 0 else f"T={heat:g}"
     return samples, f"{note}{target.label}: weights {proof.fingerprint} in {numerics}, {how}, {plan.role}"
 
 
-def show(sample: Sample) -> str:
+def show(sample: Sample, *, seen: bool = False) -> str:
     """One sample as text; nothing in it can act on the terminal."""
-    reply, answer = sample.reply, one_line(sample.prompt.answer, 80)
+    reply = sample.reply
     reward = "none" if reply.reward is None else f"{reply.reward:g}"
-    found = "nothing" if reply.extracted is None else repr(one_line(reply.extracted, 80))
-    how = f" by {one_line(reply.method, 40)}" if reply.method else ""
     end = ", cut off" if reply.truncated else ""
     lines = [
         f"── {one_line(sample.prompt.id, 60)} · {word(sample)} · reward {reward}",
-        f"   extracted {found}{how}, answer {answer!r}, {reply.tokens} tokens{end}",
+        f"   {reading_line(reply.extracted, reply.method, sample.prompt.answer)}, {reply.tokens} tokens{end}",
     ]
     lines += [f"   not scored: {one_line(reply.error, 200)}"] if reply.error else []
     turns = [_block(message["role"], message["content"]) for message in sample.prompt.messages]
+    if seen:
+        turns = [_block("prompt, as the model saw it", sample.seen)]
     return "\n".join([*lines, *turns, _block("reply", reply.text)])
 
 
@@ -105,7 +118,7 @@ def word(sample: Sample) -> str:
 
 
 def summary(samples: list[Sample]) -> str:
-    """How many there are of each kind."""
+    """Count the replies of each kind."""
     words = [word(sample) for sample in samples]
     return f"{len(samples)} replies: " + ", ".join(
         f"{words.count(kind)} {kind}" for kind in ("right", "wrong", "unscored")
@@ -121,4 +134,4 @@ def temperature(text: str) -> float:
 
 
 def _block(title: str, content: str) -> str:
-    return f"   {one_line(title, 20)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)
+    return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.config.load import load
+from lockstep.config.load import load_run
 from lockstep.errors import ConfigError
+from lockstep.track.rundir import RunDirectory, is_run, never_began, refuse_taken
+from lockstep.track.writer import read_events
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,18 +39,54 @@ def run(args: argparse.Namespace) -> int:
         if others := [arg for arg in args.recipe if not arg.startswith("health.")]:
             raise ConfigError(
                 [f"{others[0]}: a resumed run keeps its own recipe; only settings of health may change"],
-                fix="start a new run to change a setting, or leave the argument out",
+                fix=f"leave the argument out; or train the last weights further in a new run: warm_start={args.resume} name=NAME",
             )
-        from lockstep.loops.start import resume_run
+        if done := finished(args.resume):
+            print(done)
+            return 0
+        print(f"continuing {args.resume}; loading", flush=True)
+        with _remedy(args.resume):
+            from lockstep.loops.start import resume_run
 
-        resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
+            resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
         return 0
     if args.allow_fallback:
-        raise ConfigError(["--allow-fallback is of a resume"], fix="name the run with --resume, or leave it out")
+        raise ConfigError(
+            ["--allow-fallback works only with --resume"], fix="name the run with --resume, or leave it out"
+        )
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
-    recipe = load(args.recipe)  # before anything heavy: a mistake is refused in milliseconds
-    from lockstep.loops.start import start_run
+    recipe = load_run(args.recipe)  # before anything heavy: a mistake is refused in milliseconds
+    path = Path(recipe.runs_dir) / recipe.name
+    refuse_taken(path)
+    print(
+        f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps, in {path}; loading", flush=True
+    )
+    with _remedy(path):
+        from lockstep.loops.start import start_run
 
-    start_run(recipe)
+        start_run(recipe)
     return 0
+
+
+def finished(path: Path) -> str:
+    """Message about a run that has nothing left to do; "" for one that can go on."""
+    run = RunDirectory.open(path)
+    last = next((event for event in reversed(read_events(run)) if event.kind in ("finished", "start", "resume")), None)
+    if last is None or last.kind != "finished":
+        return ""
+    return (
+        f"{path} is finished: step {last.step}, report in {run.report_path}\n"
+        f"  to train its weights further: lockstep train RECIPE warm_start={path} name=NAME"
+    )
+
+
+@contextmanager
+def _remedy(path: Path) -> Iterator[None]:
+    """Say on Ctrl-C outside of the loop, which saves by itself, what is left and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = "start it again with the same command" if never_began(path) or not is_run(path) else ""
+        print(f"\nnothing was lost; {again or f'lockstep train --resume {path}'}", file=sys.stderr)
+        raise

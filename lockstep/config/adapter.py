@@ -26,7 +26,7 @@ class NoAdapter(Section):
 
 
 class _Adapted(Section):
-    """What every kind of adapter has."""
+    """Settings that all adapters share."""
 
     targets: Targets = "auto"
     """Linear layers that get an adapter: all-linear (all but the head), attention, or a list of names and regular expressions
@@ -59,7 +59,7 @@ class Lora(_Adapted):
     dora: bool = False
     """Train each row's length apart from its direction (DoRA, arXiv 2402.09353). Slower; no fused passes."""
     init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
-    """What an adapter starts as. default and gaussian draw A and begin with B = 0; pissa (arXiv 2404.02948) begins with the
+    """Initial adapter. default and gaussian draw A and begin with B = 0; pissa (arXiv 2404.02948) begins with the
     largest singular values of each weight and olora (arXiv 2406.01775) with its QR decomposition, and the base keeps the rest;
     orthogonal draws both factors so that their product is zero."""
 

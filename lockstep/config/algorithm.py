@@ -242,7 +242,7 @@ class DynamicSampling(Section):
 
 
 class Overlong(Section):
-    """What happens to long and to truncated replies. Penalty and filter are two things (arXiv 2503.14476, §3.4)."""
+    """Treatment of long and of truncated replies. Penalty and filter are two things (arXiv 2503.14476, §3.4)."""
 
     buffer: int = Field(default=0, ge=0)
     """The penalty grows linearly over the last so many tokens before max_tokens; 0 is no penalty."""
@@ -254,13 +254,13 @@ class Overlong(Section):
 
 # --- algorithms -----------------------------------------------------------------------------------------------------
 class Parts(Section):
-    """What every algorithm is made of."""
+    """The parts of every algorithm."""
 
     advantage: Advantage = GroupAdvantage()
     loss: PolicyLoss = ClipLoss()
     """Also path.py:function, for a loss of your own."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """How token losses become one number; seq-mean-token-sum-norm divides by max_tokens."""
+    """Aggregation of token losses; seq-mean-token-sum-norm divides by max_tokens."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """The ratio's denominator. auto: the learner's before the first update, computed only if there are several; recompute: always
     computed; rollout: the engine's own (two policies, no extra pass)."""

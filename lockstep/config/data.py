@@ -18,7 +18,7 @@ Match: TypeAlias = Literal["exact", "normalised", "ngram"]
 
 
 class _Filter(Section):
-    """What all filters have."""
+    """Settings that all filters share."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Its name in the counts; none takes its kind."""
@@ -31,7 +31,7 @@ class Among(_Filter):
     columns: list[str] = Field(min_length=1)
     """The columns."""
     values: list[str | bool | int] = Field(min_length=1)
-    """What each may hold."""
+    """Values allowed in each."""
 
 
 class NotAmong(_Filter):
@@ -41,7 +41,7 @@ class NotAmong(_Filter):
     columns: list[str] = Field(min_length=1)
     """The columns."""
     values: list[str | bool | int] = Field(min_length=1)
-    """What none may hold."""
+    """Values allowed in none."""
 
 
 class Mentions(_Filter):
@@ -75,7 +75,7 @@ class IntegerAnswer(_Filter):
 
 
 class Gradable(_Filter):
-    """Keep rows whose boxed answer the verifier pays 1, and for which it pays 0 for nothing and for garbage."""
+    """Keep rows whose boxed answer scores 1 while an empty reply and garbage score 0."""
 
     kind: Literal["gradable"] = "gradable"
     verifier: Verifier = NumericVerifier()
@@ -150,7 +150,7 @@ FILTERS: tuple[type[_Filter], ...] = (
 
 
 def stage_name(settings: Filter) -> str:
-    """What a filter is called in the counts."""
+    """Name of a filter in the counts."""
     return settings.name or settings.kind
 
 
@@ -178,7 +178,7 @@ class Data(Section):
     answer: str | None = None
     """Column with the reference answer, or with the response in SFT; none takes the preset's, else answer."""
     extract: Extract | None = None
-    """Where in that column the answer stands: text is all of it, after_hashes what follows the last ####, last_boxed its last
+    """Place of the answer in that column: text is all of it, after_hashes what follows the last ####, last_boxed its last
     \\boxed{…}; none takes the preset's, else text. SFT always takes all of it."""
     messages: str | None = None
     """Column with a whole conversation, instead of prompt and answer."""

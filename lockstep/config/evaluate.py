@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from lockstep.config.section import Section
 
 Role: TypeAlias = Literal["train", "id_probe", "ood_probe", "sanity"]
-"""What a set of items is for: trained on; like training; unlike training; too few to decide anything."""
+"""Purpose of a set of items: trained on; like training; unlike training; too few to decide anything."""
 DECIDING = ("id_probe", "ood_probe")
 """Roles that a decision may hang on: sanity sets are too small, and training questions are not held out."""
 NONDET = "nondet_proxy"
 """Several greedy replies an item, which differ only by what the hardware does: a diagnosis, not a score of the model."""
 GREEDY = "greedy_pass@1"
 PRESET_TEMPERATURE = 0.6
-"""Of avg@k, pass@k and maj@k as modes without settings of their own."""
+"""Temperature of the modes avg@k, pass@k and maj@k without settings of their own."""
 _ESTIMATE = re.compile(r"(avg|pass|maj)@([1-9]\d*)")
 
 
@@ -35,6 +35,17 @@ class EvalMode(Section):
     estimates: list[str] = Field(default_factory=list)
     """Numbers made of an item's replies: avg@n (their mean), pass@k (any of k right, unbiased), maj@n (the majority's answer is
     right). The first is the mode's accuracy. Empty takes the one that the name says, or avg@n, and then the others."""
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, object] | None:
+        """The settings that a name alone stands for, as in `eval.modes: greedy,avg@8`; None if it stands for none."""
+        if name in ("greedy", "sampled"):
+            return {"name": name, "temperature": 0.0 if name == "greedy" else 1.0}
+        try:
+            mode = preset_mode(name)
+        except ValueError:  # avg@1
+            return None
+        return None if mode is None else mode.model_dump(mode="json", exclude_defaults=True) | {"name": name}
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -89,7 +100,8 @@ class EvalSet(Section):
     """One more set of items that a run evaluates on, in all modes; its scores are named <role>.<mode>."""
 
     role: Role
-    """What it is for: id_probe, ood_probe, sanity (nothing may be decided by it), or train."""
+    """Purpose: id_probe (held out, like training), ood_probe (held out, unlike training), sanity (too few items to decide
+    anything), or train."""
     items: int = Field(default=200, ge=1)
     """Problems."""
 
@@ -158,7 +170,7 @@ class Eval(Section):
         return (EvalSet(role=self.role, items=self.items), *self.also)
 
     def score_name(self, role: str, mode: str) -> str:
-        """How a set's scores of a mode are called in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
+        """Name of a set's scores of a mode in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
         return mode if role == self.role else f"{role}.{mode}"
 
     @model_validator(mode="after")

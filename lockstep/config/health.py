@@ -1,4 +1,4 @@
-"""What a run watches itself for, and when it warns or stops."""
+"""Health rules of a run: their limits, and when they warn or stop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class HealthRule(Section):
     """off does not look; warn says it once, and again after it was over; stop saves a checkpoint, writes the report and ends the
     run with exit code 3."""
     limit: float = Field(ge=0)
-    """Where the range ends; the rule says in which unit."""
+    """Limit of the healthy range, in the rule's unit."""
     steps: int = Field(ge=1)
     """Steps that must be outside, so that a single bad one never stops a run."""
     within: int | None = Field(default=None, ge=1)
-    """Of so many steps in which the metric was measured; none is in a row."""
+    """Count them within the last so many measured steps; none counts steps in a row."""
 
     @property
     def window(self) -> int:
@@ -52,7 +52,7 @@ class Health(Section):
     warn_unscored: float = Field(default=0.01, ge=0, le=1)
     """Warn above this share."""
     selftest_every: int = Field(default=50, ge=1)
-    """Steps between tests of the grader on the step's own prompts: a right reply must pay 1, wrong ones 0, or the run stops."""
+    """Steps between tests of the grader on the step's prompts: a right reply must score 1, wrong ones 0, or the run stops."""
     clipping: HealthRule = HealthRule(tier="stop", limit=100, steps=10, within=15)
     """The gradient is clipped more than so many-fold: grad/norm above limit times optimizer.max_grad_norm."""
     grad_spike: HealthRule = HealthRule(tier="warn", limit=10, steps=3)

@@ -1,4 +1,4 @@
-"""What settings there are: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
+"""All settings: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def without_tag(data: Any) -> Any:
 
 
 def item_annotation(annotation: Any) -> Any:
-    """What each item of a list is, None if it is no list."""
+    """Type of a list's items, None if it is no list."""
     (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
     return typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item
 
@@ -152,9 +152,14 @@ def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
         kinds = group.kinds if f"{group.path}.{TAG}".startswith(prefix) else ()
         if (chosen or kinds) and group.path:
             lines += ["", f"{group.title}: {group.help}"]
-        lines += [f"  {s.path:<32} {s.type:<18} {s.default:<22} {s.allowed:<20} {s.help}".rstrip() for s in chosen]
+        lines += map(setting_line, chosen)
         lines += [_kind_line(group, kind) for kind in kinds]
     return lines[1:] if lines and not lines[0] else lines
+
+
+def setting_line(one: Setting) -> str:
+    """A setting as a line of help."""
+    return f"  {one.path:<32} {one.type:<18} {one.default:<22} {one.allowed:<20} {one.help}".rstrip()
 
 
 def schema_json(model: type[Section] = Recipe) -> str:
@@ -254,7 +259,7 @@ def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """What the variants of a setting are; of those that share their settings there is a list of its own."""
+    """Meaning of a setting's variants; variants that share their settings are listed apart."""
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
     common = common_section(children)

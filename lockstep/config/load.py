@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
 from lockstep.config.mistakes import Attempt, explain, secrets
-from lockstep.config.schema import TAG, Recipe, Section
+from lockstep.config.schema import TAG, NoTask, Recipe, Section
 from lockstep.config.text import At, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.text import hide_secrets
@@ -44,6 +44,29 @@ def load(args: Sequence[str], model: type[Recipe] = Recipe) -> Recipe:
     if draft.unread:  # what else looks wrong may be right once the file is read
         raise ConfigError(draft.mistakes, where=where)
     return _validate(model, draft.tree, draft.origins, [*draft.mistakes, *draft.dropped()], where)
+
+
+def load_run(args: Sequence[str]) -> Recipe:
+    """`load` for a run that is to be trained: it names its task. Raises ConfigError for rl without a task.
+
+    Supervised fine-tuning without a task measures its validation loss alone.
+    """
+    recipe = load(args)
+    if "task" in recipe.model_fields_set:
+        return recipe
+    if recipe.loop == "rl":
+        raise ConfigError(
+            ["task: required: nothing says which questions are asked"],
+            where=quoted(" ".join(args), limit=100).strip('"'),
+            fix="name one, such as task={kind: file, data: train.jsonl} or task=reasoning_gym; see lockstep config help task",
+        )
+    if "enabled" in recipe.eval.model_fields_set and recipe.eval.enabled:
+        raise ConfigError(
+            ["eval.enabled = true: there is no task whose questions could be asked"],
+            fix="name a task, or leave eval.enabled out: the validation loss is measured all the same",
+        )
+    quiet = recipe.eval.model_copy(update={"enabled": False})
+    return recipe.model_copy(update={"task": NoTask(), "eval": quiet})
 
 
 def load_mapping(tree: Mapping[str, object], model: type[Recipe] = Recipe, where: str = "") -> Recipe:
@@ -154,11 +177,17 @@ def _file(arg: str) -> Path | None:
 
 
 def _hint(arg: str) -> str:
-    """What somebody may have meant by an argument that is neither a file nor an override."""
+    """Guess the meaning of an argument that is neither a file nor an override."""
     if any(setting.path == arg for group in groups() for setting in group.settings):
         return f"; to change a setting, write {arg}=VALUE"
-    names = [*built_in(), *(path.name for path in built_in().values())]
-    near = get_close_matches(Path(arg).name, names, n=1)
+    path = Path(arg)
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        beside = []
+    if near := get_close_matches(path.name, beside, n=1) or get_close_matches(f"{path.name}.yaml", beside, n=1):
+        return f"; did you mean {path.parent / near[0]}?"
+    near = get_close_matches(path.name, [*built_in(), *(one.name for one in built_in().values())], n=1)
     return f"; did you mean {near[0].removesuffix('.yaml')}?" if near else f"; built-in are: {', '.join(built_in())}"
 
 
@@ -197,14 +226,25 @@ def _from_path(text: Value, options: Mapping[str, type[Section]]) -> dict[str, A
     """`algorithm.loss: my.py:fn` as the section that it is short for, so that its settings can be put on top."""
     if isinstance(text, str) and (short := getattr(options.get(""), "SHORT", None)):
         return {short: text}
-    return {TAG: "python", "path": text} if isinstance(text, str) and ".py:" in text and "python" in options else {}
+    return {}
 
 
 def _written_out(value: Value, info: FieldInfo) -> Value:
-    """`health.clipping: off` as the settings that it is short for: those of the place that it does not name stay."""
-    short = getattr(variants(info.annotation).get(""), "SHORT", None)
+    """The settings that a text is short for: `health.clipping: off`, `algorithm: dapo` (its kind), `eval.modes: greedy`."""
+    if not isinstance(value, str):
+        return value
+    options = variants(info.annotation)
+    if value in options and TAG in options[value].model_fields:
+        return {TAG: value}
+    if "python" in options and ".py:" in value:
+        return {TAG: "python", "path": value}
+    item = item_section(info.annotation)
+    if item is not None and (named := getattr(item, "named", None)):
+        modes = [named(word.strip()) for word in value.split(",")]
+        return value if None in modes else modes
+    short = getattr(options.get(""), "SHORT", None)
     has_others = isinstance(info.get_default(call_default_factory=True), Section)
-    return {short: value} if isinstance(value, str) and short and has_others else value
+    return {short: value} if short and has_others else value
 
 
 def _merge_items(items: list[Value], new: dict[str, Value], section: type[Section] | None, at: At) -> list[Value]:

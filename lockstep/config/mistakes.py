@@ -242,14 +242,18 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
             quote = isinstance(value, int | float)
             return f"must be text; put it in quotes: '\"{quoted(value)}\"'" if quote else "must be text"
         case "list_type" | "tuple_type":
-            return "must be a list" + (f" ([{value}])" if isinstance(value, str) and value.isalnum() else "")
+            return "must be a list" + (f": write [{value}]" if isinstance(value, str) and value.isalnum() else "")
         case "dict_type" | "model_type" | "model_attributes_type":
-            kinds = [f"{TAG}: {kind}" for kind in variants(annotation) if kind and kind == value]
-            return "must be a mapping of settings" + _did_you_mean(kinds)
+            kinds = [kind for kind in variants(annotation) if kind]
+            if isinstance(value, str) and kinds:
+                return f"must be {' or '.join(kinds)}{_did_you_mean(_close(value, kinds, 0.5))}"
+            return "must be a mapping of settings"
         case "greater_than_equal" | "greater_than" | "less_than_equal" | "less_than":
             sign = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
             return "must be " + " and ".join(f"{sign[key]} {bound:.12g}" for key, bound in context.items())
         case "string_pattern_mismatch":
+            if "\\.py:" in context["pattern"]:
+                return "must be file.py:NAME, with the name of the function or class in that file"
             return f"must match {context['pattern']}"
         case "string_too_short" | "too_short":
             return "must not be empty"

@@ -12,7 +12,7 @@ Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Common(Section):
-    """What every optimizer has: a rate with its schedule, and the clipping of gradients."""
+    """Settings that all optimizers share: learning rate, schedule, gradient clipping."""
 
     lr: float | None = Field(default=None, ge=0)
     """Peak learning rate; none is 1e-6 for full training and 2e-5 for adapters in RL, 1e-5 and 1e-4 in SFT. The value in force
@@ -28,7 +28,7 @@ class _Common(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of lr."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
-    """Of wsd: the last part of the optimizer steps, in which the rate falls."""
+    """Share of the optimizer steps at the end in which the rate falls (schedule wsd)."""
 
     @model_validator(mode="after")
     def _floor_is_reached(self) -> Self:

@@ -48,6 +48,7 @@ from lockstep.config.task import FileTask as FileTask
 from lockstep.config.task import GuessNumberTask as GuessNumberTask
 from lockstep.config.task import GymnasiumTask as GymnasiumTask
 from lockstep.config.task import MixedTask as MixedTask
+from lockstep.config.task import NoTask as NoTask
 from lockstep.config.task import OpenSpielTask as OpenSpielTask
 from lockstep.config.task import PythonTask as PythonTask
 from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
@@ -93,7 +94,7 @@ class Model(Section):
 
 
 class Rollout(Section):
-    """How samples are drawn."""
+    """Sampling of rollouts."""
 
     engine: Literal["native", "vllm"] = "native"
     """native samples from the learner's own weights in one process; vllm needs a GPU and pip install 'lockstep-rl[vllm]'."""
@@ -118,7 +119,7 @@ class Rollout(Section):
 
 
 class Update(Section):
-    """How a batch becomes optimizer steps."""
+    """From a batch to optimizer steps."""
 
     samples_per_update: int | None = Field(default=None, ge=1)
     """Samples of one optimizer step; none takes all samples of the step, so that the ratio is 1 by construction."""
@@ -140,7 +141,7 @@ class Update(Section):
 
 
 class Sync(Section):
-    """How weights reach the engine, and how that is proven."""
+    """Transfer of weights to the engine, and its proof."""
 
     transport: Literal["shared", "copy"] = "shared"
     """shared: the engine reads the learner's own tensors; copy: it owns a second set, sent after every update. Of the native
@@ -167,7 +168,7 @@ class Save(Section):
 
 
 class Track(Section):
-    """Where numbers go besides metrics.jsonl."""
+    """Trackers besides metrics.jsonl."""
 
     sinks: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
     """W&B writes offline without a key; `wandb sync` sends it later."""
@@ -216,7 +217,7 @@ class Recipe(Section):
     """Adaptive quantisation noise in rollouts; none adds none."""
     sync: Sync = Sync()
     sft: Sft | None = None
-    """What loop = sft learns from."""
+    """Data of supervised fine-tuning (loop = sft)."""
     eval: Eval = Eval()
     save: Save = Save()
     track: Track = Track()
@@ -278,6 +279,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _loop_has_its_settings(self) -> Self:
+        if self.task.kind == "none" and (self.loop == "rl" or self.eval.enabled):
+            raise ValueError("task.kind = none has no questions: name a task, or set loop = sft, eval.enabled = false")
         if self.loop == "sft":
             if self.sft is None:
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
@@ -287,11 +290,9 @@ class Recipe(Section):
             own, fields = ("prompts_per_step", "samples_per_prompt"), type(self).model_fields
             idle += [name for name in own if getattr(self, name) != fields[name].default]
             if idle:
-                raise ValueError(f"{idle[0]} is of rl; a step of sft is one update of sft.sequences_per_step rows")
+                raise ValueError(f"{idle[0]} applies to loop = rl only; with loop = sft set sft.sequences_per_step")
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
-                raise ValueError(
-                    "algorithm is of rl; loop = sft minimises the negative log-likelihood (sft.aggregation)"
-                )
+                raise ValueError("algorithm applies to loop = rl only; sft minimises the negative log-likelihood")
         elif self.sft is not None:
             raise ValueError("section sft is set, but loop is rl: it would have no effect")
         return self

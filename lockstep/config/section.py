@@ -1,4 +1,4 @@
-"""What every group of settings is made of."""
+"""Base of every group of settings."""
 
 from __future__ import annotations
 

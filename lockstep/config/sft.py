@@ -43,11 +43,11 @@ class Sft(Section):
     max_tokens: int = Field(default=2048, ge=2)
     """Longest row, prompt and replies together."""
     too_long: Literal["stop", "drop", "truncate"] = "stop"
-    """What becomes of a longer row; dropped and truncated rows are counted."""
+    """Treatment of longer rows; dropped and truncated rows are counted."""
     train_on: Literal["last", "all_assistant"] = "last"
     """Which turns carry loss: the last assistant turn, or all of them."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether each token of a step counts alike, or each row."""
+    """Mean over all tokens of a step, or over its rows."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -1,4 +1,4 @@
-"""Where questions come from, and how they become a chat."""
+"""Tasks: the source of questions, and the chat around them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pydantic import Field, model_validator
 from lockstep.config.data import Data
 from lockstep.config.section import Json, Section
 from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
+
+
+class NoTask(Section):
+    """No questions: for loop = sft alone, which then measures the validation loss and generates nothing."""
+
+    kind: Literal["none"] = "none"
 
 
 class ReasoningGymTask(Section):
@@ -30,7 +36,7 @@ class ReasoningGymTask(Section):
     """Who grades: the verifier below, or the data set's own score function. auto is the verifier, unless none was chosen and the
     default one does not give the data set's own answers full marks: then the data set."""
     partial: bool = False
-    """Pay what the data set's own score function gives for answers that are right in part; off pays full marks alone."""
+    """Give partial rewards by the data set's own score function; off rewards fully right answers only."""
     verifier: Verifier = NumericVerifier()
 
 
@@ -45,7 +51,7 @@ class FileTask(Section):
     heldout_rows: int = Field(default=200, ge=0)
     """Questions split off when there is no id_probe."""
     near_overlap: Literal["warn", "refuse", "allow"] = "warn"
-    """What to do when held-out questions have 13 words in a row in common with training; equal questions are always refused."""
+    """Action when held-out questions share 13 words in a row with training questions; equal questions are always refused."""
     verifier: Verifier = NumericVerifier()
 
 
@@ -87,9 +93,9 @@ class Tool(Section):
     path: str = Field(pattern=r"(.+\.py:\w+|calculator)$")
     """file.py:function, or calculator."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """What replies call it; none takes the function's name."""
+    """Tool name shown to the model; none takes the function's name."""
     description: str | None = None
-    """What it does, for the prompt; none takes the function's docstring."""
+    """Description shown to the model; none takes the function's docstring."""
     parameters: dict[str, Json] | None = None
     """JSON schema of its arguments, an object; none is made from the function's signature."""
 
@@ -100,12 +106,12 @@ class ToolTask(Section):
     kind: Literal["tools"] = "tools"
     questions: Questions = ReasoningGymTask()
     tools: list[Tool] = Field(default_factory=lambda: [Tool(path="calculator")], min_length=1)
-    """What may be called. Example: [{path: calculator}, {path: tools.py:look_up}]"""
+    """Tools that replies may call. Example: [{path: calculator}, {path: tools.py:look_up}]"""
     format: Literal["hermes", "plain"] = "hermes"
     """hermes: <tool_call>{"name": …, "arguments": …}</tool_call>, the tools shown by the model's own chat template where it
     can; plain: name(arguments) on a line of its own, explained in the question, for models that know no tool calls."""
     explain: bool = True
-    """Whether plain puts its explanation before each question; off if chat.system or examples show the tools."""
+    """Explain the tools before each question (format plain); turn it off if chat.system or examples show the tools."""
     turns: Turns = Turns(limit=4)
 
 
@@ -141,7 +147,7 @@ class EnvTask(Section):
     seeds: int = Field(default=200, ge=1)
     """Different episodes to train on, for a class with start and step: each is one seed given to start."""
     grading: OwnGrading = OwnGrading()
-    """Of a class with `grade`, which runs on other objects of it, each in a process of its own."""
+    """Processes for a class with `grade`: it runs on other objects of the class, one in each process."""
     turns: Turns = Turns()
 
 
@@ -189,7 +195,7 @@ class Rival(Section):
     """An adapter in PEFT's layout, a checkpoint of a run that trained one, or the run, whose newest checkpoint it then is. It
     must have been made for this recipe's model."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of its moves; 0 takes the likeliest tokens."""
+    """Sampling temperature of its moves; 0 takes the likeliest tokens."""
     max_tokens: int = Field(default=32, ge=1)
     """Longest reply."""
     slots: int = Field(default=16, ge=1, le=4096)
@@ -210,9 +216,9 @@ class OpenSpielTask(Section):
     num_tasks_per_case: int = Field(default=100, ge=1)
     """Different states of each case to train on; a case that has fewer is refused. Half of all states are held out."""
     max_random_steps: int = Field(default=20, ge=0)
-    """A state is reached by so many random moves at most; how many is drawn evenly, from none."""
+    """Number of random moves before each state, drawn evenly from 0 to this."""
     seed: int = Field(default=1, ge=0)
-    """Of the states to train on and of the playouts; held-out states are the same for every seed."""
+    """Seed of the training states and of the playouts; held-out states are the same for every seed."""
     reward_mode: Literal["legal", "outcome", "game"] = "legal"
     """legal: full reward for a legal move; outcome: what playouts from the move bring; game: the game is played to its end."""
     reward_range: Literal["zero_one", "signed"] = "zero_one"
@@ -220,24 +226,24 @@ class OpenSpielTask(Section):
     playouts: int = Field(default=8, ge=1)
     """Playouts of an outcome, averaged."""
     playout: Literal["random", "mcts"] = "random"
-    """How both sides move in a playout."""
+    """Policy of both sides in a playout."""
     workers: int = Field(default=2, ge=1, le=64)
     """Processes for playouts."""
     opponent: str = Field(default="random", pattern=r"^(random|mcts|adapter|.+\.py:\w+)$")
     """Of whole games: random, mcts, adapter (see rival), or file.py:function, which is called with a pyspiel state and a
     random.Random and gives an action or its name."""
     rival: Rival | None = None
-    """Of opponent adapter: which one."""
+    """The adapter of opponent: adapter."""
     simulations: int = Field(default=64, ge=2)
-    """Of each move by mcts."""
+    """Simulations for each move of mcts."""
     illegal_moves: int = Field(default=0, ge=0)
     """Illegal replies that a whole game forgives, and asks again; the next one loses it."""
     answer: Literal["tag", "line", "reply"] = "tag"
-    """Where the move must stand, alone: in <move>…</move> at the end, in the last line, or it is the whole reply."""
+    """Place of the move, alone: in <move>…</move> at the end, in the last line, or it is the whole reply."""
     show_moves: bool = True
     """List the legal moves in the prompt, all of them."""
     turns: Turns = Turns(limit=200)
-    """Of whole games."""
+    """Limits of whole games."""
 
     @model_validator(mode="after")
     def _cases(self) -> Self:
@@ -306,7 +312,7 @@ class Curriculum(Section):
     outside: float = Field(default=0.1, gt=0, le=1)
     """Factor on the weight of a task outside the band. Above 0, so that its solve rate goes on being measured."""
     memory: float = Field(default=0.8, ge=0, lt=1)
-    """How much of the solve rate a step with the task leaves as it was: 0.8 looks back about five such steps."""
+    """Smoothing of the solve rate: 0.8 averages over about five steps with the task."""
 
     @model_validator(mode="after")
     def _band(self) -> Self:
@@ -342,7 +348,8 @@ Task: TypeAlias = Annotated[
     | GymnasiumTask
     | TextArenaTask
     | OpenSpielTask
-    | MixedTask,
+    | MixedTask
+    | NoTask,
     Field(discriminator="kind"),
 ]
 
@@ -357,7 +364,7 @@ class Example(Section):
 
 
 class Chat(Section):
-    """How a question becomes a chat."""
+    """Chat format around each question."""
 
     system: str | None = None
     """System text; none leaves it to the model's template."""
@@ -368,5 +375,5 @@ class Chat(Section):
     template_kwargs: dict[str, Json] = Field(default_factory=dict)
     """Extra variables for the model's chat template."""
     parser: Literal["auto", "none", "think", "harmony"] = "auto"
-    """How thoughts are told from the answer, which alone is graded: think tags, harmony's channels, or none (all is graded).
+    """Separation of thoughts from the answer, which alone is graded: think tags, harmony's channels, or none (all is graded).
     auto goes by the model's template."""

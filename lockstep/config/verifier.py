@@ -1,4 +1,4 @@
-"""How replies are graded."""
+"""Verifiers: the reward of a reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NumericVerifier(Section):
 
     kind: Literal["numeric"] = "numeric"
     fallback: Literal["none", "last_number"] = "none"
-    """What to read when nothing is boxed. last_number can pay for guesses."""
+    """Fallback when nothing is boxed. last_number can reward guesses."""
     tolerance: float = Field(default=1e-6, ge=0)
     """Largest difference that still counts as equal, relative for |answer| > 1. Two integers must be the same."""
 
@@ -39,7 +39,7 @@ class MathVerifier(Section):
     tolerance: float = Field(default=1e-6, ge=0)
     """Between two written numbers, as in numeric."""
     written_out: bool = False
-    """If the reference is a number, pay only for a written number: 17 * 23 is then no answer to 17 * 23."""
+    """If the reference is a number, accept only a number: 17 * 23 is then no answer to 17 * 23."""
     cpu_seconds: float = Field(default=0.5, gt=0, le=60)
     """CPU time of one comparison by math-verify; an answer that takes longer is wrong and counted as too hard."""
     memory_gib: float = Field(default=0.5, gt=0)
@@ -57,7 +57,7 @@ class ChoiceVerifier(Section):
     several: bool = False
     """Several letters may be right together: A, C. All of them must be named, in any order."""
     fallback: Literal["none", "last_line"] = "none"
-    """What to read when nothing is boxed; last_line also reads 'Answer: B' and 'The answer is B.'"""
+    """Fallback when nothing is boxed; last_line also reads 'Answer: B' and 'The answer is B.'"""
 
 
 class SetVerifier(Section):
@@ -80,7 +80,7 @@ class RegexVerifier(Section):
     """Finds the answer near the end of the reply: the last match, its first group if it has one. None: the reference is a
     pattern that the whole boxed answer (or the last line) must match."""
     compare: Literal["text", "number"] = "text"
-    """How the answer is compared with the reference, as in the verifiers text and numeric."""
+    """Comparison of the answer with the reference, as in the verifiers text and numeric."""
     shown_as: str = ANSWER
     """A right reply with ANSWER in the place of the answer, for the test before the run. Example: '#### ANSWER'"""
 
@@ -127,7 +127,7 @@ class JsonVerifier(Section):
     @model_validator(mode="after")
     def _checks_something(self) -> Self:
         if not self.json_schema and not self.equal:
-            raise ValueError("json without json_schema and with equal = false would pay for any JSON")
+            raise ValueError("json without json_schema and with equal = false would accept any JSON")
         return self
 
 
@@ -197,7 +197,7 @@ class JudgeVerifier(Section):
 
     kind: Literal["judge"] = "judge"
     url: str = Field(pattern=r"^https?://[^@\s]+$")
-    """Where its API begins. Example: http://localhost:8000/v1"""
+    """Base URL of its API. Example: http://localhost:8000/v1"""
     model: str = Field(min_length=1)
     """Its name there."""
     key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -206,11 +206,11 @@ class JudgeVerifier(Section):
         default="Judge whether the reply answers the question correctly and completely. 10 is perfect, 0 worthless.",
         min_length=1,
     )
-    """What to judge by; scores are whole numbers from 0 to 10."""
+    """Criteria in words; scores are whole numbers from 0 to 10."""
     rule: RuleVerifier | None = None
-    """Decides first: the judge is then asked of right replies alone, and only adds to what they are paid."""
+    """Decides first: the judge is then asked about right replies only, and adds to their reward."""
     weight: float = Field(default=0.5, gt=0, lt=1)
-    """With a rule, the judge's share of the reward: a right reply is paid at least 1 - weight, a wrong one 0."""
+    """With a rule, the judge's share of the reward: a right reply scores at least 1 - weight, a wrong one 0."""
     passes: int = Field(default=8, ge=1, le=10)
     """Without a rule, the score from which a reply counts as correct."""
     seconds: float = Field(default=60.0, gt=0, le=600)
@@ -239,13 +239,13 @@ class Part(Section):
 
 
 class CompositeVerifier(Section):
-    """Several verifiers together. The first part decides what is right; no wrong reply is paid more than a right one."""
+    """Several verifiers together. The first part decides what is right; no wrong reply scores more than a right one."""
 
     kind: Literal["composite"] = "composite"
     parts: list[Part] = Field(min_length=2)
     """The verifiers. A reply that one of them cannot score is unscored."""
     combine: Literal["all", "weighted"] = "all"
-    """all pays 1 if every part pays at least 1, else 0. weighted pays the mean by weight, in which the first part counts as
+    """all gives 1 if every part gives at least 1, else 0. weighted gives the mean by weight, in which the first part counts as
     right or wrong; its weight must exceed the others' together."""
 
     @model_validator(mode="after")

@@ -59,9 +59,14 @@ class _Tally:
     kept: int = 0
     bad: int = 0
     problems: list[str] = field(default_factory=list)
+    reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """For each of the first reasons the first row that has it, and how many have it."""
 
     def note(self, row: Row, reason: object) -> None:
         self.bad += 1
+        first, count = self.reasons.get(str(reason), (f"{row.file.name}:{row.place}", 0))
+        if count or len(self.reasons) < SHOWN_ROWS:
+            self.reasons[str(reason)] = (first, count + 1)
         if len(self.problems) < SHOWN_ROWS:
             self.problems.append(f"{row.file.name}:{row.place}: {reason}"[:_LINE])
 
@@ -206,14 +211,18 @@ class Rows:
         self._hash = digest
 
     def _refusal(self, tally: _Tally) -> DataError:
-        shown = "\n".join(f"  {line}" for line in tally.problems)
-        more = f"; the first {SHOWN_ROWS}" if tally.bad > SHOWN_ROWS else ""
+        lines = [
+            f"  {first}: {reason}"[:_LINE] + (f" (and {count - 1} more rows)" if count > 1 else "")
+            for reason, (first, count) in tally.reasons.items()
+        ]
+        shown = "\n".join(lines)
+        more = "; the first reasons" if sum(count for _, count in tally.reasons.values()) < tally.bad else ""
         first = "the first " if tally.hopeless else ""
+        fix = "correct or remove these rows, or set on_bad_row: drop"
+        if tally.bad == tally.read:
+            fix = f"name the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
         return DataError(
-            f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}",
-            where=self._place(),
-            fix="correct or remove these rows, or correct the column names"
-            + ("" if tally.hopeless else ", or set on_bad_row: drop"),
+            f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}", where=self._place(), fix=fix
         )
 
     def _place(self) -> str:

@@ -72,7 +72,8 @@ def locate(data: Data, where: str) -> Located:
             )
         return Located(path.stem, text, (path,), (text,), data=data)
     filled = completed(data, folder_exists=False)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not _looks_local(text):
+    in_folder = bool(path.suffix) and path.parent != Path() and path.parent.is_dir()
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not _looks_local(text) and not in_folder:
         return _of_hub(filled, where)
     raise _no_such(text, path, where)
 
@@ -83,7 +84,7 @@ def _looks_local(text: str) -> bool:
 
 def _no_such(text: str, path: Path, where: str) -> DataError:
     """The error for a text that is no file, folder, preset or hub id."""
-    if text.lower().endswith(FILE_SUFFIXES):
+    if text.lower().endswith(FILE_SUFFIXES) or (path.suffix and path.parent != Path() and path.parent.is_dir()):
         parent = path.parent
         while not parent.is_dir():
             parent = parent.parent

@@ -14,7 +14,7 @@ from lockstep.track.text import one_line, plain_table, visible
 
 if TYPE_CHECKING:
     from lockstep.chat.chat import ChatFormat
-    from lockstep.data.build import Manifest
+    from lockstep.data.build import Manifest, Names
     from lockstep.data.filters import Stage
     from lockstep.data.overlap import Overlap
     from lockstep.data.sets import Loaded
@@ -132,6 +132,19 @@ def built(manifest: Manifest, folder: Path) -> str:
             f"{division.unused} questions left out"
         )
     return "\n\n".join([*lines, *([overlap_table(manifest.overlap)] if manifest.overlap else [])])
+
+
+def recipe_snippet(manifest: Manifest, folder: Path, names: Names) -> str:
+    """How a recipe reads the parts of a split: the largest is trained on, the first other one is held out."""
+    own = "".join(
+        f", {setting}: {name}"
+        for setting, name in (("prompt", names.prompt), ("answer", names.answer))
+        if name != setting
+    )
+    parts = sorted(manifest.outputs, key=lambda output: (output.part != "train", -output.rows))
+    lines = ["in a recipe:", "task:", "  kind: file", f"  data: {{source: {folder / parts[0].file.file}{own}}}"]
+    lines += [f"  heldout: {{id_probe: {{source: {folder / parts[1].file.file}{own}}}}}"] if parts[1:] else []
+    return "\n".join(lines)
 
 
 def filter_table() -> str:

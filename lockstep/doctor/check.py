@@ -1,4 +1,4 @@
-"""What a check returns, and how a list of checks is run and shown."""
+"""Checks: their result, and running and showing a list of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Check:
     """warn: a run works, but worse than it could; fail: it would end in an error."""
     found: str
     fix: str = ""
-    """What to do; empty where there is nothing to do."""
+    """The remedy; empty where there is nothing to do."""
 
 
 Checking: TypeAlias = Callable[[], "Check | Sequence[Check]"]

@@ -121,10 +121,10 @@ def _fetched(model: Model) -> Check:
 
 
 def check_fit(recipe: Recipe) -> list[Check]:
-    """Whether the settings mean something in the model; nothing for a model that is not here."""
+    """Check that the settings fit the model; nothing for a model that is not here."""
     found = misfits(recipe)
     if not found and _folder(recipe) is not None:
-        return [Check("settings", "ok", "what they say of layers, norms and context fits the model")]
+        return [Check("settings", "ok", "layers, norms and context named in the recipe fit the model")]
     return [
         Check("settings", "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
         for error in found
@@ -132,7 +132,7 @@ def check_fit(recipe: Recipe) -> list[Check]:
 
 
 def check_memory_plan(recipe: Recipe) -> list[Check]:
-    """Whether the memory plan has room; nothing for a model that is not here."""
+    """Check that the memory plan has room; nothing for a model that is not here."""
     shape_folder = _folder(recipe)
     if shape_folder is None:
         return []
@@ -153,7 +153,7 @@ def check_memory_plan(recipe: Recipe) -> list[Check]:
 
 
 def check_disk_plan(recipe: Recipe) -> list[Check]:
-    """Whether checkpoints and records have room; nothing where their size cannot be told."""
+    """Check that checkpoints and records have room; nothing where their size cannot be told."""
     folder = _folder(recipe)
     if folder is None or recipe.adapter.kind == "peft" or recipe.optimizer.kind == "python":
         return []

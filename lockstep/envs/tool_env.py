@@ -35,8 +35,12 @@ def explained(tools: Mapping[str, Tool]) -> str:
     """Return the tools in words, for a model without tool calls."""
     lines = []
     for tool in tools.values():
-        names = ", ".join(tool.parameters.get("properties", {}))
+        settings = tool.parameters.get("properties", {})
+        names = ", ".join(
+            f"{name}: {one['type']}" if isinstance(one.get("type"), str) else name for name, one in settings.items()
+        )
         lines.append(f"{tool.name}({names}): {tool.description}")
+        lines += [f"  {name}: {one['description']}" for name, one in settings.items() if one.get("description")]
     return (
         "You may call a tool by writing its name and arguments on a line of their own, and nothing else:\n"
         + "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What makes a score hard to believe: replies that were cut off, not read, or the same where they should differ."""
+"""Alarms about a score: replies that were cut off, not read, or the same where they should differ."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ TRUNCATED = 0.05
 """Share of replies cut off above which an accuracy says as much about the token budget as about the model."""
 UNPARSED = 0.05
 """Share of scored replies without a readable answer above which the parser is to be looked at first (notes of earlier runs)."""
+ENVIRONMENT = "environment"
+"""The method of replies that an environment graded."""
 BOXED = 0.95
 """Boxed rate that a model should have before it is trained by rewards for boxed answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the replies of a score were read. Counts of replies."""
+    """Counts of a score's replies by how they were read."""
 
     replies: int
     scored: int
@@ -31,12 +33,12 @@ class Reading:
     unparsed: int
     """Scored, but no answer was found."""
     unparsed_truncated: int
-    """Of those, cut off at the token budget."""
+    """Unparsed replies that were cut off at the token budget."""
     truncated: int
     wrong: int
     wrong_truncated: int
     extracts: bool
-    """Whether the verifier says of any reply how it was read."""
+    """The verifier says of some reply how it was read."""
 
     @property
     def boxed_rate(self) -> float | None:
@@ -68,7 +70,8 @@ def reading(results: Sequence[ItemResult]) -> Reading:
         truncated=sum(r.truncated for r in results),
         wrong=len(wrong),
         wrong_truncated=sum(r.truncated for r in wrong),
-        extracts=any(r.method or r.extracted is not None for r in results),
+        # An episode ends with what its environment gave: only one that hands in answers has any to find.
+        extracts=any(r.extracted is not None or r.method not in ("", ENVIRONMENT) for r in results),
     )
 
 
@@ -120,11 +123,15 @@ def identity_alarms(scores: Sequence[tuple[str, Score | Brief]]) -> list[str]:
     return found
 
 
-def untrained_alarm(base: Score, trained: Score) -> str:
-    """Why a trained score is the base's own; "" if it is not."""
-    if trained.step > 0 == base.step and trained.conditions.weights == base.conditions.weights:
-        return (
-            f"after {trained.step} steps the weights are still those of the base ({base.conditions.weights}): nothing was "
-            "trained, or the base was loaded in place of the trained weights"
-        )
-    return ""
+def untrained_alarm(base: Score, trained: Score, equal_rewards: bool | None = None) -> str:
+    """Why a trained score is the base's own; "" if it is not. `equal_rewards`: no group of the run had rewards that differ."""
+    if not (trained.step > 0 == base.step and trained.conditions.weights == base.conditions.weights):
+        return ""
+    head = f"after {trained.step} steps the weights are still those of the base ({base.conditions.weights})"
+    equal = "within every group all rewards were equal (reward/zero_std_groups = 1), which gives no gradient"
+    easier = "take easier or harder questions, or more samples per prompt; lockstep probe headroom shows the solve rate"
+    if equal_rewards:
+        return f"{head}: {equal}; {easier}"
+    if equal_rewards is None:
+        return f"{head}: either {equal}, or the base was loaded in place of the trained weights"
+    return f"{head}, although some groups had rewards that differ: was the base loaded in place of the trained weights?"

@@ -78,7 +78,7 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
         )
         if r.unparsed_rate > UNPARSED:
             lines.append(
-                f"above {UNPARSED:.0%}: fix the parser, the format or the token budget before believing the score"
+                f"above {UNPARSED:.0%}: fix the parser, the format or the token budget before you trust the score"
             )
     if audit.wrong:
         share = wilson(audit.suspicious, audit.wrong)
@@ -91,11 +91,10 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
 
 def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
     """Return a reply for reading: what was expected, what was read and how, and the reply's end."""
-    from lockstep.track.text import one_line
+    from lockstep.track.text import one_line, reading_line
 
     r = one.result
-    found = "nothing" if r.extracted is None else repr(one_line(r.extracted, 80))
-    facts = [f"read {found} by {r.method or 'its own way'}", f"answer {one_line(r.answer, 80)!r}", f"{r.tokens} tokens"]
+    facts = [reading_line(r.extracted, r.method, r.answer), f"{r.tokens} tokens"]
     facts += ["cut off"] if r.truncated else []
     facts += ["no box"] if r.boxed is False else []
     head = f"{number:>3} {'?' if one.suspicious else ' '} {one_line(r.id, 60)} #{r.sample}: {', '.join(facts)}"

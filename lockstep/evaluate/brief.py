@@ -21,7 +21,7 @@ class Marks:
     digests: tuple[str, ...]
     """12 hex digits for each reply of the item, one after the other."""
     names: tuple[str, ...]
-    """Of the estimates, headline first."""
+    """Names of the estimates, headline first."""
     values: tuple[tuple[float | None, ...], ...]
     """For each estimate, that of every item; None where too few replies were scored."""
 
@@ -55,7 +55,7 @@ def marks_of(score: Score) -> Marks:
 
 
 def default_estimate(samples: int) -> str:
-    """What an accuracy is where nothing else is said: the mean of an item's marks."""
+    """Name of the default accuracy: the mean of an item's marks."""
     return "pass@1" if samples == 1 else f"avg@{samples}"
 
 

@@ -14,6 +14,9 @@ from lockstep.types import Conditions, Score
 ALPHA = 0.05
 """Limit of p below which a difference is called an effect."""
 
+FEW = 20
+"""Fewer replies than this are often the same after a small update: that is no sign of weights that were not loaded."""
+
 
 class Verdict(StrEnum):
     """Result of a comparison, in words."""
@@ -90,7 +93,12 @@ def compare(
     mismatched = tuple(comparable(a, b))
     if mismatched and not allow_mismatch:
         raise EvaluationError(
-            f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}",
+            f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}"
+            + (
+                ""
+                if first.score.items == second.score.items
+                else f"; {first.score.items} items against {second.score.items}"
+            ),
             where="compare",
             fix="evaluate both the same way, or pass --allow-mismatch and report the mismatch with the result",
         )
@@ -138,10 +146,13 @@ def differences(a: Conditions, b: Conditions) -> str:
 def identical_warning(a: Conditions, b: Conditions, replies: int) -> str:
     """Return a warning if the replies of two scores are all the same, word for word, but should differ; "" otherwise."""
     head = f"All {replies} replies are the same, word for word, although"
+    if a.weights != b.weights and replies < FEW:
+        return f"{head} the weights differ ({a.weights} and {b.weights}); so few replies often are: ask more items to be sure"
     if a.weights != b.weights:
         return (
-            f"weights not loaded? {head} the weights differ ({a.weights} and {b.weights}). "
-            "Check that the engine really had the trained weights"
+            f"weights not loaded? {head} the weights differ ({a.weights} and {b.weights}). Each score's proof says that the "
+            "engine had its weights; after few steps or at a small learning rate greedy replies can be the same: look at a "
+            "sampled mode too"
         )
     if a.numerics != b.numerics:
         return (

@@ -17,6 +17,7 @@ from lockstep.config.schema import (
     JudgeVerifier,
     MixedTask,
     NoStop,
+    NoTask,
     OpenSpielTask,
     Plateau,
     PythonTask,
@@ -86,6 +87,8 @@ def verifier_label(recipe: Recipe) -> str:
 
 def _label(task: Task) -> str:
     match task:
+        case NoTask():
+            return "none"
         case PythonTask():
             return "own"
         case ToolTask():

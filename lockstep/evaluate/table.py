@@ -10,7 +10,11 @@ from lockstep.evaluate.alarms import untrained_alarm
 from lockstep.evaluate.brief import default_estimate
 from lockstep.evaluate.compare import Comparison, compare, power_line
 from lockstep.evaluate.intervals import item_points
+from lockstep.track.text import one_line
 from lockstep.types import Estimate, Score
+
+TASK_WIDTH = 32
+"""Columns of a task's name in the table; a longer one is cut, the scores have it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +45,25 @@ def comparison_table(base: Sequence[Score], trained: Sequence[Score], allow_mism
     ]
 
 
-def table_lines(rows: Sequence[Row]) -> list[str]:
-    """The table as plain text, then a line for each warning. Accuracies in per cent, differences in points."""
+def table_lines(rows: Sequence[Row], equal_rewards: bool | None = None) -> list[str]:
+    """The table as plain text, then a line for each warning. Accuracies in per cent, differences in points.
+
+    `equal_rewards`: no group of the run had rewards that differ; None if that is not known.
+    """
     head = ["task", "mode", "items", "base", "trained", "difference", "changed", "p", "verdict"]
     cells = [head, *(_cells(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     for row in rows:
         lines += [f"{row.mode}: {note}" for note in _notes(row)]
-    return lines
+    untrained = (untrained_alarm(row.base, row.trained, equal_rewards) for row in rows if not row.comparison.mismatched)
+    return [*lines, *(f"alarm: {alarm}" for alarm in dict.fromkeys(filter(None, untrained)))]
 
 
 def _cells(row: Row) -> list[str]:
     c = row.comparison
     return [
-        row.task,
+        one_line(row.task, TASK_WIDTH),
         row.mode,
         str(c.n),
         _share(row.base),
@@ -93,8 +101,6 @@ def _notes(row: Row) -> list[str]:
     c, notes = row.comparison, [power_line(row.comparison)]
     if c.warning:
         notes.append(f"alarm: {c.warning}")
-    if (untrained := untrained_alarm(row.base, row.trained)) and not c.mismatched:
-        notes.append(f"alarm: {untrained}")
     for base, trained in zip(row.base.estimates[1:], row.trained.estimates[1:], strict=False):
         if base.name == trained.name:
             notes.append(f"{base.name}: {_numbers(base)} before, {_numbers(trained)} after")

@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, where it comes from, how it scored, how it was verified, how to load it."""
+"""The model card of an export: what it is, where it comes from, how to ask it, how it scored, how it was verified."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lockstep.config.adapter import adapter_name
 from lockstep.errors import RunDirectoryError
 from lockstep.evaluate.records import read_brief
 from lockstep.evaluate.table import estimate_line
+from lockstep.export.prompt import asking_code, kind_of_load, prompt_section
 from lockstep.export.verify import Verified
-from lockstep.models.builtin import BUILTINS
 from lockstep.scoring.targets import Target
 from lockstep.track.rundir import RunDirectory
 
@@ -79,6 +79,12 @@ def model_card(
     ]
     how = _HOW_GGUF if kind == "gguf" else _HOW_VERIFIED
     sections += [
+        "## Prompt",
+        prompt_section(target.recipe, source.numerics),
+        "## Use",
+        _use(target, source, kind, dtype),
+    ]
+    sections += [
         "## Scores",
         *_scores(target, "start" if source.lineage else "base"),
         "## Verified",
@@ -87,7 +93,7 @@ def model_card(
     ]
     if formula := _formula(target.run):
         sections += ["## Objective", f"```\n{formula}\n```"]
-    return "\n\n".join([*sections, "## Use", _use(source, kind, dtype)]) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _front(source: Source, kind: str) -> str:
@@ -147,19 +153,16 @@ _HOW_GGUF = (
 )
 
 
-def _use(source: Source, kind: str, dtype: str) -> str:
+def _use(target: Target, source: Source, kind: Literal["model", "adapter", "gguf"], dtype: str) -> str:
     if kind == "gguf":
         return "```\nllama-cli -m model.gguf --jinja\nllama-quantize model.gguf small.gguf Q4_K_M\n```"
-    base = "the folder of the built-in model" if source.base in BUILTINS else source.base
+    code = asking_code(target.recipe, target.run, kind_of_load(kind, source.base))
     if kind == "adapter":
-        load = f"base = AutoModelForCausalLM.from_pretrained(...)  # {base}\nmodel = PeftModel.from_pretrained(base, FOLDER)"
-        extra, serve = "from peft import PeftModel\n", "vllm serve BASE --enable-lora --lora-modules tuned=FOLDER"
+        serve = "vllm serve BASE --enable-lora --lora-modules tuned=FOLDER"
         lm = f"pretrained=BASE,peft=FOLDER,dtype={dtype}"
     else:
-        load, extra, serve = "model = AutoModelForCausalLM.from_pretrained(FOLDER)", "", "vllm serve FOLDER"
-        lm = "pretrained=FOLDER,dtype=auto"
+        serve, lm = "vllm serve FOLDER", "pretrained=FOLDER,dtype=auto"
     return (
-        f"```python\n{extra}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n{load}\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
-        f"```\n{serve}\nlm_eval --model hf --model_args {lm} --tasks gsm8k --apply_chat_template\n```"
+        f"```python\n{code}\n```\n\nServed or measured by other programs it needs the same prompt: they add neither suffix nor "
+        f"examples.\n\n```\n{serve}\nlm_eval --model hf --model_args {lm} --tasks gsm8k --apply_chat_template\n```"
     )

@@ -65,17 +65,16 @@ class _Written:
     config_changes: list[str]
 
 
-def refuse_guess(name: str, step: int | None) -> None:
-    """Raise ConfigError for a run of several checkpoints if none was named. A single one is no guess."""
+def choice_note(name: str, step: int | None) -> str:
+    """A line that says which checkpoint of several is taken when none was named; "" where there is no choice."""
     path = Path(name)
     if step is not None or not (path / "manifest.json").is_file() or (path / COMMIT).is_file():
-        return
+        return ""
     steps = [info.step for info in list_checkpoints(path) if info.complete]
-    if len(steps) > 1:
-        raise ConfigError(
-            [f"{name} has {len(steps)} checkpoints: steps {', '.join(map(str, steps))}"],
-            fix=f"say which with --step, for instance --step {steps[-1]}",
-        )
+    if len(steps) < 2:
+        return ""
+    shown = ", ".join(map(str, steps))
+    return f"{name} has checkpoints of steps {shown}: the newest, {steps[-1]}, is exported (--step N takes another)"
 
 
 def export(

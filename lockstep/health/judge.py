@@ -136,7 +136,7 @@ class HealthJudge:
 
 
 def _differing(recipe: Recipe) -> tuple[float, str]:
-    """How much further than usual rollouts and updates may differ, and why."""
+    """Factor by which rollouts and updates may differ more than usual, and the reason."""
     numerics = recipe.numerics
     if numerics.four_bit_inputs("rollout", "train"):
         return MAGNIFIED, " (activations in four bits magnify rounding)"
@@ -151,7 +151,7 @@ def outside(rule: Rule, value: float, limit: float) -> bool:
 
 
 def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], checkpoint_gib: float = 0.0) -> list[Alarm]:
-    """What the rules would have said of recorded steps, up to the first that stops the run."""
+    """Apply the rules to recorded steps, up to the first that stops the run."""
     judge, found = HealthJudge(recipe, checkpoint_gib), list[Alarm]()
     for step, metrics in rows:
         found += judge.step(step, metrics)
@@ -161,7 +161,7 @@ def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], chec
 
 
 def _window(rule: Rule, values: list[float]) -> list[float]:
-    """Of all finite values so far, those that the rule's baseline needs."""
+    """Select the finite values that the rule's baseline needs."""
     match rule.against:
         case "start":
             return values[: START.steps]

@@ -1,4 +1,4 @@
-"""What a run watches itself for, as data: which metric, on which side of what, what it means and what to do.
+"""Health rules as data: metric, limit, meaning and advice.
 
 Limits, patience and tiers are settings (lockstep.config.health.Health, a field for each rule here, of the same name). To add
 a rule: append it here, and give it its field there.
@@ -26,7 +26,7 @@ MAGNIFIED = 10.0
 START = Drift("start", 5)
 RECENT = Drift("recent", 50)
 SPARE_GIB = 0.25
-"""Of disk beside checkpoints: rollouts, scores and logs of the next steps."""
+"""Disk space to spare beside checkpoints: rollouts, scores and logs of the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rule:
     meaning: str
     advice: str
     source: str
-    """Where limit and patience come from."""
+    """Source of limit and patience."""
     shown: tuple[str, ...] = ()
     """Metrics that help to read it."""
     needs: str = ""
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "reward_flat", "advantage/nonzero", "below", "fixed",
         "the replies to each prompt got the same reward, so there is nothing to prefer: no step has a gradient",
         "at the lowest reward: easier questions, an example in chat.examples, or is the grader wrong (`lockstep rollouts`)? If "
-        "earlier steps were paid, optimizer.lr has ruined the policy: lower it and begin again. "
+        "earlier steps had rewards, optimizer.lr has ruined the policy: lower it and begin again. "
         "At the highest: the task is learnt; take harder questions", f"{_NOTES}: exactly 0 or 1 for 6 steps",
         ("reward/mean", "length/mean"),
     ),
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "length_collapse", "length/mean", "below", "start", "replies have shrunk to guesses",
-        "compare with the reward: does the grader pay for an answer without its way? See `lockstep rollouts`", _NOTES,
+        "compare with the reward: does the grader reward an answer without its derivation? See `lockstep rollouts`", _NOTES,
         ("reward/mean",),
     ),
     Rule(
@@ -158,10 +158,14 @@ RULES: tuple[Rule, ...] = (
 def health_lines(recipe: Recipe) -> list[str]:
     """Which rules are in force, for the log and `lockstep plan`."""
     tiers: dict[Tier, list[str]] = {"stop": [], "warn": [], "off": []}
+    heard = {rule.name for rule in RULES if recipe.loop == "rl" or rule.metric.startswith(_OF_UPDATES)}
     for name, setting in recipe.health.rules.items():
-        tiers[setting.tier].append(name)
+        if name in heard:
+            tiers[setting.tier].append(name)
     said = [f"{verb} {', '.join(tiers[tier])}" for tier, verb in _VERBS.items() if tiers[tier]]
     return [f"health: {'; '.join(said)}"]
 
 
+_OF_UPDATES = ("grad/", "weights/", "sync/", "memory/")
+"""Metrics that a supervised run has too: it has no rewards and no rollouts."""
 _VERBS: dict[Tier, str] = {"stop": "the run stops itself by", "warn": "warns of", "off": "does not look at"}

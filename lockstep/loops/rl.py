@@ -24,7 +24,7 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
     """
     with Session(parts, recipe, logger, start) as session:
         for line in probe_lines(parts, recipe):
-            logger.say(line)
+            logger.note(line)
         session.measure_start()
         for step in session.steps():
             clock = session.clock

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.build.build import build_parts, build_task_of
+from lockstep.build.build import build_parts
 from lockstep.build.disk import check_disk
-from lockstep.build.opponents import pinned_opponents
+from lockstep.build.opponents import load_opponents, pinned_opponents
 from lockstep.build.parts import Parts
 from lockstep.build.warm_start import Parent, pinned, read_weights
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
@@ -25,12 +25,13 @@ from lockstep.evaluate.plan import eval_plan, plan_lines
 from lockstep.evaluate.runner import heldout_items
 from lockstep.health.rules import health_lines
 from lockstep.loops import sft
-from lockstep.loops.checks import check_purity, questions_hash, require_same_data, require_unchanged
+from lockstep.loops.checks import questions_hash, require_same_data, require_unchanged
 from lockstep.loops.precision import numerics_lines
+from lockstep.loops.preflight import Ready, preflight
 from lockstep.loops.rl import train
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
-from lockstep.loops.sft_data import Material, SftRows, preview, read_material, refuse_asked, tokenised, with_steps
+from lockstep.loops.sft_data import Material, SftRows, preview, refuse_asked, tokenised, with_steps
 from lockstep.loops.step_metrics import grading_line
 from lockstep.noise.describe import noise_lines
 from lockstep.plan.batch import batch_lines
@@ -41,7 +42,7 @@ from lockstep.run.evaluation import final_table
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
 from lockstep.run.state import recipe_hash, require_own_recipe, require_own_rows, restore
-from lockstep.track.rundir import RunDirectory, manifest_facts
+from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
 from lockstep.track.sinks import check_installed
 from lockstep.track.writer import read_events, read_metrics
 from lockstep.types import Prompt
@@ -52,11 +53,13 @@ def start_run(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
     warned = require_machine(recipe)
     require_fit(recipe)
+    refuse_taken(Path(recipe.runs_dir) / recipe.name)
     recipe = with_steps(pinned_opponents(pinned(recipe)))
+    ready = preflight(recipe)  # a failure here costs no run directory
     facts = {**manifest_facts(), "recipe": recipe_hash(recipe)}
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
     with run:
-        _run(run, recipe, None, warned)
+        _run(run, recipe, None, warned, ready)
     return run
 
 
@@ -99,9 +102,13 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
     return info
 
 
-def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check]) -> None:
+def _run(
+    run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check], ready: Ready | None = None
+) -> None:
     logger = RunLogger(run, recipe)
     try:
+        if run.replaced:
+            logger.say(f"{run.path} held a run that had stopped before its first step; it was replaced")
         for check in machine:
             logger.say(f"machine: {check.name}: {check.found}; {check.fix}")
         start = info.step if info else 0
@@ -116,8 +123,9 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
             logger.warn(f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are repeated")
-        material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
-        parts = _build(recipe, logger, info)
+        ready = ready or preflight(recipe)
+        material = ready.material
+        parts = _build(recipe, logger, info, ready)
         frozen = parts.learner.fingerprint(frozen=True)
         if material is None or recipe.sft is None:
             train(parts, recipe, logger, start)
@@ -131,7 +139,7 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
     except LockstepError as error:
         with suppress(StorageError):  # the error itself, if the disk is full
             logger.event("stopped", str(error), error=type(error).__name__)
-            logger.say(f"stopped: {error}")
+            logger.note(f"stopped: {error}")  # whoever started the run prints it
         if isinstance(error, HealthStop):  # nothing is broken: existing data is readable
             logger.say(f"report: {write_report(run.path)}")
         raise
@@ -139,17 +147,15 @@ def _run(run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine
         logger.close()
 
 
-def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None) -> Parts:
-    for line in plan_lines(recipe):
-        logger.say(line)
-    task = build_task_of(recipe)
+def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready: Ready) -> Parts:
+    task = ready.task
+    load_opponents(task, recipe)
     task.keep_in(logger.run.path)
-    if recipe.loop == "rl":
-        for line in check_purity(task, recipe):
-            logger.say(line)
-    check_disk(recipe, logger.run.path, logger.say)
+    for line in (*plan_lines(recipe), *ready.notes):
+        logger.note(line)
+    check_disk(recipe, logger.run.path, logger.note)
     weights, state = read_weights(info) if info else (None, None)
-    parts = build_parts(recipe, task, weights, logger.say)
+    parts = build_parts(recipe, task, weights, logger.note)
     if state is not None:
         restore(parts, state, recipe)
         logger.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
@@ -175,26 +181,25 @@ def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
 def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
     """Report what a reader must know to judge the run, on the console and in the manifest."""
     policy, learner = parts.policy, parts.learner.describe()
-    batch = batch_lines(recipe)
-    lines = [
+    batch, rates = batch_lines(recipe), rate_lines(recipe)
+    logger.say(f"model {policy.resolved.name} in {policy.numerics} on {learner.device}")
+    for line in (*learner.lines[:1], batch[0], *rates, *parts.task.notes[:3]):
+        logger.say(line)
+    shown = [policy.chat.preview(one.messages, one.tools) for one in prompts[:1]]
+    details = [
         *parts.task.notes,
         *policy.chat.notes,
         *(policy.chat.continuation().notes if parts.task.plays else ()),
-        f"model {policy.resolved.name} in {policy.numerics} on {learner.device}",
-        *learner.lines,
-        *batch,
-        *rate_lines(recipe),
+        *learner.lines[1:],
+        *batch[1:],
         *health_lines(recipe),
         *numerics_lines(parts, recipe),
         *(noise_lines(recipe, parts.noise) if parts.noise is not None else ()),
         *parts.objective.formula.splitlines(),
-        *(
-            f"first prompt, as the model sees it:\n{policy.chat.preview(one.messages, one.tools)}"
-            for one in prompts[:1]
-        ),
+        *(f"first prompt, as the model sees it:\n{text}" for text in shown),
     ]
-    for line in lines:
-        logger.say(line)
+    logger.note("\n".join(details))
+    logger.say(f"details and the first prompt: {logger.run.log_path}")
     facts = {
         "threads": torch.get_num_threads(),
         "formula": parts.objective.formula,

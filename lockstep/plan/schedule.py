@@ -8,6 +8,8 @@ from lockstep.learner.schedule import learning_rate
 
 _FAR = 1000
 """A rate that is so many times the default is taken for a slip: such steps ruin a pretrained model."""
+_LOW = 5
+"""A rate that is a fifth of the default or less trains so slowly that a short run shows no effect."""
 _SHOWN = 8
 """Steps written out in a line; of longer lists the middle is left out."""
 
@@ -25,6 +27,12 @@ def rate_lines(recipe: Recipe) -> list[str]:
     if recipe.lr >= _FAR * usual and settings.kind != "python":
         lines.append(
             f"warning: optimizer.lr is {recipe.lr / usual:,.0f} times the default ({usual:.0e}); is that what is meant?"
+        )
+    if recipe.optimizer.lr is not None and recipe.lr <= usual / _LOW and settings.kind != "python":
+        kind = "adapters" if recipe.adapter.kind != "none" else "full training"
+        lines.append(
+            f"warning: optimizer.lr = {recipe.lr:g} is far below the default of {kind} ({usual:.0e}): a run of {total} optimizer "
+            f"steps may show no effect; leave optimizer.lr out, or set it to about {usual:.0e} or more"
         )
     if settings.warmup_steps or settings.schedule != "constant":
         marks = _marks(settings.warmup_steps, total)

@@ -48,7 +48,9 @@ PHASES = ("rollout", "grade", "update", "sync", "validate", "evaluate", "save")
 
 def charts(facts: RunFacts) -> str:
     """All curves that have data, as a grid of figures."""
-    parts = [accuracy_chart(facts), *(_curve(facts.records, curve) for curve in CURVES), time_chart(facts.records)]
+    given = any("sft/loss" in record.metrics for record in facts.records)  # the same numbers as loss/policy then
+    curves = [curve for curve in CURVES if not (given and curve.title == "Policy loss")]
+    parts = [accuracy_chart(facts), *(_curve(facts.records, curve) for curve in curves), time_chart(facts.records)]
     body = "".join(parts)
     return f'<div class="charts">{body}</div>' if body else ""
 

@@ -1,4 +1,4 @@
-"""What the page shows, read from a run directory. A part that cannot be read becomes a note on the page, never a gap."""
+"""Content of the page, read from a run directory. A part that cannot be read becomes a note on the page, never a gap."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunFacts:
     outside: tuple[Outside, ...]
     samples: Samples | None
     notes: tuple[str, ...]
-    """What could not be read or compared, and why."""
+    """Parts that could not be read or compared, and why."""
 
 
 def gather(run: RunDirectory) -> RunFacts:

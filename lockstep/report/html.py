@@ -17,6 +17,7 @@ from lockstep.track.catalogue import find, healthy_text
 from lockstep.track.files import write_atomic
 from lockstep.track.rollouts import RolloutRow
 from lockstep.track.rundir import RunDirectory
+from lockstep.track.text import reading_line
 from lockstep.track.writer import StepRecord, proof_from_json
 from lockstep.types import Proof, Score
 
@@ -114,7 +115,7 @@ def _sft(sft: Sft) -> list[tuple[str, object]]:
 
 
 def _parent(run: RunFacts) -> list[tuple[str, object]]:
-    """What the run started from, and that from what, back to a model."""
+    """The chain of runs that this one started from, back to a model."""
     steps, parent = [], run.manifest.get("parent")
     while parent:
         steps.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
@@ -221,16 +222,17 @@ def _failure(step: int, proof: Proof) -> str:
 def _samples(samples: Samples | None) -> str:
     if samples is None:
         return ""
-    intro = f"<p class='soft'>{len(samples.rows)} replies of step {samples.step}: unscored, wrong and right ones in turn.</p>"
+    intro = (
+        f"<p class='soft'>{len(samples.rows)} replies of step {samples.step}: unscored, wrong and right ones in turn. Questions "
+        "are shown without what the recipe puts around them; <code>lockstep rollouts RUN --seen</code> shows all of it.</p>"
+    )
     return intro + "".join(_sample(row) for row in samples.rows)
 
 
 def _sample(row: RolloutRow) -> str:
     word, css = {None: ("unscored", "bad"), False: ("wrong", "bad"), True: ("right", "good")}[row.right]
     reward = "–" if row.reward is None else f"{row.reward:g}"
-    found = "nothing extracted" if row.extracted is None else f"extracted “{row.extracted}”"
-    how = f" ({row.method})" if row.method else ""
-    verdict = f"{found}{how}, answer “{row.answer}”, reward {reward}, advantage {row.advantage:.3g}"
+    verdict = f"{reading_line(row.extracted, row.method, row.answer)}, reward {reward}, advantage {row.advantage:.3g}"
     question = "\n\n".join(
         f"{m['role']}: {m['content']}" if len(row.messages) > 1 else m["content"] for m in row.messages
     )

@@ -11,6 +11,7 @@ from lockstep.config.schema import EvalMode, EvalSet, Recipe
 from lockstep.errors import EvaluationError, Interrupted
 from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
 from lockstep.evaluate.brief import brief_of
+from lockstep.evaluate.compare import FEW
 from lockstep.evaluate.plan import eval_plan
 from lockstep.evaluate.records import read_brief, read_score, score_path, stored_score, write_score
 from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
@@ -19,6 +20,7 @@ from lockstep.rollout import precision
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
 from lockstep.run.signals import StopRequest
+from lockstep.track.writer import read_metrics
 from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
 
 
@@ -31,24 +33,28 @@ def evaluate_modes(
     """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
-    with computing(parts.engine, numerics, parts.policy.numerics):
-        scores = [
-            (chosen, mode, _measure(parts, recipe, logger, step, proof, stop, numerics, chosen, mode))
-            for chosen in recipe.eval.sets
-            for mode in recipe.eval.modes
-        ]
-    for chosen, mode, score in scores:
-        name = recipe.eval.score_name(chosen.role, mode.name)
-        logger.say(
-            f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
-            f"{score.conditions.numerics}, {score.seconds:.1f} s"
-        )
-        for alarm in reply_alarms(score):  # their shares are metrics with healthy ranges, which the report lists
-            logger.say(f"alarm: eval at step {step}, {name}: {alarm}")
-        for alarm in _since_the_base(logger, name, score):
-            logger.warn(f"eval at step {step}, {name}: {alarm}", step=step)
-        metrics |= score_metrics(name, score)
+    with computing(parts.engine, numerics, parts.policy.numerics), logger.console.evaluating():
+        for chosen in recipe.eval.sets:
+            for mode in recipe.eval.modes:
+                score = _measure(parts, recipe, logger, step, proof, stop, numerics, chosen, mode)
+                metrics |= _report(recipe, logger, step, chosen, mode, score)
     return metrics
+
+
+def _report(recipe: Recipe, logger: RunLogger, step: int, chosen: EvalSet, mode: EvalMode, score: Score) -> Metrics:
+    """Print a score and what makes it hard to believe. Returns its metrics."""
+    name = recipe.eval.score_name(chosen.role, mode.name)
+    logger.say(
+        f"eval at step {step}, {score.conditions.mode} of {chosen.role}: {score_line(score)}, "
+        f"{score.conditions.numerics}, {score.seconds:.1f} s"
+    )
+    # In between log.txt alone: the shares are metrics with healthy ranges, which the step's line marks.
+    say = logger.say if step in (0, recipe.steps) else logger.note
+    for alarm in reply_alarms(score):
+        say(f"alarm: {name}: {alarm}")
+    for alarm in _since_the_base(logger, name, score):
+        logger.warn(f"eval at step {step}, {name}: {alarm}", step=step)
+    return score_metrics(name, score)
 
 
 def numerics_of(recipe: Recipe, weights: str) -> str:
@@ -83,12 +89,17 @@ def _measure(
     items = heldout_items(parts.task, plan)
     conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
     score = stored_score(path, conditions)
+
+    def progress(done: int, of: int) -> None:
+        stop.require_none(logger.run.path)
+        logger.console.phase(f"evaluating {mode.name} of {chosen.role}", done, of)
+
     if score is None:
         source = f"{logger.run.name} at step {step}"
         try:
             score = evaluate(
                 parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source,
-                progress=lambda done, of: stop.require_none(logger.run.path),
+                progress=progress,
             )  # fmt: skip
         except Interrupted:
             parts.engine.close()  # the rest of its replies is not needed
@@ -103,9 +114,16 @@ def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
     if score.step == 0 or not path.is_file():
         return []
     base = read_brief(path)
-    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))])
-    untrained = untrained_alarm(base.score, score)
+    enough = score.items * score.samples >= FEW
+    same = identity_alarms([("step 0", base), (f"step {score.step}", brief_of(score))]) if enough else []
+    untrained = untrained_alarm(base.score, score, _equal_rewards(logger))
     return [*same, *([untrained] if untrained else [])]
+
+
+def _equal_rewards(logger: RunLogger) -> bool | None:
+    """Return True if all rewards of every group of the run were equal; None if no step has been recorded yet."""
+    shares = [row.metrics.get("reward/zero_std_groups") for row in read_metrics(logger.run) if row.step]
+    return all(share == 1 for share in shares) if shares else None
 
 
 def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
@@ -118,7 +136,7 @@ def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
             base.append(read_score(first))
             trained.append(read_score(end))
     try:
-        return table_lines(comparison_table(base, trained)) if base else []
+        return table_lines(comparison_table(base, trained), _equal_rewards(logger)) if base else []
     except EvaluationError as error:  # a score of an earlier attempt under other conditions: the run itself is sound
         return [f"base and trained are not compared: {error}"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -63,6 +63,10 @@ class RunLogger:
     def say(self, text: str) -> None:
         self.console.message(text)
 
+    def note(self, text: str) -> None:
+        """What few people need, in log.txt alone."""
+        self.console.message(text, shown=False)
+
     def warn(self, text: str, *, step: int | None = None) -> None:
         self.event("warning", text, step=step)
         self.console.message(f"warning: {text}")
@@ -75,15 +79,17 @@ class RunLogger:
 
 
 class Clock:
-    """Seconds by phase of one step; repeated phases are summed."""
+    """Seconds by phase of one step; repeated phases are summed. `begins` is called with the name of each phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
+        self._begins = begins
         self._start = time.perf_counter()
         self.seconds: Metrics = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._begins(phase)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()

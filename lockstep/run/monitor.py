@@ -21,7 +21,7 @@ class Monitor:
     """Record of the run's numbers, including earlier attempts. `model`: the folder that the run started from."""
 
     def __init__(self, recipe: Recipe, logger: RunLogger, start: int, model: Path) -> None:
-        self._recipe, self._journal = recipe, logger
+        self._recipe, self._logger = recipe, logger
         self._judge = HealthJudge(recipe, checkpoint_gib(recipe, model))
         self._broken: list[Alarm] = []
         self._step = start
@@ -50,13 +50,13 @@ class Monitor:
     def _note_scores(self, step: int, metrics: Metrics) -> None:
         for name in self._probes():
             if name in metrics and (why := diverges(self._points(REWARD), self._points(name))):
-                self._journal.warn(f"{name}: {why}", step=step)
+                self._logger.warn(f"{name}: {why}", step=step)
         match self._recipe.eval.stop:
             case Drops() | Plateau() as rule if rule.metric in metrics and step < self._recipe.steps:
                 if why := should_stop(rule, self._points(rule.metric)):
                     self.over = why
-                    self._journal.event("early_stop", why, step=step)
-                    self._journal.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
+                    self._logger.event("early_stop", why, step=step)
+                    self._logger.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
             case Drops() | Plateau() | NoStop():
                 pass
 
@@ -70,7 +70,7 @@ class Monitor:
             "; and ".join(alarm.what for alarm in self._broken),
             where=f"step {self._step}",
             fix=f"{advice}. A checkpoint was saved; to continue without the rule: "
-            f"lockstep train --resume {self._journal.run.path} {off}",
+            f"lockstep train --resume {self._logger.run.path} {off}",
         )
 
     def _report(self, alarm: Alarm) -> None:
@@ -78,15 +78,15 @@ class Monitor:
         stops = alarm.setting.tier == "stop" and self._step < self._recipe.steps
         facts = {"rule": alarm.rule.name, "tier": alarm.setting.tier, "limit": alarm.limit.value}
         values = {str(one.step): one.value for one in alarm.seen}
-        self._journal.event("health", alarm.what, step=self._step, values=values, **facts)
+        self._logger.event("health", alarm.what, step=self._step, values=values, **facts)
         if stops:
             self._broken.append(alarm)
             self.over = alarm.what
-            self._journal.say(
+            self._logger.say(
                 f"stopping after step {self._step} of {self._recipe.steps}, by the rule health.{alarm.rule.name}"
             )
         else:
-            self._journal.say(f"warning: {alarm.what}\n  to do: {alarm.rule.advice}")
+            self._logger.say(f"warning: {alarm.what}\n  to do: {alarm.rule.advice}")
 
     def _probes(self) -> list[str]:
         settings = self._recipe.eval

@@ -53,7 +53,7 @@ class Session:
         ]
         self._stop = StopRequest()
         self._done = start
-        self.clock = Clock()
+        self.clock = Clock(logger.console.phase)
         """Times of the present step."""
 
     def __enter__(self) -> Session:
@@ -68,6 +68,7 @@ class Session:
 
     def measure_start(self) -> None:
         """Measure the weights that the attempt begins with, if that is due."""
+        self._logger.console.start(self._recipe.steps, self._start, evaluation_steps(self._recipe))
         metrics: Metrics = {}
         for measure in self._due(self._start):
             metrics |= measure.run()
@@ -82,11 +83,10 @@ class Session:
 
         The body ends with `finish`. Raises HealthStop at the end if a rule stopped the run.
         """
-        self._logger.console.start(self._recipe.steps, self._start)
         for step in range(self._start, self._recipe.steps):
             if self._monitor.over:  # the checkpoint of that step is saved
                 break
-            self.clock = Clock()
+            self.clock = Clock(self._logger.console.phase)
             yield step
         self._monitor.require_healthy()
 
@@ -161,7 +161,8 @@ class Session:
         parts, start = self._parts, self._start
         proof = parts.sync.push(parts.learner, parts.engine)
         falsified = parts.sync.negative_control(parts.learner, parts.engine)
-        self._logger.say(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
+        self._logger.note(f"{proof_line(proof)}; negative control: one bit of {falsified} was flipped and noticed")
+        self._logger.say(f"weights {proof.fingerprint}: the engine is proven to hold those of the learner")
         began = {"base": parts.learner.describe().base or proof.fingerprint} if start == 0 else {}
         self._logger.event("sync", proof_line(proof), step=start, negative_control=falsified, **began)
         return proof

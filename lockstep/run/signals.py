@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -48,6 +49,7 @@ class StopRequest:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
+        os.write(2, f"\n{self.name}: ending this step, then saving; once more stops at once\n".encode())
         self._restore()
 
     def _restore(self) -> None:

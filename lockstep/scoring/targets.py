@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
-from lockstep.config.load import load
+from lockstep.config.load import load, load_run
 from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
 from lockstep.errors import (
@@ -112,7 +112,7 @@ def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: 
     trained = load([str(run.recipe_path)])
     if recipes:
         mine = [word for word in overrides if word.split("=")[0].split(".")[0] in OWN]
-        asked = load([*recipes, *(word for word in overrides if word not in mine)])
+        asked = load_run([*recipes, *(word for word in overrides if word not in mine)])
         kept = load([str(run.recipe_path), *mine])
         own = {name: getattr(kept, name) for name in OWN}
         recipe = _in_numerics(asked.model_copy(update=own), trained.numerics)
@@ -144,7 +144,7 @@ def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[
     if not recipes:
         raise ConfigError([f"{path}: a checkpoint outside its run needs --recipe RECIPE"], fix=_NEEDS)
     info = verify_checkpoint(path)
-    recipe = load([*recipes, *overrides])
+    recipe = load_run([*recipes, *overrides])
     recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))
     return Target(f"{path}, step {info.step}", _in_saved_precision(recipe, info), info.step, info)
 
@@ -155,7 +155,7 @@ def _of_adapter(
     if not recipes:
         raise ConfigError([f"{name}: an adapter needs --recipe RECIPE, to say which task"], fix=_NEEDS)
     _refuse_step(name, step)
-    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     model, notes = asked.model, []
     if (
         found.base and found.base != model.path and asked.model.path == named.path
@@ -187,7 +187,7 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         raise ConfigError([what], fix=_NEEDS)
     if step:
         raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
-    named, asked = load([*recipes]).model, load([*recipes, *overrides])
+    named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     if asked.model.path not in (named.path, name):
         what = f"model.path = {asked.model.path}, but the target is the model {name}"
         raise ConfigError([what], fix="leave model.path out, or make it the target")

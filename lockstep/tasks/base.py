@@ -79,6 +79,28 @@ class BuiltTask(ABC):
 _NO_LIMITS = Turns()
 
 
+class NoQuestions(BuiltTask):
+    """The task of a supervised run that evaluates nothing: it has no prompts."""
+
+    name = "none"
+
+    def batch(self, step: int, size: int) -> tuple[Prompt, ...]:
+        return ()
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        raise self._refusal()
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        raise self._refusal()
+
+    def _refusal(self) -> TaskError:
+        return TaskError(
+            "this run has no task, so there is nothing to ask and to grade",
+            where="task.kind = none",
+            fix="name a recipe that has one with --recipe",
+        )
+
+
 class VerifiedTask(BuiltTask):
     """A task whose replies are graded by a verifier."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from lockstep.config import schema
-from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.base import BuiltTask, NoQuestions
 from lockstep.tasks.file import build_file_task
 from lockstep.tasks.mixed import Mixed
 from lockstep.tasks.multi_turn import Guessing, SeededEpisodes, ToolQuestions, build_own
@@ -38,6 +38,8 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
             return SeededEpisodes(settings, settings.game, seed)
         case schema.OpenSpielTask():
             return build_spiel(settings, seed)
+        case schema.NoTask():
+            return NoQuestions()
         case schema.MixedTask():
             return Mixed(settings, {name: build_task(share.task, seed) for name, share in settings.tasks.items()})
         case _:

@@ -1,11 +1,13 @@
-"""What a person sees of a run: one line a step, a progress bar if the output is a terminal, and all of it in log.txt."""
+"""The view of a run: a short line a step, a progress bar if the output is a terminal; log.txt has it in full."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +56,14 @@ TIMES = (
     Shown("eval", "time/evaluate", ".1f"),
     Shown("save", "time/save", ".1f"),
 )
+BRIEF = ("reward", "correct", "val", "loss", "len", "grad", "trunc", "Δlogp")
+"""Labels of the short line, the most important first: of a line that is too long the last ones are left out."""
+WIDTH = 120
+"""Longest step line on the screen, in columns; a narrower terminal has narrower lines."""
+COLOURS = {"warning:": "yellow", "alarm:": "yellow", "stopping": "red"}
+"""Colours on a terminal of messages that begin so."""
+NAMED = 3
+"""Metrics that are named when they leave their healthy range; log.txt has all of a step."""
 LEAST_TIME_S = 0.05
 """Shorter phases are left off the line."""
 
@@ -80,36 +90,78 @@ class Console:
         self._printing = True
         self._progress: Progress | None = None
         self._total = 0
+        self._evaluations: tuple[int, ...] = ()
+        self._since = 0.0
         self._times: list[float] = []
+        """Seconds of the latest steps, evaluations not counted."""
+        self._evaluated: list[float] = []
+        """Seconds of the evaluations so far."""
+        self._apart = 0.0
+        """Seconds spent in evaluations since the last step."""
         self._judge = Judge()
+        self._named: set[str] = set()
+        """Metrics that were said to be outside their healthy range."""
 
-    def start(self, total_steps: int, start_step: int = 0) -> None:
-        """Begin the count: `start_step` steps are already done (0, or the step that the run resumes from)."""
-        self._total = total_steps
-        self._times = [self._clock()]
+    def start(self, total_steps: int, start_step: int = 0, evaluations: Sequence[int] = ()) -> None:
+        """Begin the count: `start_step` steps are already done (0, or the step that the run resumes from).
+
+        `evaluations`: the steps after which the run evaluates, for the ETA.
+        """
+        self._total, self._evaluations = total_steps, tuple(evaluations)
+        self._times, self._since, self._apart = [], self._clock(), 0.0
         if self._terminal and self._printing:
             rich = RichConsole(file=self._stream, force_terminal=True)
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), _EtaColumn())
+            phase = TextColumn("{task.fields[phase]}")
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), phase, _EtaColumn())
             self._progress = Progress(*columns, console=rich, transient=True, auto_refresh=False)
-            self._progress.add_task("steps", total=total_steps, completed=start_step, eta="")
+            self._progress.add_task("steps", total=total_steps, completed=start_step, eta="", phase="")
             self._progress.start()
+
+    def phase(self, name: str, done: int = 0, of: int = 0) -> None:
+        """Show on the bar what the run is doing, and how far that is."""
+        if self._progress is not None and (of == 0 or done == of or done % max(1, of // 50) == 0):
+            text = f"{name} {done}/{of}" if of else name
+            self._progress.update(self._progress.task_ids[0], phase=text, refresh=True)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Time an evaluation, which is no part of a step's time."""
+        began = self._clock()
+        yield
+        self._evaluated.append(self._clock() - began)
+        self._apart += self._evaluated[-1]
 
     def step(self, record: StepRecord) -> None:
         """Print one step and move the bar."""
-        self._times = [*self._times[-RECENT:], self._clock()]
+        now = self._clock()
+        self._times = [*self._times[1 - RECENT :], now - self._since - self._apart]
+        self._since, self._apart = now, 0.0
         eta = self._eta(record.step)
-        warned = [f"{name}={record.metrics[name]:.3g}" for name in self._judge.step(record.step, record.metrics)]
-        self._emit(step_line(record, self._total, eta, warned))
+        outside = self._judge.step(record.step, record.metrics)
+        values = [f"{name}={record.metrics[name]:.3g}" for name in outside]
+        width = min(WIDTH, shutil.get_terminal_size().columns) if self._terminal else WIDTH
+        self._emit(
+            step_line(record, self._total, eta, values), brief_line(record, self._total, eta, len(outside), width)
+        )
+        if new := [name for name in outside if name not in self._named]:
+            self._named |= set(new)
+            told = ", ".join(f"{name} {record.metrics[name]:.3g}" for name in new[:NAMED])
+            told += f" and {len(new) - NAMED} more (log.txt)" if len(new) > NAMED else ""
+            self._emit(
+                "", f"  ! outside the healthy range: {told}\n    what it means: lockstep metrics explain {new[0]}"
+            )
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=record.step, eta=eta, refresh=True)
+            self._progress.update(self._progress.task_ids[0], completed=record.step, eta=eta, phase="", refresh=True)
 
-    def message(self, text: str) -> None:
-        """Print text; control characters in it are shown, not obeyed."""
-        self._emit(visible(text))
+    def message(self, text: str, *, shown: bool = True) -> None:
+        """Print text; control characters in it are shown, not obeyed. Unless `shown` it goes to log.txt alone."""
+        safe = visible(text)
+        self._emit(safe, safe if shown else "")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table in aligned text, the same on a terminal and in log.txt."""
-        self._emit(plain_table(title, columns, rows))
+        text = plain_table(title, columns, rows)
+        self._emit(text, text)
 
     def close(self) -> None:
         """Take the bar away and close log.txt. Twice is once."""
@@ -127,30 +179,39 @@ class Console:
         self.close()
 
     def _eta(self, step: int) -> str:
-        if len(self._times) < 2 or not self._total:
+        """The steps and the evaluations that are left, each as long as those so far."""
+        if not self._times or not self._total:
             return ""
-        per_step = fmean(after - before for before, after in zip(self._times, self._times[1:], strict=False))
-        return duration(per_step * max(self._total - step, 0))
+        left = sum(planned > step for planned in self._evaluations)
+        seconds = fmean(self._times) * max(self._total - step, 0)
+        if left and not self._evaluated:
+            return f"{duration(seconds)} + {left} evaluation{'s' if left > 1 else ''}"
+        return duration(seconds + (left * fmean(self._evaluated) if left else 0.0))
 
-    def _emit(self, text: str) -> None:
-        if self._log is not None:
+    def _emit(self, logged: str, shown: str) -> None:
+        """Write to log.txt and to the screen; an empty text is not written."""
+        if self._log is not None and logged:
             stamp = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            lines = "".join(f"{stamp}  {line}\n" for line in text.split("\n"))
+            lines = "".join(f"{stamp}  {line}\n" for line in logged.split("\n"))
             self._log.append(lines.encode("utf-8", "backslashreplace"), flush=False)
-        if not self._printing:
+        if not self._printing or not shown:
             return
+        colour = next((colour for head, colour in COLOURS.items() if shown.lstrip().startswith(head)), "")
+        text = Text(encodable(shown, self._stream), style=colour)
         try:
             if self._progress is not None:
-                self._progress.console.print(Text(encodable(text, self._stream)), soft_wrap=True)
+                self._progress.console.print(text, soft_wrap=True)
+            elif self._terminal and colour:
+                RichConsole(file=self._stream, force_terminal=True).print(text, soft_wrap=True)
             else:
-                self._stream.write(encodable(text, self._stream) + "\n")
+                self._stream.write(text.plain + "\n")
                 self._stream.flush()
         except OSError as error:
             self._printing, self._progress = False, None
             _discard(self._stream)
             gone = isinstance(error, BrokenPipeError)
             why = "nobody reads the output any more" if gone else f"the output cannot be written ({error.strerror})"
-            self._emit(f"{why}: from here on only this file is written")
+            self._emit(f"{why}: from here on only this file is written", "")
 
 
 def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -> str:
@@ -167,6 +228,21 @@ def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -
     parts += [f"eta {eta}"] if eta else []
     parts += ["! " + " ".join(warned)] if warned else []
     return one_line("  ".join(parts))
+
+
+def brief_line(record: StepRecord, total: int, eta: str, outside: int, width: int = WIDTH) -> str:
+    """The step on a screen. Example: "step  12/50  reward 0.41  correct 0.39  loss 0.012  len 8.3  3.2s  eta 1m12s  ! 2" """
+    metrics = record.metrics
+    known = {one.label: f"{one.label} {metrics[one.name]:{one.form}}" for one in SHOWN if one.name in metrics}
+    middle = [known[label] for label in BRIEF if label in known]
+    head = [f"step {record.step:>{len(str(total))}}/{total}"]
+    tail = [f"eval {mode} {value:.3f}" for mode, value in _accuracies(metrics)]
+    tail += [f"{metrics['time/step'] - metrics.get('time/evaluate', 0.0):.1f}s"] if "time/step" in metrics else []
+    tail += [f"eta {eta}"] if eta else []
+    tail += [f"! {outside}"] if outside else []
+    while middle and len("  ".join([*head, *middle, *tail])) > width:
+        middle.pop()
+    return one_line("  ".join([*head, *middle, *tail]), width)
 
 
 def duration(seconds: float) -> str:

@@ -72,7 +72,7 @@ LENGTH = (
         "tokens a reply",
         "Mean response length, end token included.",
         drift=Drift("recent", 20, 0.5, 1.5),
-        advice="A collapse pays short guesses, growth pays rambling: read rollouts and compare with the reward.",
+        advice="A collapse rewards short guesses, growth rewards rambling: read rollouts and compare with the reward.",
     ),
     MetricInfo("length/max", "tokens", "Longest response."),
     MetricInfo(

@@ -9,6 +9,7 @@ One process writes (create, resume); any number read (open). `run.lock` names th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,8 @@ LOCK, MANIFEST = "run.lock", "manifest.json"
 FOLDERS = ("rollouts", "scores", "checkpoints")
 FOREIGN = frozenset({"wandb", "tensorboard"})
 """Folders of trackers, which nothing here reads; W&B keeps links in its own."""
+LEFT = (MANIFEST, "recipe.yaml", "events.jsonl", "log.txt", "report.html")
+"""Files of a run that stopped before its first step."""
 UNFINISHED = {LOCK, "recipe.yaml"}
 """What a creation that was killed may have left, besides empty folders; manifest.json is written last."""
 
@@ -41,15 +44,18 @@ class RunDirectory:
         self._lock = lock
         self.attempt = attempt
         """1 for the process that created the run, one more for each that resumed it."""
+        self.replaced = False
+        """A start that had failed before its first step was in this place."""
 
     @classmethod
     def create(cls, path: str | Path, recipe_yaml: str, manifest: Mapping[str, object]) -> RunDirectory:
         """Make the directory of a new run and lock it.
 
-        Raises RunDirectoryError where a run, or anything else, is already; RunLockedError if one is being made there.
+        A run that stopped before its first step and kept nothing is replaced; `replaced` says so. Raises RunDirectoryError
+        where a run, or anything else, is already; RunLockedError if one is being made there.
         """
         path = Path(path)
-        _refuse_existing(path)
+        refuse_taken(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -57,11 +63,15 @@ class RunDirectory:
             raise RunDirectoryError(what, where=str(path), fix="choose another runs_dir") from error
         lock = Lock(path / LOCK)
         try:
-            _refuse_existing(path)  # again: another process may have finished creating it before this one got the lock
+            refuse_taken(path)  # again: another process may have finished creating it before this one got the lock
+            replaced = is_run(path)
+            for name in LEFT if replaced else ():
+                (path / name).unlink(missing_ok=True)
             for folder in FOLDERS:
                 (path / folder).mkdir(exist_ok=True)
             write_atomic(path / "recipe.yaml", recipe_yaml)
             run = cls(path, lock, attempt=1)
+            run.replaced = replaced
             run._write_manifest({"format": FORMAT, **manifest, "attempts": [_attempt(1, manifest)]})
         except BaseException:
             lock.release()
@@ -243,13 +253,32 @@ def is_run(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _refuse_existing(path: Path) -> None:
-    if (path / MANIFEST).exists():
-        fix = f"continue it with `lockstep train --resume {path}`, or choose another name"
+def never_began(path: Path) -> bool:
+    """Whether a run stopped before its first step and left nothing but its recipe and messages: no number, score, checkpoint."""
+    if not is_run(path):
+        return False
+    kept = [
+        entry for entry in path.iterdir() if entry.name not in {*LEFT, "metrics.jsonl"} and not _is_unfinished(entry)
+    ]
+    metrics = path / "metrics.jsonl"
+    return not kept and not (metrics.exists() and metrics.stat().st_size)
+
+
+def refuse_taken(path: Path) -> None:
+    """Raise RunDirectoryError if no new run can be made at `path`: a run with results, a file or foreign files are there, or
+    the folder above cannot be written."""
+    if (path / MANIFEST).exists() and not never_began(path):
+        fix = f"continue it with `lockstep train --resume {path}`, or give the new run another name: name=NAME"
         raise RunDirectoryError("a run is already there", where=str(path), fix=fix)
     if path.exists() and not path.is_dir():
         raise RunDirectoryError("is a file", where=str(path), fix="choose another name or runs_dir")
-    foreign = [entry.name for entry in path.iterdir() if not _is_unfinished(entry)] if path.exists() else []
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
+        raise RunDirectoryError(
+            "cannot be made: no right to write there", where=str(path), fix="choose another runs_dir"
+        )
+    inside = path.iterdir() if path.exists() and not is_run(path) else ()
+    foreign = [entry.name for entry in inside if not _is_unfinished(entry)]
     if foreign:
         what = f"holds files that are not of a run: {', '.join(sorted(foreign)[:5])}"
         raise RunDirectoryError(what, where=str(path), fix="choose another name or runs_dir")
@@ -263,7 +292,8 @@ def _is_unfinished(entry: Path) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        near = sorted(entry.parent.name for entry in path.parent.glob("*/manifest.json"))
+        runs = (entry for entry in path.parent.glob("*/") if is_run(entry) and (entry / "recipe.yaml").is_file())
+        near = sorted(entry.name for entry in runs)
         fix = f"runs in {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
         raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
     if not (path / MANIFEST).exists():

@@ -16,6 +16,19 @@ def one_line(text: str, width: int = 0) -> str:
     return shown[: width - 1] + "…" if 0 < width < len(shown) else shown
 
 
+def reading_line(extracted: str | None, method: str, answer: str) -> str:
+    """How a reply was read, and the reference. Example: "extracted '7' by boxed, answer '7'"."""
+    reference = f"answer {one_line(answer, 80)!r}"
+    if method == "environment":
+        return f"graded by the environment, {reference}" if answer else "graded by the environment"
+    if extracted is None and not method:  # a function of the user's, which does not say what it read
+        return f"graded as a whole, {reference}"
+    if extracted is None:
+        return f"no answer was found in the reply, {reference}"
+    how = f" by {one_line(method, 40)}" if method else ""
+    return f"extracted {one_line(extracted, 80)!r}{how}, {reference}"
+
+
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in aligned text; columns of numbers are right-aligned. Raises ValueError if a row has another length."""
     cells = [[one_line(cell) for cell in row] for row in (columns, *rows)]

@@ -147,11 +147,11 @@ def test_all_steps_pair_step_by_step(run: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_identical_replies_are_an_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = score([True, False])
+    base = score([True, False] * 10)
     twin = dataclasses.replace(base, conditions=dataclasses.replace(base.conditions, weights=B), step=20)
     _, out, _ = said(capsys, stored(tmp_path / "a", base), stored(tmp_path / "b", twin))
-    assert "alarm: weights not loaded? All 2 replies are the same" in out
-    untrained = stored(tmp_path / "c", score([False, True], step=20))
+    assert "alarm: weights not loaded? All 20 replies are the same" in out
+    untrained = stored(tmp_path / "c", score([False, True] * 10, step=20))
     _, out, _ = said(capsys, stored(tmp_path / "a", base), untrained)
     assert "alarm: after 20 steps the weights are still those of the base" in out
 

@@ -7,7 +7,9 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.commands.config import facts
+from lockstep.config.help import groups
 from lockstep.config.load import dump, load
+from lockstep.config.search import WORDS
 
 
 def test_show_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -78,3 +80,43 @@ def test_every_built_in_recipe_passes_the_check(capsys: pytest.CaptureFixture[st
     for path in sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml")):
         assert main(["config", "check", str(path)]) == 0, path
         assert capsys.readouterr().out.startswith("ok: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (["reward"], "task.verifier.kind"),
+        (["rewards"], "task.verifier.kind"),
+        (["learning", "rate"], "optimizer.lr"),
+        (["lr"], "optimizer.lr"),
+        (["kl"], "algorithm.kl.coef"),
+        (["batch", "size"], "prompts_per_step"),
+        (["epochs"], "update.epochs"),
+        (["num_generations"], "samples_per_prompt"),
+        (["temperature"], "rollout.temperature"),
+    ],
+)
+def test_help_finds_settings_by_the_words_of_the_field(
+    words: list[str], first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "help", *words]) == 0
+    head, line, *_ = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"no setting starts with {' '.join(words)!r}; these are nearest")
+    assert line.split()[0] == first
+
+
+def test_every_synonym_leads_to_a_setting() -> None:
+    known = {setting.path for group in groups() for setting in group.settings}
+    assert {path for paths in WORDS.values() for path in paths} - known == set()
+
+
+def test_names_that_are_alike_are_suggested_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "help", "optimizr"]) == 2
+    assert capsys.readouterr().err.count("optimizer ") <= 1
+
+
+def test_check_refuses_a_run_without_a_task_and_says_what_it_did_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "steps=3"]) == 2
+    assert "task: required" in capsys.readouterr().err
+    assert main(["config", "check", "task=reasoning_gym"]) == 0
+    assert "lockstep doctor RECIPE" in capsys.readouterr().out

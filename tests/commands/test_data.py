@@ -105,8 +105,8 @@ def test_show_prints_rows_and_what_is_trained(
     assert said(capsys, "show", train, "--row", 99)[0] == 4
     code, text = said(capsys, "show", train, f"model={tiny_model_dir}", "--row", 3, "--mask")
     assert code == 0
-    assert text.startswith("── row 3 · train.jsonl:3 · ")
-    assert text.splitlines()[0].endswith(" tokens, 2 trained")
+    assert text.splitlines()[2].startswith("── row 3 · train.jsonl:3 · ")
+    assert text.splitlines()[2].endswith(" tokens, 2 trained")
     trained = [line for line in text.splitlines() if line.startswith("   + ")]
     assert trained == ["   + 3·<|im_end|>"]
     assert text.splitlines()[-1] == "   | ⏎", "what the template writes after the end token is not trained"

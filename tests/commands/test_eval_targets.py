@@ -199,7 +199,7 @@ def test_the_same_weights_under_two_names_are_no_alarm_but_other_weights_are(
     named = [f"a={model}", f"b={tmp_path}/hair", "--recipe", *recipe, "--mode", "greedy"]
     code, out, _ = said(capsys, *named)
     assert code == 0
-    assert "alarm: a and b, greedy: weights not loaded? All 8 replies are the same" in out
+    assert "alarm: a and b, greedy: All 8 replies are the same, word for word, although the weights differ" in out
     code, _, err = said(capsys, *named, "--fail-on-alarm")
     assert (code, "alarms, the first" in err) == (7, True)
     code, out, _ = said(capsys, f"a={model}", f"b={model}", "--recipe", *recipe, "--mode", "greedy")

@@ -19,7 +19,7 @@ def test_plan_prints_batches_formula_rate_and_steps(capsys: pytest.CaptureFixtur
     assert main(["plan", "smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"]) == 0
     out = capsys.readouterr().out
     recipe = load(["smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"])
-    assert out.startswith("smoke\n")
+    assert out.startswith("smoke: rl, task reasoning_gym, 40 steps\n")
     said = [section.title for section in SECTIONS if f"\n{section.title}\n" in out]
     assert said == [section.title for section in SECTIONS if section.lines(recipe)] == [s.title for s in SECTIONS[:-1]]
     assert all(f"  {line}\n" in out for line in batch_lines(recipe))

@@ -29,7 +29,7 @@ def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, capsys: 
     assert out.startswith(f"{run.path} at step 3: weights {score.conditions.weights} in fp32, greedy, id_probe\n")
     for result in score.results[:3]:
         reward, word = f"{result.reward:g}", "right" if result.correct else "wrong"
-        assert f"── {result.id} · {word} · reward {reward}\n   extracted nothing, answer '{result.answer}'" in out
+        assert f"── {result.id} · {word} · reward {reward}\n   graded as a whole, answer '{result.answer}'" in out
         assert all(f"     │ {line}" in out for line in visible(result.text).split("\n"))
     assert out.count("── ") == 3
     assert out.count("     │ State the final answer: ") == 3

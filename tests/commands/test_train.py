@@ -59,7 +59,7 @@ def test_a_finished_run_ends_with_0_and_its_table(
         (["--resume", "nowhere/x"], 6, "no such run directory"),
         (["quickstart", "optimizer.lrr=1"], 2, "did you mean optimizer.lr?"),
         (["quickstart", "model=/nowhere/model", "runs_dir=TMP"], 4, "no such folder"),
-        (["TMP/r.yaml", "--allow-fallback"], 2, "--allow-fallback is of a resume"),
+        (["TMP/r.yaml", "--allow-fallback"], 2, "--allow-fallback works only with --resume"),
     ],
 )
 def test_mistakes_end_with_their_code(

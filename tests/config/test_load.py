@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.algorithm import PythonLoss
-from lockstep.config.load import built_in, dump, load, load_mapping
+from lockstep.config.load import built_in, dump, load, load_mapping, load_run
 from lockstep.config.schema import (
     Data,
     EvalMode,
@@ -244,3 +244,54 @@ def test_a_pipe_as_recipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "recipe.yaml")
     with pytest.raises(ConfigError, match="no plain file"):
         load([str(tmp_path / "recipe.yaml")])
+
+
+# --- short forms ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["algorithm=dapo"], ["algorithm.kind=dapo"]),
+        (["algorithm=dapo", "algorithm.loss.clip_low=0.1"], ["algorithm.kind=dapo", "algorithm.loss.clip_low=0.1"]),
+        (["algorithm.loss=cispo"], ["algorithm.loss.kind=cispo"]),
+        (["adapter=lora", "adapter.rank=4"], ["adapter.kind=lora", "adapter.rank=4"]),
+        (["task=file", "task.data=x", "task.verifier=math"], ["task={kind: file, data: x, verifier: {kind: math}}"]),
+        (
+            ["task=file", "task.data=x", "task.verifier=own.py:grade"],
+            ["task={kind: file, data: x, verifier: {kind: python, path: 'own.py:grade'}}"],
+        ),
+        (["eval.modes=greedy"], ["eval.modes=[{name: greedy}]"]),
+        (
+            ["eval.modes=greedy,avg@8"],
+            ["eval.modes=[{name: greedy}, {name: avg@8, temperature: 0.6, samples: 8}]"],
+        ),
+    ],
+)
+def test_a_kind_alone_is_short_for_its_section(short: list[str], long: list[str]) -> None:
+    assert load(short) == load(long)
+
+
+def test_a_recipe_that_is_not_there_is_sought_beside_its_path_first(tmp_path: Path) -> None:
+    write(tmp_path, "steps: 3", "units.yaml")
+    for name in ("unit.yaml", "units"):
+        with pytest.raises(ConfigError, match=r"did you mean .*units\.yaml"):
+            load([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="did you mean quickstart"):
+        load(["quickstrat"])
+
+
+# --- a run names its task -------------------------------------------------------------------------------------------
+def test_a_run_of_rl_without_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="task: required"):
+        load_run(["steps=3"])
+    assert load_run(["steps=3", "task=reasoning_gym"]).task.kind == "reasoning_gym"
+
+
+def test_supervised_fine_tuning_without_a_task_measures_its_validation_loss_alone() -> None:
+    sft = ["loop=sft", "sft.data=chats.jsonl", "eval.every=5"]
+    recipe = load_run(sft)
+    assert (recipe.task.kind, recipe.eval.enabled, recipe.eval.every) == ("none", False, 5)
+    assert load_mapping(parse(dump(recipe), "").value) == recipe
+    with pytest.raises(ConfigError, match="there is no task"):
+        load_run([*sft, "eval.enabled=true"])
+    with pytest.raises(ConfigError, match=r"task\.kind = none has no questions"):
+        load_run(["task=none"])

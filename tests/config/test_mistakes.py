@@ -118,15 +118,6 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
     assert "no such setting" in line
 
 
-def test_a_kind_written_where_a_section_belongs_is_understood() -> None:
-    assert mistakes("algorithm=dapo") == [
-        'algorithm = "dapo": must be a mapping of settings; did you mean kind: dapo?',
-    ]
-    assert mistakes("algorithm.loss=cispo") == [
-        'algorithm.loss = "cispo": must be a mapping of settings; did you mean kind: cispo?',
-    ]
-
-
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -166,9 +157,18 @@ def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[st
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"], "prompts_per_step is of rl"),
-        (["loop=sft", "sft={data: {source: rows.jsonl}}", "samples_per_prompt=7"], "samples_per_prompt is of rl"),
-        (["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"], "update.epochs is of rl"),
+        (
+            ["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"],
+            "prompts_per_step applies to loop = rl only",
+        ),
+        (
+            ["loop=sft", "sft={data: rows.jsonl}", "samples_per_prompt=7"],
+            "samples_per_prompt applies to loop = rl only",
+        ),
+        (
+            ["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"],
+            "update.epochs applies to loop = rl only",
+        ),
         (["adapter={kind: lora, base: nf4}", "numerics.train=nvfp4-w4a4"], "nvfp4-w4a4 quantises linear layers, which"),
         (["adapter={kind: lora, base: nf4}", "numerics.eval=mxfp4-w4a16"], "has packed in 4 bits already"),
         (['rollout.stop=[""]'], "rollout.stop.0"),
@@ -195,8 +195,14 @@ def test_alternatives_of_a_value_are_one_mistake() -> None:
     ]
 
 
-def test_a_variant_written_as_a_text_is_understood() -> None:
-    assert mistakes("adapter=lora") == ['adapter = "lora": must be a mapping of settings; did you mean kind: lora?']
+def test_a_kind_that_does_not_exist_names_those_that_do() -> None:
+    assert mistakes("adapter=lorra") == ['adapter = "lorra": must be none or lora or peft; did you mean lora?']
+    assert mistakes("algorithm=gpro")[0].endswith("; did you mean gspo or grpo?")
+
+
+def test_a_path_without_a_name_is_told_its_form() -> None:
+    (line,) = mistakes("task={kind: python, path: own.py}")
+    assert line == 'task.path = "own.py": must be file.py:NAME, with the name of the function or class in that file'
 
 
 def test_required_settings_are_named() -> None:

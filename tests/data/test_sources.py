@@ -120,12 +120,18 @@ def test_ids_are_checked(tmp_path):
     assert "a.jsonl:4: 'id' is null" in message
 
 
-def test_the_first_ten_of_many_bad_rows_are_shown(tmp_path):
+def test_bad_rows_of_one_reason_are_one_line_and_of_many_reasons_the_first_ten(tmp_path):
     file = write(tmp_path / "a.jsonl", *(["{"] * 25), '{"prompt": "p", "answer": 1}')
     message = problems(file)
-    assert "25 of 26 rows are bad; the first 10:" in message
-    assert "a.jsonl:10:" in message
-    assert "a.jsonl:11:" not in message
+    assert "25 of 26 rows are bad" in message
+    assert "a.jsonl:1:" in message
+    assert "(and 24 more rows)" in message
+    assert "a.jsonl:2:" not in message
+    many = write(tmp_path / "b.jsonl", *(f'{{"c{i}": 1}}' for i in range(25)), '{"prompt": "p", "answer": 1}')
+    message = problems(many)
+    assert "25 of 26 rows are bad; the first reasons" in message
+    assert "b.jsonl:10:" in message
+    assert "b.jsonl:11:" not in message
 
 
 def test_parquet_rows_are_checked(tmp_path):

@@ -92,7 +92,9 @@ def test_an_episode_with_tools() -> None:
     assert last.done
     assert last.answer
     assert ToolEnv(TOOLS, "plain").step("calculator(6*7)").observation == ({"role": "user", "content": "42"},)
-    assert "look_up(key, times): Looks a key up." in explained(TOOLS)
+    told = explained(TOOLS)
+    assert "look_up(key: string, times: integer): Looks a key up." in told
+    assert "\n  key: what to look up\n  times: how often to say it" in told
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_replies_without_an_answer_set_a_ceiling() -> None:
     assert reading(silent.results).unparsed_rate is None  # a verifier that never says what it read
 
 
+def test_an_environment_has_no_answer_to_find() -> None:
+    moves = with_replies(score([False] * 8), method=["environment"] * 8, extracted=[None] * 8)
+    assert reply_alarms(moves) == []
+    assert reading(moves.results).unparsed_rate is None
+    some = with_replies(score([False] * 8), method=["environment"] * 8, extracted=["7", *[None] * 7])
+    assert "no answer was found in 7 of 8 replies" in reply_alarms(some)[0]  # it hands answers in, and these did not
+
+
 def test_the_boxed_rate_has_its_interval() -> None:
     unboxed = with_replies(sound([True] * 40), boxed=[False] * 4)
     (alarm,) = reply_alarms(unboxed)
@@ -71,9 +79,14 @@ def twin(base: Score, **conditions: object) -> Score:
 
 
 def test_identical_replies_name_the_cause() -> None:
-    base = score([True, False, True])
+    base = score([True, False, True] * 7)
     (weights,) = identity_alarms([("base", base), ("step 20", twin(base, weights=B))])
-    assert weights.startswith("base and step 20, greedy: weights not loaded? All 3 replies are the same, word for word")
+    assert weights.startswith(
+        "base and step 20, greedy: weights not loaded? All 21 replies are the same, word for word"
+    )
+    (few,) = identity_alarms([("base", score([True])), ("step 20", twin(score([True]), weights=B))])
+    assert "not loaded" not in few
+    assert "so few replies often are" in few
     (numerics,) = identity_alarms([("w4a4", twin(base, numerics="mxfp4-w4a4")), ("bf16", twin(base, numerics="bf16"))])
     assert "numerics not applied?" in numerics
     assert "mxfp4-w4a4 and one in bf16" in numerics
@@ -97,7 +110,10 @@ def test_trained_weights_that_are_the_bases_are_an_alarm() -> None:
     assert "after 20 steps the weights are still those of the base" in untrained_alarm(
         base, dataclasses.replace(base, step=20)
     )
+    late = dataclasses.replace(base, step=20)
+    assert "within every group all rewards were equal" in untrained_alarm(base, late, equal_rewards=True)
+    assert "loaded in place" not in untrained_alarm(base, late, equal_rewards=True)
+    assert "although some groups had rewards that differ" in untrained_alarm(base, late, equal_rewards=False)
     assert untrained_alarm(base, base) == ""
     assert untrained_alarm(base, score([True], weights=B, step=20)) == ""
-    late = dataclasses.replace(base, step=20)
     assert untrained_alarm(late, late) == ""  # the first of the two is no base

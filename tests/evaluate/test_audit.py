@@ -30,8 +30,8 @@ def test_fifty_wrong_replies_are_shown_with_what_was_read() -> None:
     assert {one.result.correct for one in audit.shown} == {False}
     lines = text_of(example(), audit)
     assert "50 of 60 wrong replies:" in lines
-    assert any("read nothing by none, answer '7', 4 tokens" in line and "no box" in line for line in lines)
-    assert any("read '8' by boxed" in line and "cut off" in line for line in lines)
+    assert any("no answer was found in the reply, answer '7', 4 tokens" in line and "no box" in line for line in lines)
+    assert any("extracted '8' by boxed" in line and "cut off" in line for line in lines)
     assert sum(line.strip() == "thus the answer is 7." for line in lines) == sum(s.suspicious for s in audit.shown)
 
 

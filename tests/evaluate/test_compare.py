@@ -101,8 +101,8 @@ def with_texts_of(a: object, b: object) -> object:
 
 
 def test_same_replies_of_other_weights_raise_the_alarm() -> None:
-    base = score([True, False, True])
-    trained = with_texts_of(score([True, False, True], weights=B, step=50), base)
+    base = score([True, False, True] * 7)
+    trained = with_texts_of(score([True, False, True] * 7, weights=B, step=50), base)
     c = compare(base, trained)  # type: ignore[arg-type]
     assert c.identical
     assert c.changed_texts == 0
@@ -160,11 +160,25 @@ def test_the_table_pairs_by_mode_in_the_order_of_the_base() -> None:
 
 
 def test_the_table_shows_warnings_and_what_was_left_out() -> None:
-    base = score([True, None, True])
-    trained = with_texts_of(score([True, True, True], weights=B), base)
+    base = score([True, None, True] * 7)
+    trained = with_texts_of(score([True, True, True] * 7, weights=B), base)
     lines = table_lines(comparison_table([base], [trained]))  # type: ignore[list-item]
     assert lines[3].startswith("greedy: alarm: weights not loaded?")
-    assert lines[4].startswith("greedy: 1 items left out")
+    assert lines[4].startswith("greedy: 7 items left out")
+
+
+def test_the_table_says_once_that_nothing_was_trained_and_cuts_long_names() -> None:
+    base = [score([True] * 4, task="Guess/" + "x" * 200), score([True] * 4, mode="sampled(T=1)")]
+    rows = comparison_table(base, [dataclasses.replace(one, step=20) for one in base])
+    lines = table_lines(rows, equal_rewards=True)
+    assert sum("the weights are still those of the base" in line for line in lines) == 1
+    assert "all rewards were equal" in lines[-1]
+    assert max(map(len, lines[:3])) < 170
+
+
+def test_other_numbers_of_items_are_said_when_scores_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="60 items against 4"):
+        compare(score([True] * 60), score([True] * 4, weights=B, data_hash="f" * 16))
 
 
 def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:

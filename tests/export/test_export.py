@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lockstep.export.export as module
 from lockstep.cli import main
 from lockstep.errors import ConfigError, ExportError, RunDirectoryError
+from lockstep.evaluate.records import read_score
 from lockstep.export import check
-from lockstep.export.export import Exported, export, refuse_guess
+from lockstep.export.export import Exported, choice_note, export
 from lockstep.export.measure import spacing
 from lockstep.export.verify import EXACT, in_fresh_process
 from lockstep.learner.merge import merged_weights
 from lockstep.scoring.targets import find_target
+from lockstep.tasks.build import build_task
 from lockstep.track.rundir import RunDirectory
 from tests.loops import sft_runs
 from tests.loops.runs import LORA, NO_EVAL, trained
@@ -202,13 +206,33 @@ def test_adapters_that_went_on_are_still_for_the_published_base(
     assert exported(over_trained, tmp_path / "third", adapter=True).verified.trained.max <= EXACT
 
 
-def test_a_step_is_never_guessed(lora: RunDirectory, home: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="has 2 checkpoints: steps 1, 2"):
-        refuse_guess(str(lora.path), None)
-    refuse_guess(str(lora.path), 1)
-    refuse_guess(str(lora.checkpoints_path / "step_000001"), None)
-    single = trained(home, model, *LORA, NO_EVAL, "name=single", "steps=2", "save.keep_last=1")
-    refuse_guess(str(single.path), None)
+def test_the_newest_of_several_checkpoints_is_taken_and_said(lora: RunDirectory) -> None:
+    assert "has checkpoints of steps 1, 2: the newest, 2, is exported" in choice_note(str(lora.path), None)
+    assert choice_note(str(lora.path), 1) == ""
+    assert choice_note(str(lora.checkpoints_path / "step_000001"), None) == ""
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_code_of_the_card_asks_as_the_run_did(adapter: bool, home: Path, model: Path, tmp_path: Path) -> None:
+    """Run as it stands in the card, it gives the very reply of the run's own greedy evaluation."""
+    chat = "chat={suffix: ' Box it.', examples: [{user: '1 + 1 =', assistant: '2'}], system: Be brief.}"
+    words = (*LORA, "name=asked", chat, "steps=1", "eval.modes=greedy", "rollout.max_tokens=12")
+    run = trained(home / f"card-{adapter}", model, *words)
+    exported(run, tmp_path / "out", step=1, adapter=adapter)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in ("- **Suffix**: ` Box it.`", "- **Examples**: 1 before", "at most 12 in training, 12 in evaluations"):
+        assert line in card
+    code = card.split("```python\n")[1].split("```")[0]
+    question = code.splitlines()[-1][len("print(ask(") : -len("))")]
+    held = build_task(find_target(str(run.path)).recipe.task, 5).heldout("id_probe", 8)
+    code = code.replace(question, repr(held[0].messages[-1]["content"]))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (score,) = run.scores_path.glob("step_000001_*greedy*")
+    said = {reply.id: reply.text for reply in read_score(score).results}[held[0].id]
+    assert done.stdout.strip() == said.strip()
 
 
 def test_what_is_there_is_not_overwritten(lora: RunDirectory, full: RunDirectory, tmp_path: Path) -> None:

@@ -21,11 +21,17 @@ from pathlib import Path
 TRIGGER = Path(__file__).parent / "sigterm"
 
 
+def log_of(run):
+    """What the run has logged; a grader is tried before a run has a folder."""
+    path = Path(run) / "log.txt"
+    return path.read_text() if path.exists() else ""
+
+
 def grade(prompt, reply):
     """Pays for the bytes of the reply, arbitrarily but always the same; so every step has a gradient."""
     if TRIGGER.exists():  # holds a run and a step: in that step the run's process gets SIGTERM
         run, step = TRIGGER.read_text().split("\\n")
-        log = (Path(run) / "log.txt").read_text()
+        log = log_of(run)
         if "negative control" in log and (step == "1" or f"  step {int(step) - 1}/" in log):
             TRIGGER.unlink(missing_ok=True)
             os.kill(os.getppid(), signal.SIGTERM)
@@ -34,7 +40,7 @@ def grade(prompt, reply):
 
 def evaluates(prompt, run, step):
     """Whether this is a reply of the evaluation after a step; the test has written down the ids of the held-out questions."""
-    log = (Path(run) / "log.txt").read_text()
+    log = log_of(run)
     return f"  step {int(step) - 1}/" in log and prompt.id in (TRIGGER.parent / "held").read_text().split("\\n")
 
 
@@ -54,7 +60,7 @@ def down_in_evaluation(prompt, reply):
 def down(prompt, reply):
     """The judge leaves when the file `down`, which names a run, is there and that run has made two steps."""
     file = TRIGGER.parent / "down"
-    if file.exists() and "  step 2/" in (Path(file.read_text()) / "log.txt").read_text():
+    if file.exists() and "  step 2/" in log_of(file.read_text()):
         raise RuntimeError("the judge is not at home")
     return grade(prompt, reply)
 

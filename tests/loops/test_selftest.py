@@ -58,13 +58,15 @@ def task_of(folder: Path, how: str) -> tuple[object, Recipe]:
 
 def test_a_pure_task_is_described(tmp_path):
     assert check_purity(*task_of(tmp_path, "pure")) == [
-        "task sums asked twice for the prompts of 5 steps: the same both times; 20 different questions, 0 of them under more "
-        "than one id, 0 asked again"
+        "task sums: 20 different questions in the first 5 steps, the same when drawn twice"
     ]
 
 
 def test_repeated_questions_are_counted(tmp_path):
-    assert "4 different questions, 16 of them under more than one id" in check_purity(*task_of(tmp_path, "repeats"))[0]
+    assert (
+        "4 different questions in the first 5 steps, the same when drawn twice; 16 prompts repeat a question under"
+        in check_purity(*task_of(tmp_path, "repeats"))[0]
+    )
 
 
 @pytest.mark.parametrize("how", ["position", "random"])
@@ -109,4 +111,4 @@ def test_a_run_tests_its_grader_every_so_often(tmp_path, tiny_model_dir):
     run = trained(tmp_path, tiny_model_dir, NO_EVAL, verifier, "health.selftest_every=2", "steps=5")
     tested = {row.step for row in read_metrics(run) if "time/selftest" in row.metrics}
     assert tested == {1, 3, 5}
-    assert "asked twice for the prompts of 5 steps: the same both times" in run.log_path.read_text()
+    assert "in the first 5 steps, the same when drawn twice" in run.log_path.read_text()

@@ -153,7 +153,7 @@ def test_the_proof_is_summed_up(page: Page) -> None:
 
 def test_samples_show_question_reply_extraction_answer_and_reward(page: Page) -> None:
     assert "4 replies of step 30" in page.text
-    assert "extracted “7” (boxed), answer “7”, reward 1, advantage 0.5" in page.text
+    assert "extracted '7' by boxed, answer '7', reward 1, advantage 0.5" in page.text
     assert "State the final answer: 4 + 3 = (step 30)" in page.text
     assert "not scored: the verifier's worker was killed after 2 s" in page.text
 

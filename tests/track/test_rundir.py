@@ -12,7 +12,7 @@ import pytest
 from lockstep.errors import RunDirectoryError, RunLockedError, StorageError
 from lockstep.track.files import atomic_path, write_atomic
 from lockstep.track.rundir import RunDirectory
-from tests.track.runs import FACTS, RECIPE
+from tests.track.runs import FACTS, RECIPE, write_steps
 
 CREATE_AND_DIE = """
 import os, sys
@@ -45,11 +45,45 @@ def test_a_new_run_has_the_layout_and_both_files(tmp_path: Path) -> None:
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    RunDirectory.create(path, RECIPE, FACTS).close()
+    with RunDirectory.create(path, RECIPE, FACTS) as run:
+        write_steps(run, 1, 1)
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(RunDirectoryError, match=rf"lockstep train --resume {re.escape(str(path))}"):
         RunDirectory.create(path, "name: other\n", {})
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("kept", "replaced"),
+    [
+        ("log.txt", True), ("events.jsonl", True), ("scores/step_000000_greedy.json", False), ("metrics.jsonl", False),
+        ("checkpoints/step_000001/model.safetensors", False), ("notes.txt", False),
+    ],
+)  # fmt: skip
+def test_a_start_that_failed_before_its_first_step_is_replaced(kept: str, replaced: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    RunDirectory.create(path, RECIPE, FACTS).close()
+    (path / kept).parent.mkdir(parents=True, exist_ok=True)
+    (path / kept).write_text("{}\n")
+    if not replaced:
+        with pytest.raises(RunDirectoryError, match="a run is already there"):
+            RunDirectory.create(path, "name: other\n", FACTS)
+        assert (path / kept).read_text() == "{}\n"
+        return
+    with RunDirectory.create(path, "name: other\n", FACTS) as run:
+        assert (run.replaced, run.attempt, run.recipe_yaml()) == (True, 1, "name: other\n")
+        assert not (path / kept).exists()
+        with pytest.raises(RunLockedError):  # it has not begun either, but it is being made
+            RunDirectory.create(path, RECIPE, FACTS)
+
+
+def test_a_folder_of_data_is_no_run_that_is_suggested(tmp_path: Path) -> None:
+    for name in ("units", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "mine" / "recipe.yaml").write_text(RECIPE)
+    with pytest.raises(RunDirectoryError, match=r": mine$"):
+        RunDirectory.open(tmp_path / "nope")
 
 
 def test_files_that_are_not_of_a_run_are_left_alone(tmp_path: Path) -> None:

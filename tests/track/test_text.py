@@ -5,7 +5,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.track.text import cell_width, one_line, plain_table, visible
+from lockstep.track.text import cell_width, one_line, plain_table, reading_line, visible
 from tests.track.runs import HOSTILE
 
 
@@ -46,3 +46,10 @@ def test_a_table_aligns_numbers_right_and_wide_characters_by_their_width() -> No
 def test_cells_cannot_break_a_table() -> None:
     assert "\x1b" not in plain_table("", ("a", "b"), [(HOSTILE, "x\ny")])
     assert plain_table("", ("a",), []).split("\n") == ["a", "─"]
+
+
+def test_how_a_reply_was_read_is_said_in_words() -> None:
+    assert reading_line("7", "boxed", "7") == "extracted '7' by boxed, answer '7'"
+    assert reading_line(None, "none", "7") == "no answer was found in the reply, answer '7'"
+    assert reading_line(None, "", "7") == "graded as a whole, answer '7'"
+    assert reading_line(None, "environment", "") == "graded by the environment"

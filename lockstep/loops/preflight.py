@@ -1,0 +1,135 @@
+"""What may fail at the start of a run and needs no weights: device, model, rows, task, held-out items, room for the prompts.
+
+`start_run` asks it before there is a run directory, `lockstep doctor RECIPE` to say whether the run would start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.build.build import prepare_for_engine
+from lockstep.chat.chat import ChatFormat
+from lockstep.config.schema import Recipe
+from lockstep.doctor.check import Check
+from lockstep.errors import LockstepError
+from lockstep.evaluate.plan import eval_plan
+from lockstep.evaluate.runner import heldout_items
+from lockstep.learner.device import choose_device
+from lockstep.loops.checks import check_purity
+from lockstep.loops.rollouts import check_pool, check_prompts
+from lockstep.loops.sft_data import Material, read_material, refuse_asked, with_steps
+from lockstep.models import load_tokenizer, resolve
+from lockstep.plan.preview import folder_here
+from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.build import build_task
+from lockstep.track.rundir import refuse_taken
+from lockstep.track.sinks import check_installed
+from lockstep.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a start found and a run goes on with."""
+
+    task: BuiltTask
+    material: Material | None
+    """Rows of supervised fine-tuning."""
+    notes: tuple[str, ...]
+
+
+def preflight(recipe: Recipe) -> Ready:
+    """Check a recipe whose steps are known. Raises LockstepError for the first thing that would end the run."""
+    prepare_for_engine(recipe)  # before anything asks for a GPU
+    choose_device(recipe.device)
+    folder = resolve(recipe.model).path
+    material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
+    task, notes = ready_task(recipe)
+    held = ready_items(recipe, task)
+    if material is not None:
+        refuse_asked(material, held)
+    ready_prompts(recipe, task, held, folder)
+    return Ready(task, material, tuple(notes))
+
+
+def ready_task(recipe: Recipe) -> tuple[BuiltTask, list[str]]:
+    """The task, its data read and its grader tried, and what is known of its questions."""
+    task = build_task(recipe.task, recipe.seed)
+    return task, check_purity(task, recipe) if recipe.loop == "rl" else []
+
+
+def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
+    """The held-out items of every evaluation. Raises EvaluationError or TaskError if there are too few."""
+    if not recipe.eval.enabled:
+        return []
+    plans = [eval_plan(recipe, "fp32", chosen=chosen) for chosen in recipe.eval.sets]
+    return [prompt for plan in plans for prompt in heldout_items(task, plan)]
+
+
+def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: Path) -> None:
+    """Raise ChatError for a prompt that the model's chat template refuses, or that leaves no room for a reply."""
+    chat = ChatFormat(load_tokenizer(resolve(recipe.model)), recipe.chat, None)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    context = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    if recipe.loop == "rl":
+        check_prompts(chat, task.batch(0, recipe.prompts_per_step), recipe.rollout.max_tokens, context)
+        check_pool(chat, task, recipe.rollout.max_tokens, context)
+    check_prompts(chat, held, recipe.eval.max_tokens or recipe.rollout.max_tokens, context)
+
+
+# --- as checks of the doctor ----------------------------------------------------------------------------------------
+def start_checks(recipe: Recipe) -> list[Check]:
+    """The same as checks: what is read by one and needed by the next is asked once; nothing is fetched or written."""
+    path = Path(recipe.runs_dir) / recipe.name
+    found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
+    found.append(
+        _tried("trackers", lambda: check_installed(recipe.track), ", ".join(recipe.track.sinks) or "none asked")
+    )
+    found.append(_tried("device", lambda: choose_device(recipe.device), recipe.device))
+    if recipe.sft is not None:
+        found.append(_tried("rows", lambda: _rows(recipe)))
+    if recipe.task.kind != "none":
+        found += _task_checks(recipe)
+    return found
+
+
+def _task_checks(recipe: Recipe) -> list[Check]:
+    tasks: list[BuiltTask] = []
+
+    def build() -> str:
+        tasks.append(ready_task(recipe)[0])
+        return "; ".join([f"{recipe.task.kind}: its data was read and its grader tried", *tasks[0].notes])
+
+    found = [_tried("task", build)]
+    if not tasks:
+        return found
+    held: list[Prompt] = []
+
+    def items() -> str:
+        held.extend(ready_items(recipe, tasks[0]))
+        return f"{len(held)} held-out items" if recipe.eval.enabled else "off (eval.enabled: false)"
+
+    found.append(_tried("evaluation", items))
+    folder = folder_here(recipe.model)
+    if folder is not None and found[-1].verdict == "ok":
+        room = lambda: ready_prompts(recipe, tasks[0], held, folder)  # noqa: E731
+        found.append(_tried("prompts", room, "the chat template takes them, and they leave room for a reply"))
+    return found
+
+
+def _rows(recipe: Recipe) -> str:
+    fixed = with_steps(recipe)
+    assert fixed.sft is not None
+    return "; ".join(read_material(fixed, fixed.sft).notes)
+
+
+def _tried(name: str, check: Callable[[], object], good: str = "") -> Check:
+    """One step of a start as a check: what it raises is what it found."""
+    try:
+        found = check()
+    except LockstepError as error:
+        what = "; ".join(getattr(error, "mistakes", [])) or error.what
+        return Check(name, "fail", f"{error.where}: {what}" if error.where else what, error.fix)
+    return Check(name, "ok", good or str(found))

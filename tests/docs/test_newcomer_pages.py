@@ -1,0 +1,99 @@
+"""README, docs/coming_from.md and the examples of docs/environments.md work as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from xml.dom import minidom
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.help import groups
+from lockstep.config.load import load_run
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMING = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_task_and_reward_of_the_readme_would_start(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (grader,), (recipe,) = blocks(README, "python"), blocks(README, "yaml")
+    (tmp_path / "own.py").write_text(grader)
+    (tmp_path / "units.yaml").write_text(recipe)
+    rows = [{"question": f"How many grams are {i} kg?", "answer": str(1000 * i)} for i in range(1, 101)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["doctor", "units.yaml", f"model={tiny_model_dir}"]) == 0, capsys.readouterr().out
+    scope: dict = {}
+    exec(grader, scope)
+    prompt = SimpleNamespace(answer="3000")
+    assert [scope["grade"](prompt, reply) for reply in ("It is 3,000.", "4", "none", "")] == [1.0, 0.1, 0.0, 0.0]
+
+
+def test_the_first_run_of_the_readme_trains_at_the_recipes_rate() -> None:
+    (line,) = [line for line in README.splitlines() if "lockstep train recipes/quickstart.yaml" in line]
+    words = line.partition("#")[0].split()[2:]
+    assert not [word for word in words if "lr" in word]
+    words[0] = str(ROOT / words[0])
+    assert load_run(words).name == "mine"
+
+
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    links = [
+        link for link in re.findall(r"\]\(([^)#]+)", README + COMING.replace("](", "](docs/")) if "://" not in link
+    ]
+    assert len(links) > 40
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    minidom.parse(str(ROOT / "docs" / "images" / "architecture.svg"))
+
+
+def test_the_settings_of_the_table_are_settings() -> None:
+    known = {setting.path for group in groups() for setting in group.settings}
+    rows = [row.split("|")[2] for row in COMING.splitlines() if row.startswith("| ") and row.count("|") == 6]
+    named = [name.partition("=")[0] for row in rows for name in re.findall(r"`([\w.]+(?:=\w+)?)`", row)]
+    assert len(named) > 15
+    short = {"algorithm", "adapter", "clip_high"}
+    assert [name for name in named if name not in known | short] == []
+
+
+def test_rewards_of_other_systems_are_called_as_theirs_are() -> None:
+    prompt = SimpleNamespace(answer="7", messages=({"role": "user", "content": "3 + 4"},), data={"level": 1})
+    trl, kept, other = blocks(COMING, "python")[:3]
+    scope: dict = {
+        "compute_score": lambda source, text, truth, extra_info: float(truth in text and extra_info == {"level": 1}),
+        "reward_func": lambda queries, prompts, labels: {"rewards": [float(labels[0] in queries[0])]},
+    }
+    exec(trl, scope)
+    assert (scope["grade"](prompt, "it is 7"), scope["grade"](prompt, "8")) == (1.0, 0.0)
+    exec(kept, scope)
+    assert (scope["grade"](prompt, "it is 7"), scope["grade"](prompt, "8")) == (1.0, 0.0)
+    for part in other.split("\n\n"):
+        exec(part, scope)
+        assert scope["grade"](prompt, "it is 7") == 1.0
+
+
+def test_an_environment_that_knows_its_question_plays(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = [block for block in blocks(ENVIRONMENTS, "python") if "class Capitals" in block]
+    (tmp_path / "capitals.py").write_text(code)
+    recipe = [
+        "task={kind: env, path: capitals.py:Capitals}",
+        f"model={tiny_model_dir}",
+        "steps=1",
+        "rollout.max_tokens=64",
+    ]
+    assert main(["train", *recipe, "prompts_per_step=2", "samples_per_prompt=2", "eval.items=2"]) == 0, (
+        capsys.readouterr()
+    )
