@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.openmp import set_waiting
 from lockstep.text import visible
 
 COMMANDS = (
@@ -58,11 +59,6 @@ class Visible(logging.Formatter):
         return visible(super().format(record))
 
 
-WAIT_POLICY = ("OMP_WAIT_POLICY", "PASSIVE")
-"""OpenMP reads it when torch is loaded. By default a thread that waits for another spins for milliseconds: beside any other
-process it then holds the core that the other thread needs, many times a layer. A passive one sleeps at once."""
-
-
 class Parser(argparse.ArgumentParser):
     """Names the nearest choice when a word is not one of the choices."""
 
@@ -74,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Say how a setting is written where one was given as an option; the usage of the whole program helps nobody then."""
+        """Say how a setting is written, if one was given as an option; the usage of the whole program would not help."""
         match = re.fullmatch(r"unrecognized arguments: --([\w.]+)(?:[ =](\S+))?(?: .*)?", message)
         if match is None:
             super().error(message)
@@ -93,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
-    os.environ.setdefault(*WAIT_POLICY)  # GOMP_SPINCOUNT goes before it, where the user has set that
+    set_waiting(os.environ)
     try:
         code = _run(argv)
         print(end="", flush=True)  # a closed pipe is noticed here, not at exit

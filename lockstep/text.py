@@ -20,7 +20,7 @@ _IN_ADDRESS = re.compile(rf"(?i)(://)[^/?#@\s]+(?=@)|([?&;#]{_SECRET}=)[^&;#\s\"
 
 
 def secret_in(text: str) -> str:
-    """The name of what looks like a secret in an address (scheme://…): a query field, or a password; "" if nothing does."""
+    """Return the name of a likely secret in an address (scheme://…): a query field, or a password; "" if nothing does."""
     if not re.match(r"[A-Za-z][\w+.-]*://\S+$", text):
         return ""
     try:
@@ -34,12 +34,12 @@ def secret_in(text: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """The text with the secrets in its addresses replaced by ***."""
+    """Return the text with the secrets in its addresses replaced by ***."""
     return _IN_ADDRESS.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
 def visible(text: str) -> str:
-    """The text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
+    """Return the text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
 
     Newlines and tabs stay; so do all letters, marks and emoji of any script.
     """

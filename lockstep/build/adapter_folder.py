@@ -81,7 +81,7 @@ def adapter_settings(found: AdapterTarget, asked: Adapter) -> Adapter:
     if not targets:
         raise _unread(found, "it names no target_modules")
     if isinstance(targets, str) or any(str(target).startswith(REGEX) for target in targets):
-        targets = _layers(found.path)  # an expression of somebody else's is not followed: it may take for ever
+        targets = _layers(found.path)  # a foreign expression is not evaluated: it may never end
     settings = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": sorted(map(str, targets))}
     switches = {name: bool(config.get(f"use_{name}")) for name in ("rslora", "dora")}
     try:

@@ -27,7 +27,7 @@ def beyond_limits(render: Callable[[], object]) -> str:
     A child that waits instead of computing says nothing about the template, and is ended and passed over.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks amid threads: the child runs Python code alone
+        warnings.simplefilter("ignore", DeprecationWarning)  # on forks with threads: the child runs Python code alone
         child = os.fork()
     if child == 0:
         _render_and_exit(render)

@@ -193,7 +193,7 @@ def item_points(n: int) -> float:
 
 
 def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """The smallest true difference (as a share, to 0.0001) that `mcnemar` finds in n items with probability `power`.
+    """Return the smallest true difference (as a share, to 0.0001) that `mcnemar` finds in n items with probability `power`.
 
     `changing` is the share of items that change in either direction. None if even all of them changing the same way would not
     be found so often. Exact: the number that changes is binomial, and so is that of the ones that rise among them.
@@ -221,7 +221,7 @@ def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: flo
 
 
 def _binomial(logs: Floats, n: int, counts: NDArray[np.int64], share: float) -> Floats:
-    """Probabilities of so many of n; `logs` are those of the factorials."""
+    """Return the probability of each of `counts` in n trials; `logs` are the logarithms of the factorials."""
     certain = np.finfo(np.float64).tiny
     chances = counts * math.log(max(share, certain)) + (n - counts) * math.log(max(1 - share, certain))
     return np.asarray(np.exp(logs[n] - logs[counts] - logs[n - counts] + chances), dtype=np.float64)

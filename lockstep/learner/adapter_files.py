@@ -34,7 +34,7 @@ PREFIX = "base_model.model."
 _PLAIN = re.compile(r"[\w.\\^$-]*")
 """An expression that cannot take long: nothing in it repeats."""
 _PART = re.compile(r"(lora|vera|oft|boft|hra|hada|lokr|ia3|miss|delora|randlora)_")
-"""How PEFT's names of an adapter's parameters begin."""
+"""Prefix of PEFT's names of an adapter's parameters."""
 _MODULES = (".lora_A", ".lora_B")
 """Parts whose names in PEFT's files end with .weight."""
 
@@ -162,7 +162,7 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
 
 
 def layers_of(names: Iterable[str]) -> list[str]:
-    """The layers that the names of an adapter's tensors belong to, whatever its config says: full names."""
+    """Return the full names of the layers that an adapter's tensors belong to, by their names, not by its config."""
     parts = (name.removeprefix(PREFIX).split(".") for name in names)
     ends = ((part, next((i for i, word in enumerate(part) if _PART.match(word)), None)) for part in parts)
     return sorted({".".join(part[:end]) for part, end in ends if end})

@@ -139,7 +139,7 @@ def _run(
     except LockstepError as error:
         with suppress(StorageError):  # the error itself, if the disk is full
             logger.event("stopped", str(error), error=type(error).__name__)
-            logger.note(f"stopped: {error}")  # whoever started the run prints it
+            logger.note(f"stopped: {error}")  # the command prints it
         if isinstance(error, HealthStop):  # nothing is broken: existing data is readable
             logger.say(f"report: {write_report(run.path)}")
         raise

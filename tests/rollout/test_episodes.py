@@ -13,7 +13,8 @@ import pytest
 from lockstep.config import schema
 from lockstep.envs.runners import ProcessRunner
 from lockstep.errors import EngineError, StaleWeightsError
-from lockstep.rollout.episodes import Episode, Reply, check_tokens, make_rollouts
+from lockstep.rollout.episode import Episode, Reply, check_tokens
+from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.rollout.native import NativeEngine
 from lockstep.rollout.paged.engine import PagedEngine

@@ -1,0 +1,98 @@
+"""The record of a rollout under way, and the checks that what is trained is what was sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.config.schema import Turns
+from lockstep.envs.runners import Fault, Runner
+from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.types import Completion, Prompt, TokenIds, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply of an episode: where it starts among the tokens after the first prompt, and its reward."""
+
+    start: int
+    completion: Completion
+    reward: float = 0.0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.completion.ids)
+
+
+@dataclass(slots=True)
+class Episode:
+    """A rollout in progress; a question is an episode of one reply. Lists are per token after the first prompt."""
+
+    key: str
+    prompt: Prompt
+    sample: int
+    """Index within the prompt's group."""
+    version: int
+    """Weight version that must sample it."""
+    budget: int
+    """Most tokens after the first prompt."""
+    prompt_ids: TokenIds
+    prefix: int
+    limits: Turns
+    runner: Runner | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each token; 0 for observed tokens."""
+    trained: list[bool] = field(default_factory=list)
+    """True for tokens that were sampled."""
+    replies: list[Reply] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    text: str = ""
+    """The decoded reply to a question; an episode is decoded when it ends."""
+    started: bool = False
+    """True if its environment has given its opening."""
+    unread: str | None = None
+    """Reply that the environment has not received yet."""
+    final: Turn | None = None
+    """The environment's turn for a final answer, which is being graded."""
+    fault: Fault | None = None
+    """Reason why it cannot be scored, known while its reply is still being sampled."""
+    cut: Literal["", "turns", "timeout", "error"] = ""
+
+
+def check_reply(completion: Completion, episode: Episode) -> None:
+    """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
+    if completion.version != episode.version:
+        raise StaleWeightsError(
+            f"it was sampled by version {completion.version} of the weights, and version {episode.version} was requested",
+            where=f"reply {completion.request.id}",
+            fix="load no weights while replies are being sampled",
+        )
+    if completion.request.prompt_ids != (*episode.prompt_ids, *episode.ids) or not completion.ids:
+        raise EngineError(
+            "a reply was sampled after other ids than those of its episode, or has none",
+            where=completion.request.id,
+            fix="report this engine",
+        )
+
+
+def check_tokens(episode: Episode) -> None:
+    """Raise EngineError unless the tokens marked as trained are exactly those that were sampled, with their log-probabilities."""
+    sampled = 0
+    for reply in episode.replies:
+        span, done = slice(reply.start, reply.end), reply.completion
+        same = (
+            tuple(episode.ids[span]) == done.ids
+            and tuple(episode.logprobs[span]) == done.logprobs
+            and all(episode.trained[span])
+        )
+        if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
+            raise EngineError("its ids are not those that were sampled", where=done.request.id, fix="report this")
+        sampled += len(done.ids)
+    if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
+        raise EngineError(
+            f"{sum(episode.trained)} of its tokens are trained, {sampled} were sampled",
+            where=episode.key,
+            fix="report this",
+        )
