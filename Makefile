@@ -75,7 +75,7 @@ constraints: install  ## pin what .venv holds now, after a deliberate upgrade
 	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
-quickstart: install  ## teach SmolLM2-135M to find the largest number, compare before with after
+quickstart: install  ## train SmolLM2-135M on sums and compare before with after
 	$(BIN)/lockstep train recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 sft-then-rl: install  ## teach SmolLM2-135M to box its answers by SFT, then sums by GRPO from those weights

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for each other: a setting that must be made before torch is loaded."""
+"""Setting of how OpenMP's threads wait for each other, which must be made before torch is loaded."""
 
 from __future__ import annotations
 

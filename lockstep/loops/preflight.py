@@ -1,6 +1,6 @@
-"""What may fail at the start of a run and needs no weights: device, model, rows, task, held-out items, room for the prompts.
+"""Checks before a run that need no weights: device, model, rows, task, held-out items, room for the prompts.
 
-`start_run` asks it before there is a run directory, `lockstep doctor RECIPE` to say whether the run would start.
+`start_run` makes them before there is a run directory, `lockstep doctor RECIPE` to say whether the run would start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a start found and a run goes on with."""
+    """Results of the checks that the run continues with."""
 
     task: BuiltTask
     material: Material | None
@@ -55,13 +55,13 @@ def preflight(recipe: Recipe) -> Ready:
 
 
 def ready_task(recipe: Recipe) -> tuple[BuiltTask, list[str]]:
-    """The task, its data read and its grader tried, and what is known of its questions."""
+    """Return the task, with its data read and its grader tried, and notes about its questions."""
     task = build_task(recipe.task, recipe.seed)
     return task, check_purity(task, recipe) if recipe.loop == "rl" else []
 
 
 def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
-    """The held-out items of every evaluation. Raises EvaluationError or TaskError if there are too few."""
+    """Return the held-out items of every evaluation. Raises EvaluationError or TaskError if there are too few."""
     if not recipe.eval.enabled:
         return []
     plans = [eval_plan(recipe, "fp32", chosen=chosen) for chosen in recipe.eval.sets]
@@ -81,7 +81,7 @@ def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: P
 
 # --- as checks of the doctor ----------------------------------------------------------------------------------------
 def start_checks(recipe: Recipe) -> list[Check]:
-    """The same as checks: what is read by one and needed by the next is asked once; nothing is fetched or written."""
+    """Make the same checks for the doctor. Each source is read once; nothing is fetched or written."""
     path = Path(recipe.runs_dir) / recipe.name
     found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
     found.append(
@@ -126,7 +126,7 @@ def _rows(recipe: Recipe) -> str:
 
 
 def _tried(name: str, check: Callable[[], object], good: str = "") -> Check:
-    """One step of a start as a check: what it raises is what it found."""
+    """Turn one step of a start into a check; an error that it raises is the finding."""
     try:
         found = check()
     except LockstepError as error:

@@ -64,7 +64,7 @@ class RunLogger:
         self.console.message(text)
 
     def note(self, text: str) -> None:
-        """What few people need, in log.txt alone."""
+        """Write details to log.txt only."""
         self.console.message(text, shown=False)
 
     def warn(self, text: str, *, step: int | None = None) -> None:

@@ -34,17 +34,17 @@ def test_the_work_is_the_same_for_all(path: Path) -> None:
 
 
 def test_it_is_the_work_of_the_sums_but_for_its_length_and_its_evaluations() -> None:
-    sums, plain = load([str(RECIPES / "sums.yaml")]), load([str(RECIPES / "algorithms" / "grpo.yaml")])
+    sums, plain = load([str(RECIPES / "quickstart.yaml")]), load([str(RECIPES / "algorithms" / "grpo.yaml")])
     changed = {"name", "steps", "eval", "save"}
     assert plain.model_dump(exclude=changed) == sums.model_dump(exclude=changed)
     assert (plain.steps, plain.eval.every, plain.eval.at_start, plain.eval.items) == (64, 64, True, sums.eval.items)
 
 
-def test_the_quickstarts_questions_are_different_and_the_largest_stands_at_each_place(
+def test_the_questions_of_largest_are_different_and_the_largest_stands_at_each_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(RECIPES.parent)
-    task = load([str(RECIPES / "quickstart.yaml")]).task
+    task = load([str(RECIPES / "largest.yaml")]).task
     assert isinstance(task, FileTask)
     built = build_task(task, 0)
     asked = [*built.batch(0, 1000), *built.heldout("id_probe", 200)]
