@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lockstep
 from lockstep.config.adapter import adapter_name
-from lockstep.errors import RunDirectoryError
 from lockstep.evaluate.records import read_brief
 from lockstep.evaluate.table import estimate_line
 from lockstep.export.prompt import asking_code, kind_of_load, prompt_section
@@ -60,11 +59,8 @@ def _lineage(run: Path | None) -> list[str]:
     parent: Any = RunDirectory.open(run).manifest().get("parent") if run is not None else None
     lines = []
     while parent is not None:
-        try:
-            lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
-            parent = parent["parent"]
-        except (KeyError, TypeError) as error:
-            raise RunDirectoryError("its manifest names a parent wrongly", where=str(run), fix="restore it") from error
+        lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+        parent = parent["parent"]
     return lines
 
 

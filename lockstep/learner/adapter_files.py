@@ -145,7 +145,7 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
     patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     ranks = {"r": config.get("r"), **(patterns[0] if isinstance(patterns[0], dict) else {})}
     for name, rank in ranks.items():
-        if rank is not None and not (isinstance(rank, int) and 0 <= rank <= largest):
+        if rank is not None and tensors and not (isinstance(rank, int) and 0 <= rank <= largest):
             raise ModelError(
                 f"{CONFIG} gives {name} a rank of {str(rank)[:40]}, and the largest of its tensors has {largest} rows",
                 where=str(folder),

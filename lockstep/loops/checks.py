@@ -40,10 +40,11 @@ def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
             )
     questions = {question_digest(prompt.messages) for prompts in first.values() for prompt in prompts}
     total = sum(map(len, first.values()))
-    return [
-        f"task {task.name} asked twice for the prompts of {len(steps)} steps: the same both times; {len(questions)} different "
-        f"questions, {len(asked) - len(questions)} of them under more than one id, {total - len(asked)} asked again"
-    ]
+    repeats = [f"{total - len(asked)} prompts come again"] if total > len(asked) else []
+    again = len(asked) - len(questions)
+    repeats += [f"{again} prompts repeat a question under another id"] if again else []
+    head = f"task {task.name}: {len(questions)} different questions in the first {len(steps)} steps, the same when drawn twice"
+    return ["; ".join([head, *repeats])]
 
 
 def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:

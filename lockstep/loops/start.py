@@ -183,7 +183,7 @@ def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Pro
     policy, learner = parts.policy, parts.learner.describe()
     batch, rates = batch_lines(recipe), rate_lines(recipe)
     logger.say(f"model {policy.resolved.name} in {policy.numerics} on {learner.device}")
-    for line in (*learner.lines[:1], batch[0], *rates, *parts.task.notes[:3]):
+    for line in (*learner.lines[:1], batch[0], *rates, *parts.task.notes[:3], *numerics_lines(parts, recipe)):
         logger.say(line)
     shown = [policy.chat.preview(one.messages, one.tools) for one in prompts[:1]]
     details = [
@@ -193,7 +193,6 @@ def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Pro
         *learner.lines[1:],
         *batch[1:],
         *health_lines(recipe),
-        *numerics_lines(parts, recipe),
         *(noise_lines(recipe, parts.noise) if parts.noise is not None else ()),
         *parts.objective.formula.splitlines(),
         *(f"first prompt, as the model sees it:\n{text}" for text in shown),

@@ -146,7 +146,7 @@ def test_a_lineage_that_was_tampered_with(parent: object, lora: RunDirectory, tm
     shutil.copytree(lora.path, tmp_path / "run")
     path = tmp_path / "run" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"parent": parent}))
-    with pytest.raises(RunDirectoryError, match="names a parent wrongly"):
+    with pytest.raises(RunDirectoryError, match="is not a manifest of Lockstep: parent"):
         exported(RunDirectory.open(tmp_path / "run"), tmp_path / "out")
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 

@@ -197,7 +197,7 @@ def fills(prompt, reply):
     """Fill the disk of the run once its first step is logged."""
     runs = Path(__file__).parent / "runs"
     small = shutil.disk_usage(runs).total < 1 << 30  # ours, and never the machine's
-    if small and "  step 1/" in (runs / "run" / "log.txt").read_text() and not (runs / "filler").exists():
+    if small and "  step 1/" in log_of(runs / "run") and not (runs / "filler").exists():
         with open(runs / "filler", "wb", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 20)):
