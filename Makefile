@@ -18,7 +18,7 @@ WORKERS ?= 2
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install test test-all coverage mutations lint format docs constraints quickstart sft-then-rl clean
+.PHONY: help install test test-all coverage mutations lint format docs constraints lock lock-check quickstart sft-then-rl clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -75,7 +75,13 @@ constraints: install  ## pin what .venv holds now, after a deliberate upgrade
 	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
-quickstart: install  ## train SmolLM2-135M on sums and compare before with after
+lock:  ## the lock files in requirements/ again, after a change of pyproject.toml (needs uv)
+	python3 requirements/lock.py
+
+lock-check:  ## are the lock files what pyproject.toml asks for? (needs uv and the network)
+	python3 requirements/lock.py --check
+
+quickstart: install  ## teach SmolLM2-135M to find the largest number; compare before with after
 	$(BIN)/lockstep train recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 sft-then-rl: install  ## teach SmolLM2-135M to box its answers by SFT, then sums by GRPO from those weights

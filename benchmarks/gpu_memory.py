@@ -37,7 +37,7 @@ from lockstep.plan.activations import per_token
 from lockstep.plan.choice import TOLERATED
 from lockstep.plan.job import GIB, job_of
 from lockstep.plan.memory import OUTSIDE, Sizes, peak, phases
-from lockstep.plan.shapes import shape_of_model
+from lockstep.plan.modules import shape_of_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
 

@@ -141,7 +141,7 @@ def start_arm(arm: str, args: argparse.Namespace, folder: Path) -> Process:
 def step_flops(model: str, rows: int, tokens: int) -> float:
     """Of one training step, by the formula at the top."""
     from lockstep.plan.floors import H200, Update, Work, train_seconds
-    from lockstep.plan.shapes import read_shape
+    from lockstep.plan.model_shape import read_shape
 
     shape = read_shape(Path(model))
     work = Work.equal(rows, 1, PROMPT, tokens - PROMPT)

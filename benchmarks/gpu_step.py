@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -41,6 +42,8 @@ from trl_arms import PACKAGES, Process, timed, wait_turn
 
 LR = 1e-6
 WARM = 1
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+"""Processes of TRL's arm, which share the samples (gpu_two.py)."""
 RESULT = RESULTS / "gpu_step.txt"
 TASK = Path(__file__).with_name("step_work.py")
 ARMS = ("Lockstep", FULL, *[arm for arm in trl_arms.ARMS if arm.startswith("TRL")])
@@ -61,7 +64,10 @@ def lockstep(args: argparse.Namespace) -> dict[str, Any]:
     trl_arms.save_nothing()
     work, size = WORKS[args.work_name], Size.of(args.work_name, args.tokens, cpu=args.cpu)
     if work.lognormal:
-        trl_arms.limit_requests(NativeEngine if args.cpu else PagedEngine, size.lengths)
+        from lockstep.cluster.group import GroupEngine
+
+        for engine in (NativeEngine if args.cpu else PagedEngine, GroupEngine):
+            trl_arms.limit_requests(engine, size.lengths)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run = start_run(load(recipe_words(args, folder)))
@@ -131,7 +137,7 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
     timed(GRPOTrainer, logprobs, spent, "old log-probs", when=lambda: not torch.is_grad_enabled())
 
     def count(batch: dict[str, Any]) -> None:
-        spent["trained"] = float(batch["completion_mask"].sum())
+        spent["trained"] = float(batch["completion_mask"].sum()) * WORLD
 
     timed(GRPOTrainer, "_generate_and_score_completions", spent, "rollout", take=count)
 
@@ -141,9 +147,9 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
         spent.clear()
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
-        if [len(ids) for ids in completion_ids] != list(size.lengths):
+        if [len(ids) for ids in completion_ids] != list(size.lengths)[: size.replies // WORLD]:
             raise SystemExit("TRL generated other lengths: the work is not equal")
-        spent["generated"] = float(sum(map(len, completion_ids)))
+        spent["generated"] = float(sum(map(len, completion_ids))) * WORLD
         return [score(ids) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +188,7 @@ def trl_config(args: argparse.Namespace, folder: str) -> Any:
     return GRPOConfig(
         output_dir=folder,
         num_generations=size.samples,
-        gradient_accumulation_steps=size.replies // settings["per_device_train_batch_size"],
+        gradient_accumulation_steps=size.replies // settings["per_device_train_batch_size"] // WORLD,
         max_completion_length=size.longest,
         max_steps=WARM + args.steps,
         learning_rate=LR,
@@ -290,6 +296,8 @@ def main() -> None:
     if args.arm:
         result = (trl if args.arm.startswith("TRL") else lockstep)(args)
         synchronise()
+        if os.environ.get("RANK", "0") != "0":
+            return
         Path(args.arm_out).write_text(json.dumps(result | {"peak": peak(), "device": device_name()}))
         return
     results: dict[str, dict[str, dict[str, Any]]] = {}

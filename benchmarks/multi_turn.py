@@ -18,8 +18,8 @@ from pathlib import Path
 from training_runs import ROOT, Job, add_arguments, chosen, machine, overrides_of, percent, run_all
 
 from lockstep.config.load import load
-from lockstep.evaluate.compare import Comparison, compare
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.compare import Comparison, compare
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rollouts import read_rollouts, rollout_steps
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics

@@ -20,8 +20,8 @@ from training_runs import ROOT, Job, Outcome, add_arguments, chosen, machine, ov
 from lockstep.config.load import load
 from lockstep.envs.spiel.states import state_at
 from lockstep.envs.spiel.text import described
-from lockstep.evaluate.compare import Comparison, compare
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.compare import Comparison, compare
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.types import Score
 
 RECIPE = ROOT / "recipes" / "envs" / "open_spiel_legal.yaml"

@@ -49,7 +49,7 @@ WARM = [
     "lockstep.loops.start",
 ]
 """What a warm process has imported."""
-TIMES = ("time/", "throughput/", "memory/", "sync/seconds")
+TIMES = ("time/", "throughput/", "memory/", "cpu/", "gpu/", "sync/seconds")
 """Metrics that two runs never share."""
 PROBES = "sync/probe_"
 """A resumed process probes its first pushes again, so it has these at more steps; where both have them they must be equal."""

@@ -23,6 +23,7 @@ class Work:
     """Of the longest reply."""
     lora: bool = False
     lognormal: bool = False
+    prompts: int = 64
 
     @property
     def left_out(self) -> str:
@@ -31,6 +32,7 @@ class Work:
 
 
 WORKS = {"full": Work(512), "long": Work(1024), "lora": Work(512, lora=True), "lognormal": Work(1024, lognormal=True)}
+WORKS["double"] = Work(512, prompts=128)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Size:
     def of(name: str, tokens: int = 0, *, cpu: bool = False) -> Size:
         """`tokens` is another longest reply, to try things out."""
         work = WORKS[name]
-        prompts, samples = (2, 2) if cpu else (64, 8)
+        prompts, samples = (2, 2) if cpu else (work.prompts, 8)
         longest = tokens or (24 if cpu else work.tokens)
         lengths = [longest] * (prompts * samples)
         if work.lognormal:  # scaled, if another length is tried
@@ -99,7 +101,7 @@ class BenchmarkTask:
 def floors_of(work: str, model: str, size: Size) -> dict[str, float]:
     """Seconds that the GPU's own matrix products and memory need (docs/benchmarks.md)."""
     from lockstep.plan import floors
-    from lockstep.plan.shapes import read_shape
+    from lockstep.plan.model_shape import read_shape
 
     shape, lora = read_shape(Path(model)), WORKS[work].lora
     # Adapters of rank r on an OxI matrix have r (O + I) parameters.

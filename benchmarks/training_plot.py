@@ -1,54 +1,47 @@
-"""Curves of several training runs in one picture; shared by the benchmarks beside it."""
+"""Curves of several training runs in one picture; shared by the benchmarks beside it. Needs matplotlib."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from statistics import fmean
 
+import matplotlib
+from matplotlib.figure import Figure
 from training_runs import Outcome
 
-from lockstep.report.svg import Point, Series, line_chart
-
 CURVE = "reward/mean"
-STYLE = """
-svg { background: #ffffff; } text { font: 10.5px system-ui, sans-serif; fill: #55554f; }
-.grid { stroke: #e4e4de; } .line { fill: none; stroke: currentColor; stroke-width: 1.7; stroke-linejoin: round; }
-.bar { stroke: currentColor; stroke-width: 1.2; opacity: .45; } .mark { fill: currentColor; }
-.c0 { color: #b3261e; } .c1 { color: #1f6feb; } .c2 { color: #1a7f37; } .c3 { color: #8250df; } .c4 { color: #9a6700; }
-"""
 
 
 def plot(outcomes: Sequence[Outcome], meaning: Mapping[str, str]) -> str:
-    """A picture that stands on its own: the chart of a report with its colours and a legend in it."""
-    labels = list(dict.fromkeys(outcome.job.label for outcome in outcomes))
-    series = [Series(label, curve([o for o in outcomes if o.job.label == label])) for label in labels]
-    chart = line_chart("Mean training reward by step", series)
-    height = 190 + 16 * len(labels)
-    keys = "".join(
-        f'<g class="c{index % 6}"><rect x="52" y="{196 + 16 * index}" width="10" height="10" fill="currentColor"/>'
-        f'<text x="68" y="{205 + 16 * index}">{escape(label)}: {escape(meaning[label])}</text></g>'
-        for index, label in enumerate(labels)
-    )
-    opened = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 380 {height}" width="760" role="img"'
-    chart = chart.replace('<svg viewBox="0 0 380 190" role="img"', opened, 1)
-    head, _, body = chart.partition(">")
-    page = f'<rect width="380" height="{height}" fill="#ffffff"/>'
-    return f"{head}><style>{STYLE}</style>{page}{body.removesuffix('</svg>')}{keys}</svg>"
+    """Draw the mean of each label's seeds, with lowest and highest as bars, as SVG."""
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for label in dict.fromkeys(outcome.job.label for outcome in outcomes):
+        points = curve([outcome for outcome in outcomes if outcome.job.label == label])
+        spread = [[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]]
+        steps, means = [step for step, *_ in points], [y for _, y, *_ in points]
+        axes.errorbar(steps, means, yerr=spread, elinewidth=0.6, label=f"{label}: {meaning[label]}")
+    axes.set(title="Mean training reward by step", xlabel="step")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower left", frameon=False)
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
-def curve(outcomes: Sequence[Outcome]) -> tuple[Point, ...]:
-    """Mean, lowest and highest of the seeds at each step that all of them have."""
+def curve(outcomes: Sequence[Outcome]) -> list[tuple[int, float, float, float]]:
+    """Return step, mean, lowest and highest of the seeds at each step that all of them have."""
     by_step: dict[int, list[float]] = {}
     for outcome in outcomes:
         for record in outcome.records:
             if CURVE in record.metrics:
                 by_step.setdefault(record.step, []).append(record.metrics[CURVE])
     full = {step: values for step, values in sorted(by_step.items()) if len(values) == len(outcomes)}
-    return tuple(
-        Point(step, fmean(values), min(values), max(values))
-        if all(map(math.isfinite, values))
-        else Point(step, math.nan)
+    return [
+        (step, fmean(values), min(values), max(values))
         for step, values in full.items()
-    )
+        if all(map(math.isfinite, values))
+    ]

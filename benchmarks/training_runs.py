@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lockstep.config.load import dump, load  # noqa: E402
-from lockstep.evaluate.compare import Comparison, compare  # noqa: E402
-from lockstep.evaluate.records import read_score, score_path  # noqa: E402
+from lockstep.evaluation.compare import Comparison, compare  # noqa: E402
+from lockstep.evaluation.records import read_score, score_path  # noqa: E402
 from lockstep.track.rundir import RunDirectory  # noqa: E402
 from lockstep.track.writer import StepRecord, read_events, read_metrics  # noqa: E402
 

@@ -20,24 +20,34 @@ from types import ModuleType
 from typing import NoReturn
 
 from lockstep import __version__
+from lockstep.dotenv import read_env
 from lockstep.errors import LockstepError
 from lockstep.openmp import set_waiting
-from lockstep.text import visible
+from lockstep.text import hide_values, visible
 
 COMMANDS = (
     "doctor",
     "plan",
+    "preflight",
     "train",
     "eval",
     "compare",
+    "ab",
+    "reproduce",
+    "runs",
+    "attempt",
+    "host",
     "probe",
     "audit",
     "sample",
+    "serve",
     "export",
     "import",
     "rollouts",
     "report",
+    "view",
     "diagnose",
+    "track",
     "metrics",
     "data",
     "config",
@@ -91,11 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show π must not end a run
     set_waiting(os.environ)
     try:
+        read_env(os.environ)
         code = _run(argv)
         print(end="", flush=True)  # a closed pipe is noticed here, not at exit
         return code
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print(f"lockstep: {hide_values(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)

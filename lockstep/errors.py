@@ -2,23 +2,29 @@
 
     LockstepError
     ├── ConfigError            a recipe or an override is wrong                        exit 2
-    │   └── DoesNotFitError    the memory plan has no room for the recipe              exit 2
+    │   ├── DoesNotFitError    the memory plan has no room for the recipe              exit 2
+    │   └── RefusedError       a run of the recipe could not work; says all reasons    exit 2
     ├── ModelError             a model cannot be found, read, or used as asked         exit 4
     ├── DataError              a data file or row is missing or malformed              exit 4
     ├── TaskError              a task cannot produce what it promised                  exit 4
     ├── ChatError              messages cannot be turned into token ids, or back       exit 4
     ├── EngineError            the rollout engine cannot serve a request               exit 5
+    │   ├── BusyError          too many requests wait; ask again later                 exit 5
     │   └── StaleWeightsError  the engine's weights are not proven to be the learner's exit 5
     ├── SyncError              a proof of sync failed; names the tensors               exit 5
     ├── LearnerError           an update cannot be made                                exit 5
+    ├── WorkerError            a worker failed unexpectedly                            exit 5
+    │   └── WorkerLost         a worker died or fell silent; the run can be resumed    exit 75
     ├── CheckpointError        a checkpoint cannot be written or read                  exit 6
     │   ├── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
     │   └── ExportError        an export is not the model that trained                 exit 6
     ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
     │   ├── RunLockedError     another process writes there                            exit 6
-    │   └── StorageError       the disk is full, or refuses to be written              exit 6
-    ├── EvaluationError        an evaluation cannot be made, or two not be compared    exit 7
-    ├── MachineError           this machine cannot run the recipe; says all reasons    exit 8
+    │   └── StorageError       the disk is full or read-only                           exit 6
+    ├── EvaluationError        an evaluation or a comparison is impossible             exit 7
+    ├── MachineError           this machine cannot run the recipe; gives all reasons   exit 8
+    ├── Stalled                the run stands still; its stacks are in stall.txt       exit 9
+    ├── HostError              a spare machine does not answer or refuses              exit 10
     ├── HealthStop             the run stopped itself; says why and what to do         exit 3
     └── Interrupted            SIGTERM or SIGINT; saved and resumable                  exit 75
 
@@ -41,7 +47,7 @@ class LockstepError(Exception):
         super().__init__(what, where, fix)
 
     def __str__(self) -> str:
-        """The whole message, with control characters shown as \\x1b and the like: names and texts of files stand in it."""
+        """Return the message, with control characters shown as \\x1b and the like: it may hold names and texts of files."""
         text = f"{self.where}: {self.what}" if self.where else self.what
         return visible(f"{text}\n  to fix: {self.fix}" if self.fix else text)
 
@@ -62,7 +68,14 @@ class ConfigError(LockstepError):
 
 
 class DoesNotFitError(ConfigError):
-    """By the memory plan the recipe has no room on this device. Says by how much, and which changes would fit."""
+    """The memory plan finds no room for the recipe on this device; says by how much, and which changes would fit."""
+
+
+class RefusedError(ConfigError):
+    """A run of the recipe could not work as it is. `mistakes` has the name of each refusal, its reason and its fix."""
+
+    def __str__(self) -> str:
+        return visible("\n".join(["a run would be refused:", *(f"  {line}" for line in self.mistakes)]))
 
 
 class ModelError(LockstepError):
@@ -95,6 +108,14 @@ class EngineError(LockstepError):
     exit_code = 5
 
 
+class BusyError(EngineError):
+    """Too many requests wait for the engine; ask again later."""
+
+
+class SpentError(EngineError):
+    """An episode may ask for no further reply: its turns or its tokens are used up, or it has ended."""
+
+
 class StaleWeightsError(EngineError):
     """The engine was asked to sample with weights that are not proven to be the learner's."""
 
@@ -111,6 +132,18 @@ class LearnerError(LockstepError):
     exit_code = 5
 
 
+class WorkerError(LockstepError):
+    """A worker failed unexpectedly; its log has the traceback. `where` names the rank and its work."""
+
+    exit_code = 5
+
+
+class WorkerLost(WorkerError):
+    """A worker died, or did not answer in time. All others were ended; the run can be resumed."""
+
+    exit_code = 75
+
+
 class CheckpointError(LockstepError):
     """A checkpoint cannot be written or read."""
 
@@ -122,7 +155,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ExportError(CheckpointError):
-    """What was exported is not the model that trained. Nothing is left of it."""
+    """The export is not the model that trained; nothing of it is kept."""
 
 
 class RunDirectoryError(LockstepError):
@@ -149,6 +182,18 @@ class MachineError(LockstepError):
     """This machine cannot run the recipe; the message has every reason, as `lockstep doctor` finds them."""
 
     exit_code = 8
+
+
+class Stalled(LockstepError):
+    """A phase of the run stands still. The stacks of all threads and child processes are in stall.txt."""
+
+    exit_code = 9
+
+
+class HostError(LockstepError):
+    """A spare machine cannot be reached, refuses a request, or does not hold what was sent."""
+
+    exit_code = 10
 
 
 class HealthStop(LockstepError):

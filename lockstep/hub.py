@@ -1,4 +1,4 @@
-"""What models and data sets from a hub have in common: how huggingface_hub's failures are told.
+"""Failures of huggingface_hub, told alike for models and data sets.
 
 HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there.
 """
@@ -21,20 +21,20 @@ class Kind:
     """Example: "data set"."""
     failure: type[LockstepError]
     pages: str
-    """Where its pages begin, after the endpoint. Example: "datasets/"."""
+    """Beginning of its pages, after the endpoint. Example: "datasets/"."""
     local: str
-    """What a local one would be. Example: "file or folder"."""
+    """Local form of one. Example: "file or folder"."""
     setting: str
     """The setting with the revision."""
     spelling: str
-    """What to check the spelling of, for "check the spelling …"."""
+    """End of the advice "check the spelling …"."""
     instead: str
-    """What to give where there is no hub, for "or give …"."""
+    """End of the advice "or give …" where there is no hub."""
 
 
 @contextmanager
 def plain_errors(kind: Kind, repo: str, revision: str | None, where: str) -> Iterator[None]:
-    """huggingface_hub's errors as `kind.failure`: missing, gated, offline and not cached, or a download that broke off."""
+    """Turn huggingface_hub's errors into `kind.failure`: missing, gated, offline and not cached, or a download that broke off."""
     from huggingface_hub import errors
 
     noun, failure = kind.noun, kind.failure
@@ -67,7 +67,7 @@ def plain_errors(kind: Kind, repo: str, revision: str | None, where: str) -> Ite
 
 
 def network_errors() -> tuple[type[Exception], ...]:
-    """What a request may fail with: errors of the hub, of the disk, and of the HTTP client, which is httpx or httpx2."""
+    """Return the errors of a failed request: those of the hub, of the disk, and of the HTTP client, which is httpx or httpx2."""
     from huggingface_hub import errors
 
     client = next(kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")

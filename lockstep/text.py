@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from urllib.parse import parse_qsl, urlsplit
@@ -17,6 +18,12 @@ _SECRET = (
 SECRET_NAME = re.compile(rf"(?i){_SECRET}")
 """Whole names of settings, options and query fields whose values are not to be shown."""
 _IN_ADDRESS = re.compile(rf"(?i)(://)[^/?#@\s]+(?=@)|([?&;#]{_SECRET}=)[^&;#\s\"']+")
+
+
+SHORTEST = 8
+"""Shorter values of secrets are left in texts: they may be words."""
+FOLDERS = ("PWD", "OLDPWD")
+"""Variables with the name of a password that hold a folder."""
 
 
 def secret_in(text: str) -> str:
@@ -38,6 +45,15 @@ def hide_secrets(text: str) -> str:
     return _IN_ADDRESS.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
+def hide_values(text: str) -> str:
+    """Return the text without the values of environment variables whose names say that they are secret, and without secrets in
+    addresses."""
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and value in text and name not in FOLDERS and SECRET_NAME.fullmatch(name):
+            text = text.replace(value, "***")
+    return hide_secrets(text)
+
+
 def visible(text: str) -> str:
     """Return the text with everything that a terminal would act on written as an escape: "\\x1b[2J" becomes "\\\\x1b[2J".
 
@@ -45,8 +61,7 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c in KEPT or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    shown = (
+        c if c in KEPT or unicodedata.category(c) not in HIDDEN else c.encode("unicode_escape").decode() for c in text
+    )
+    return "".join(shown)

@@ -1,11 +1,13 @@
-"""Loading of user code: an object from a Python file, named as file.py:name."""
+"""User code: an object from a Python file, named as file.py:name, and the files that it consists of."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -28,6 +30,44 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
         hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
         raise failure(f"{path} has no {name}", where=spec, fix=hint)
     return names[name]
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """Yield every text among settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(item)
+
+
+def code_files(texts: Iterable[str]) -> list[Path]:
+    """Return the files of those texts that have the form file.py:name, with the files of the same folder that they import."""
+    found: list[Path] = []
+    waiting = [Path(text.rpartition(":")[0]).expanduser() for text in texts if ".py:" in text]
+    while waiting:
+        path = waiting.pop(0)
+        if path.suffix == ".py" and path.is_file() and path not in found:
+            found.append(path)
+            for name in _imported(path):
+                waiting += [path.with_name(f"{name}.py"), path.parent / name / "__init__.py"]
+    return found
+
+
+def code_hash(texts: Iterable[str]) -> str:
+    """Hash the content of `code_files`, whatever their folder is called. Returns 8 hex digits; "" if there are none."""
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in code_files(texts)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:8] if digests else ""
+
+
+def _imported(path: Path) -> list[str]:
+    """Return the first parts of the modules that a file imports, in order; nothing if it cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    plain = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    return [name.split(".")[0] for name in [*plain, *(n.module or "" for n in nodes if isinstance(n, ast.ImportFrom))]]
 
 
 def _run(path: Path, failure: type[LockstepError]) -> object:

@@ -1,4 +1,4 @@
-"""Questions for recipes/largest.yaml: which of some numbers is the largest?"""
+"""Questions for recipes/quickstart.yaml: which of some numbers is the largest?"""
 
 from __future__ import annotations
 

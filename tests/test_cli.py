@@ -31,7 +31,7 @@ def test_every_command_module_is_registered(capsys: pytest.CaptureFixture[str]) 
     assert sorted(cli.commands()) == PRESENT
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"    {name} " in shown for name in PRESENT)
+    assert all(f"\n    {name}" in shown for name in PRESENT)
 
 
 @pytest.mark.parametrize("name", PRESENT)

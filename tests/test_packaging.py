@@ -95,8 +95,7 @@ def test_every_dependency_is_used() -> None:
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in names for owner in owners.get(name, [])}
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
-    rendering = {"jinja2"}  # transformers renders chat templates with it, and does not require it
-    assert declared - used == rendering
+    assert declared - used == set()
 
 
 def test_the_tested_versions_are_pinned_and_within_the_ranges() -> None:

@@ -1,6 +1,6 @@
 """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate on the ratio in the place of PPO's clip.
 
-lockstep train recipes/quickstart.yaml update.samples_per_update=64 algorithm.loss=docs/examples/sapo.py:sapo
+lockstep train recipes/quickstart.yaml update.samples_per_update=60 algorithm.loss=docs/examples/sapo.py:sapo
 """
 
 import torch

@@ -15,8 +15,18 @@ from lockstep.algorithms.credit import assign_credit
 from lockstep.algorithms.describe import PolicyFormula, describe, number
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.losses import bounded_weight, clipped_ratio, negative_log_likelihood, reinforce, sequence_ratio
+from lockstep.algorithms.user_advantage import load_estimator
 from lockstep.algorithms.user_loss import load_loss
-from lockstep.config.algorithm import CispoLoss, ClipLoss, GspoLoss, Parts, PolicyLoss, PythonLoss, ReinforceLoss
+from lockstep.config.algorithm import (
+    CispoLoss,
+    ClipLoss,
+    GspoLoss,
+    Parts,
+    PolicyLoss,
+    PythonAdvantage,
+    PythonLoss,
+    ReinforceLoss,
+)
 from lockstep.config.schema import Recipe, Sft
 from lockstep.errors import LearnerError
 from lockstep.types import Loss, LossInput, LossOutput, TrainSequence
@@ -44,6 +54,11 @@ class Objective:
     formula: str
     """The objective in force, in several lines."""
 
+    @property
+    def extra_passes(self) -> bool:
+        """True if log-probabilities or values are computed before the update."""
+        return self.recomputes_old or self.needs_reference or self.needs_values
+
 
 def build_objective(recipe: Recipe) -> Objective:
     """Return the objective of a recipe. Raises LearnerError if a loss of the user's own cannot be used.
@@ -54,11 +69,13 @@ def build_objective(recipe: Recipe) -> Objective:
         return _supervised(recipe.sft)
     parts = recipe.algorithm
     policy, formula = _policy(parts.loss)
+    own = load_estimator(parts.advantage) if isinstance(parts.advantage, PythonAdvantage) else None
+    credit = partial(assign_credit, parts.advantage, estimator=own)
     penalised = parts.kl.coef > 0
     in_loss = penalised and parts.kl.placement == "loss"
     recomputes = parts.old_logprobs == "recompute" or (parts.old_logprobs == "auto" and recipe.updates_per_step > 1)
     return Objective(
-        credit=partial(assign_credit, parts.advantage),
+        credit=credit,
         weights=partial(sequence_weights, mode=parts.aggregation, max_tokens=recipe.rollout.max_tokens),
         loss=partial(_loss, policy, parts),
         needs_reference=penalised,
@@ -95,7 +112,11 @@ def _supervised(settings: Sft) -> Objective:
 
 
 def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
-    raise LearnerError("given replies earn no reward, so there is no credit to assign", where="loop = sft")
+    raise LearnerError(
+        "supervised training has replies from data and no rewards, so no advantages can be computed",
+        where="loop = sft",
+        fix="report this: only a loop that samples replies should ask for advantages",
+    )
 
 
 def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:

@@ -13,12 +13,15 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from lockstep.algorithms.advantages import gae, group_relative, leave_one_out, max_rl, token_returns, whiten
+from lockstep.algorithms.samples import by_sample
+from lockstep.algorithms.user_advantage import UserAdvantage, load_estimator
 from lockstep.config.algorithm import (
     Advantage,
     GaeAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     MaxRlAdvantage,
+    PythonAdvantage,
     RewardAdvantage,
     WhitenedAdvantage,
 )
@@ -28,9 +31,11 @@ from lockstep.types import TrainSequence
 OfGroup: TypeAlias = Callable[[Sequence[float | None]], tuple[float, ...]]
 
 
-def assign_credit(settings: Advantage, replies: Sequence[TrainSequence]) -> list[TrainSequence]:
+def assign_credit(
+    settings: Advantage, replies: Sequence[TrainSequence], estimator: UserAdvantage | None = None
+) -> list[TrainSequence]:
     """Return the replies of a step with their advantages, and with a critic their returns. Replies of a group need not be
-    neighbours.
+    neighbours. `estimator`: the user's, if it is loaded.
 
     Raises LearnerError for a number that is not finite, and for replies without values where a critic's are needed.
     """
@@ -49,6 +54,8 @@ def assign_credit(settings: Advantage, replies: Sequence[TrainSequence]) -> list
             return _whitened(settings, replies)
         case GaeAdvantage():
             return _estimated(settings, replies)
+        case PythonAdvantage():
+            return (estimator or load_estimator(settings))(replies)
         case _:
             assert_never(settings)
 
@@ -75,13 +82,15 @@ def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[Train
 
 
 def _per_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[float]:
-    members: dict[int, list[int]] = {}
-    for number, reply in enumerate(replies):
-        members.setdefault(reply.group, []).append(number)
+    """Return the advantage of each sequence. A sample counts once in its group, however many rows it has; they share its."""
+    members: dict[int, list[list[int]]] = {}
+    for rows in by_sample(replies):
+        members.setdefault(replies[rows[0]].group, []).append(rows)
     found = [0.0] * len(replies)
-    for numbers in members.values():
-        for number, advantage in zip(numbers, of_group([replies[i].reward for i in numbers]), strict=True):
-            found[number] = advantage
+    for samples in members.values():
+        for rows, advantage in zip(samples, of_group([replies[rows[0]].reward for rows in samples]), strict=True):
+            for row in rows:
+                found[row] = advantage
     return found
 
 

@@ -19,6 +19,7 @@ from lockstep.config.algorithm import (
     MaxRlAdvantage,
     Mis,
     Parts,
+    PythonAdvantage,
     RewardAdvantage,
     Tis,
     WhitenedAdvantage,
@@ -145,6 +146,8 @@ def _advantage(settings: Advantage, recipe: Recipe) -> list[str]:
                 f"G_t = ρ_t + {number(settings.gamma)} · G_t', t' the reply's next trained token, past observations",
                 _token_reward(recipe, f"R_i - mean(R), {group}," if settings.baseline == "group_mean" else "R_i"),
             ]
+        case PythonAdvantage():
+            return [f"A_t by {settings.path}"]
         case GaeAdvantage():
             own, gamma = ("Â" if settings.whiten else "A"), number(settings.gamma)
             outer = [f"A_t = {_whitened('Â', settings.whiten_eps)}"] if settings.whiten else []

@@ -62,21 +62,24 @@ class UserLoss:
 
 def load_loss(settings: PythonLoss) -> UserLoss:
     """Load the function at the settings' path. Raises LearnerError if it is missing or cannot be called with the settings."""
-    function = load_object(settings.path, LearnerError)
+    return UserLoss(load_function(settings.path, "inputs", settings.settings), settings.path, settings.settings)
+
+
+def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callable[..., object]:
+    """Load a user's function and see that it takes (first, **settings). Raises LearnerError."""
+    function = load_object(path, LearnerError)
     if not callable(function):
-        raise LearnerError(
-            f"it is a {type(function).__name__}, not a function", where=settings.path, fix="name a function"
-        )
+        raise LearnerError(f"it is a {type(function).__name__}, not a function", where=path, fix="name a function")
     if inspect.iscoroutinefunction(function):
-        raise LearnerError("it is async; its result is used at once", where=settings.path, fix="use def")
+        raise LearnerError("it is async; its result is used at once", where=path, fix="use def")
     signature = inspect.signature(function)
     try:
-        signature.bind(None, **settings.settings)
+        signature.bind(None, **settings)
     except TypeError as error:
-        names = ", ".join(["inputs", *(f"{name}={value!r}" for name, value in settings.settings.items())])
+        names = ", ".join([first, *(f"{name}={value!r}" for name, value in settings.items())])
         raise LearnerError(
             f"it takes {signature}, but would be called with ({names}): {error}",
-            where=settings.path,
-            fix="define it as (inputs, **settings), with the names of algorithm.loss.settings",
+            where=path,
+            fix=f"define it as ({first}, **settings), with the names of the settings beside its path",
         ) from error
-    return UserLoss(function, settings.path, settings.settings)
+    return function

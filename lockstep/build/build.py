@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from torch import Tensor
 
 from lockstep.algorithms.build import build_objective
+from lockstep.build.exactness import settle_exactness
 from lockstep.build.memory import execution, plan_run, rows_of_engine
 from lockstep.build.opponents import load_opponents
-from lockstep.build.parts import Parts, Policy
+from lockstep.build.parts import Parts, Policy, PolicyFacts
 from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
+from lockstep.envs.programs import MODEL
 from lockstep.errors import ConfigError
 from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import adopt_starts, attach
@@ -24,23 +26,25 @@ from lockstep.learner.critic import build_critic
 from lockstep.learner.device import choose_device, prepare_process
 from lockstep.learner.learner import TorchLearner, base_model
 from lockstep.learner.rounding import rounding_gap
-from lockstep.models import load_model, load_tokenizer, resolve, resolve_dtype
+from lockstep.models import exact, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.decoder import context_of
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import frozen_names, load_weights, named_weights
 from lockstep.noise.targets import find_targets
 from lockstep.numerics.apply import numerics_of
 from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.family import require_family
-from lockstep.plan.shapes import meta_model
+from lockstep.plan.model_shape import meta_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.rollout.build import native_engine
 from lockstep.rollout.vllm.build import prepare_environment, vllm_engine
 from lockstep.seeds import seed_for
+from lockstep.serve.endpoint import Endpoint
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
-from lockstep.types import RolloutEngine, TokenIds
+from lockstep.types import RolloutEngine, Sampler, TokenIds
 
 
 def build_task_of(recipe: Recipe) -> BuiltTask:
@@ -48,6 +52,15 @@ def build_task_of(recipe: Recipe) -> BuiltTask:
     task = build_task(recipe.task, recipe.seed)
     load_opponents(task, recipe)
     return task
+
+
+def connect(task: BuiltTask, policy: PolicyFacts) -> None:
+    """Give the task a way to open an endpoint, for programs that play its episodes. They write all of a chat themselves."""
+
+    def door(sampler: Sampler) -> Endpoint:
+        return Endpoint(sampler, policy.chat.unframed(), model=MODEL, context=policy.context or 0)
+
+    task.door = door
 
 
 def prepare_for_engine(recipe: Recipe) -> None:
@@ -80,9 +93,12 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     chat = ChatFormat(tokenizer, recipe.chat, getattr(generation, "eos_token_id", None))
     origin = Base.of(base, resolved.name) if recipe.adapter.kind != "none" else None
     model = attach(base, recipe.adapter, seed_for(recipe.seed, "adapter"), origin)
-    policy = Policy(resolved, model, tokenizer, chat, "bf16" if str(dtype).endswith("bfloat16") else "fp32", parent)
+    numerics: Literal["fp32", "bf16"] = "bf16" if str(dtype).endswith("bfloat16") else "fp32"
+    context = context_of(base_model(model).config)
+    policy = Policy(resolved, tokenizer, chat, numerics, context, parent, model=model)
     require_precision(recipe, policy.numerics)
     numerics_of(model, recipe.numerics.scale, recipe.numerics.exclude)
+    settle_exactness(model, recipe)
     if parent is not None and (weights := adapter_weights(parent, policy.numerics)) is not None:
         load_weights(model, iter(adopt(policy, weights).items()))
         require_proven(model, parent)
@@ -117,7 +133,9 @@ def build_engine(
         case "native":
             model = copy.deepcopy(policy.model) if own_copy else policy.model
             slots = rows_of_engine(recipe, next(model.parameters()).device.type, memory)
-            return native_engine(model, slots=slots, stop_ids=stop_ids, decode=decode)
+            return native_engine(
+                model, slots=slots, stop_ids=stop_ids, decode=decode, routes=recipe.update.replay_routing
+            )
         case "vllm":
             return vllm_engine(recipe, policy.model, str(policy.resolved.path), stop_ids, decode)
         case other:
@@ -134,7 +152,7 @@ def build_weight_sync(policy: Policy, recipe: Recipe) -> SharedSync | CopySync:
     return build_sync(
         recipe.sync,
         vocab=int(base_model(policy.model).config.get_text_config().vocab_size),
-        numerics=policy.numerics,
+        numerics="exact" if exact.enabled() else policy.numerics,
         special=policy.tokenizer.all_special_ids,
         frozen=frozen_names(policy.model),
         transport="copy" if recipe.weight_transport in ("copy", "ipc") else "shared",
@@ -159,6 +177,7 @@ def build_parts(
     memory = plan_run(recipe, task, objective, say)
     full = recipe.adapter.kind == "none"
     policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)
+    connect(task, policy)
     critic = build_critic(policy.model, recipe, execution(memory)) if objective.needs_values else None
     reference = None
     if objective.needs_reference and recipe.adapter.kind == "none":

@@ -15,15 +15,18 @@ from lockstep.learner.device import choose_device
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
-from lockstep.plan.shapes import read_shape
+from lockstep.plan.model_shape import read_shape
 from lockstep.types import Metrics, Task
 
 CHECKED_STEP = 2
 """First step at which everything is allocated: optimizer moments exist from the end of the first step on."""
 
 
-def plan_run(recipe: Recipe, task: Task, objective: Objective, say: Callable[[str], None]) -> MemoryPlan | None:
+def plan_run(
+    recipe: Recipe, task: Task, objective: Objective, say: Callable[[str], None], available: float | None = None
+) -> MemoryPlan | None:
     """Plan, and print the plan as a table. Returns None for a model of unknown sizes: it is then loaded without a plan.
+    `available`: bytes that the GPU of each worker has free; without it those of this process's device.
 
     Raises DoesNotFitError on a GPU without room, before any weights are loaded; ModelError if the model is missing.
     """
@@ -38,9 +41,9 @@ def plan_run(recipe: Recipe, task: Task, objective: Objective, say: Callable[[st
         recipe,
         shape,
         "cuda" if device.type == "cuda" else "cpu",
-        available_bytes(device),
+        available_bytes(device) if available is None else available,
         prompt_tokens=longest_prompt(resolved, recipe, task),
-        passes=objective.recomputes_old or objective.needs_reference or objective.needs_values,
+        passes=objective.extra_passes,
     )
     for line in memory_lines(plan):
         say(line)

@@ -161,9 +161,9 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     found = fingerprint(iter(weights.items())).combined
     if found != parent.fingerprint:
         raise CheckpointError(
-            f"its weights have fingerprint {found}; when they were saved they had {parent.fingerprint}",
+            f"the weights are not those that were saved: their fingerprint is {found}, and it was {parent.fingerprint}",
             where=str(parent.info.path),
-            fix="choose another checkpoint",
+            fix="choose another checkpoint, or restore this one from a copy",
         )
     own = dict(named_weights(model))
     strange = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]

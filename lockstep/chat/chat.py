@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lockstep.chat.continuation import Continuation
 from lockstep.chat.mask import spans_by_prefix, spans_by_template
@@ -21,10 +24,11 @@ from lockstep.chat.template import (
     has_generation,
     marked_by_template,
     refuse_control_tokens,
+    shows_tools,
     template_of,
     where,
+    with_tools,
 )
-from lockstep.chat.tools import shows_tools, with_tools
 from lockstep.config.schema import Chat
 from lockstep.errors import ChatError
 from lockstep.types import Message, Prompt, TokenIds
@@ -69,6 +73,11 @@ class ChatFormat:
         self.prefix = self._common_prefix()
         self._opened = self.parser == "think" and self._opens_thought()
 
+    def unframed(self) -> ChatFormat:
+        """Return the format without the recipe's own texts, for clients that write whole chats."""
+        settings = self.chat.model_copy(update={"system": None, "examples": [], "suffix": ""})
+        return ChatFormat(self.tokenizer, settings, self.stop_ids)
+
     def render(self, messages: Sequence[Message], tools: str = "") -> TokenIds:
         """Return the ids of the prompt: system, examples, the task's turns with the suffix, and the opening of the reply.
 
@@ -78,7 +87,9 @@ class ChatFormat:
         """
         turns, _ = frame(self.chat, messages)
         if turns[-1]["role"] == "assistant":
-            raise ChatError("the last turn is the assistant's, so there is nothing to reply to", where="messages")
+            raise ChatError(
+                "the last turn is the assistant's: nothing to reply to", where="messages", fix="end with a user turn"
+            )
         if tools and not shows_tools(self.template):
             turns, tools = with_tools(turns, tools), ""
         return self._ids(turns, generate=True, tools=tools)
@@ -132,7 +143,8 @@ class ChatFormat:
         return self.decode(ids), self.answer(ids)
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id
+        text = self.tokenizer.decode(array, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         if not isinstance(text, str):
             raise ChatError(f"decode gave {type(text).__name__}, not text", where=where(self.tokenizer))
         return text
@@ -152,7 +164,7 @@ class ChatFormat:
         return "\n".join([head, *(f"note: {note}" for note in self.notes), *(f"| {line}" for line in text.split("\n"))])
 
     def trained_mask(
-        self, messages: Sequence[Message], *, last_only: bool = False
+        self, messages: Sequence[Message], *, last_only: bool = False, tools: str = ""
     ) -> tuple[TokenIds, tuple[bool, ...]]:
         """Return the ids of a whole chat, framed as `render` frames a prompt, and a mask of those that are trained.
 
@@ -166,15 +178,19 @@ class ChatFormat:
         turns, before = frame(self.chat, messages)
         if turns[-1]["role"] != "assistant":
             raise ChatError("the last turn is not the assistant's", where="messages", fix="end the chat with a reply")
-        ids = self._ids(turns, generate=False)
+        if tools and not shows_tools(self.template):
+            added = with_tools(turns, tools)
+            turns, tools, before = added, "", before + len(added) - len(turns)
+        render = partial(self._ids, tools=tools)
+        ids = render(turns, generate=False)
         replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         chosen = replies[-1:] if last_only else [reply for reply in replies if reply >= before]
         if has_generation(self.template):
-            marked = marked_by_template(self.tokenizer, self.template, turns, self.chat.template_kwargs)
+            marked = marked_by_template(self.tokenizer, self.template, turns, self._kwargs(tools))
             spans = spans_by_template(ids, marked, len(replies))
             spans = [span for reply, span in zip(replies, spans, strict=True) if reply in chosen]
         else:
-            spans = [spans_by_prefix(self._ids, turns, reply, ids, self.stop_ids) for reply in chosen]
+            spans = [spans_by_prefix(render, turns, reply, ids, self.stop_ids) for reply in chosen]
         trained = [False] * len(ids)
         for start, end in spans:
             trained[start:end] = [True] * (end - start)
@@ -190,9 +206,8 @@ class ChatFormat:
         return one[: max(0, same - 1)]
 
     def _ids(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> TokenIds:
-        refuse_control_tokens(self._control, turns)
-        kwargs = self.chat.template_kwargs | ({"tools": json.loads(tools)} if tools else {})
-        ids = as_ids(self.tokenizer, self.template, turns, kwargs, generate=generate)
+        refuse_control_tokens(self._control, [*turns, Message(role="tools", content=tools)])
+        ids = as_ids(self.tokenizer, self.template, turns, self._kwargs(tools), generate=generate)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == (bos, bos):
             raise ChatError(
@@ -201,6 +216,9 @@ class ChatFormat:
                 fix="remove one from the chat template",
             )
         return ids
+
+    def _kwargs(self, tools: str) -> dict[str, object]:
+        return self.chat.template_kwargs | ({"tools": json.loads(tools)} if tools else {})
 
     def _stop_ids(self, generation_eos: int | Sequence[int] | None) -> TokenIds:
         found: set[int] = set()

@@ -66,7 +66,11 @@ class Continuation:
         tokenizer, kwargs = self._tokenizer, self._kwargs
         _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
         if not found:
-            raise ChatError("the chat template leaves out what the assistant said before", where=where(tokenizer))
+            raise ChatError(
+                "the chat template leaves out what the assistant said before",
+                where=where(tokenizer),
+                fix="give the model another template",
+            )
         return tail
 
     def _closing_ids(self) -> TokenIds:

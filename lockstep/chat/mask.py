@@ -24,7 +24,11 @@ def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], 
     """
     marked_ids, mask = marked
     if marked_ids != ids:
-        raise ChatError("the template gives other ids when it is asked for its assistant mask", where="chat template")
+        raise ChatError(
+            "the template renders different ids when it is asked for its assistant mask",
+            where="chat template",
+            fix="remove its generation blocks, or give the model another template",
+        )
     spans = runs_of_true(mask)
     if len(spans) != replies:
         # transformers drops or stretches spans whose first or last character has no token; never train on those.
@@ -38,15 +42,8 @@ def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], 
 
 def runs_of_true(mask: Sequence[bool]) -> list[Span]:
     """Return maximal runs of True. Example: [F, T, T, F, T] gives [(1, 3), (4, 5)]."""
-    spans: list[Span] = []
-    start: int | None = None
-    for i, on in enumerate([*mask, False]):
-        if on and start is None:
-            start = i
-        elif not on and start is not None:
-            spans.append((start, i))
-            start = None
-    return spans
+    borders = [i for i, (before, on) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if before != on]
+    return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def spans_by_prefix(
@@ -62,7 +59,7 @@ def spans_by_prefix(
     if ids[: len(upto)] != upto or upto[: len(prompt)] != prompt:
         raise ChatError(
             f"the prompt of assistant turn {reply} is not a prefix of the rendered chat: "
-            "its trained tokens would follow other ids than sampling sees",
+            "its trained tokens would follow different ids from those in sampling",
             where=f"turn {reply}",
             fix="train chats whose only assistant turn is the last, or use a template with {% generation %}",
         )

@@ -1,8 +1,9 @@
-"""What a chat template is applied to, and what can be read off it. Nothing here keeps state."""
+"""Application of a chat template, and facts that can be read off it."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -27,12 +28,27 @@ _DATE_ANY = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE_REPLY = "lockstepprobereply"
 _LONGEST_TEMPLATE = 1_000_000
+_TOOLS = re.compile(r"\btools\b")
+_EXPLAINED = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""The Hermes convention, in the words of Qwen's chat template."""
 _within_limits: set[tuple[str, str, bool, str]] = set()
 """Templates, roles, switch and variables that were rendered within limits."""
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the tokenizer's chat template. Raises ChatError if there is none."""
+    """Return the text of the tokenizer's chat template. Raises ChatError if there is none."""
     template: object = tokenizer.chat_template
     if isinstance(template, Mapping):
         if "default" not in template:
@@ -50,12 +66,14 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
             fix="choose the instruct version of the model, or put a chat_template.jinja beside its tokenizer files",
         )
     if len(template) > _LONGEST_TEMPLATE:
-        raise ChatError(f"the chat template has {len(template):,} characters", where=where(tokenizer), fix="correct it")
+        raise ChatError(
+            f"the chat template has {len(template):,} characters", where=where(tokenizer), fix="use another"
+        )
     return template
 
 
 def where(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's name for messages."""
+    """Return the tokenizer's name for messages."""
     return f"tokenizer {tokenizer.name_or_path or '(unnamed)'}"
 
 
@@ -68,7 +86,7 @@ def freeze_date(template: str, place: str = "chat template") -> str:
             text = FIXED_DATE.strftime(spec)
         except (ValueError, MemoryError) as error:
             raise ChatError(
-                f"{spec!r} is no format of a date: {error}", where=place, fix="correct the template"
+                f"{spec!r} is not a date format: {error}", where=place, fix="correct the template"
             ) from error
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -83,7 +101,7 @@ def freeze_date(template: str, place: str = "chat template") -> str:
 
 
 def has_generation(template: str) -> bool:
-    """Whether the template itself marks what the assistant says, by {% generation %}."""
+    """Return whether the template itself marks what the assistant says, by {% generation %}."""
     return _GENERATION.search(template) is not None
 
 
@@ -107,7 +125,7 @@ def frame(chat: Chat, messages: Sequence[Message]) -> tuple[list[Message], int]:
     check_messages(messages)
     own_system = [m for m in messages if m["role"] == "system"]
     if any(m["role"] == "system" for m in messages[len(own_system) :]):
-        raise ChatError("a system turn stands after other turns", where="messages", fix="put it first")
+        raise ChatError("a system turn comes after other turns", where="messages", fix="put it first")
     if chat.system is not None and own_system:
         raise ChatError(
             "both the recipe and the task give a system text",
@@ -131,7 +149,9 @@ def check_messages(messages: Sequence[object]) -> None:
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ChatError(f"a turn has exactly role and content, got {message!r}", where=place, fix="rewrite it")
+            raise ChatError(
+                f"a turn must have exactly role and content, got {message!r}", where=place, fix="rewrite it"
+            )
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise ChatError(f"unknown role {role!r}", where=place, fix=f"use one of {', '.join(ROLES)}")
@@ -148,7 +168,7 @@ def check_messages(messages: Sequence[object]) -> None:
 
 
 def control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Matches the text of any special token; None if there is none."""
+    """Return a pattern that matches the text of any special token; None if there is none."""
     special = sorted((str(t) for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in special)) if special else None
 
@@ -171,7 +191,7 @@ def apply(
     kwargs: Mapping[str, object],
     **how: bool,
 ) -> Any:
-    """The tokenizer's own apply_chat_template; `how` are its switches. The only call of it.
+    """Call the tokenizer's apply_chat_template; `how` are its switches. The only call of it.
 
     Raises ChatError if the template refuses the turns, or exceeds the limits of lockstep.chat.limits: these hold for the
     first rendering of each sequence of roles.
@@ -185,10 +205,12 @@ def apply(
         text = partial(call, plain, chat_template=template, tokenize=False, add_generation_prompt=generate, **kwargs)
         if exceeded := beyond_limits(text):
             raise ChatError(
-                f"the chat template was given up: {exceeded}",
+                f"the chat template exceeds the limits: {exceeded}",
                 where=where(tokenizer),
                 fix="give the model another template",
             )
+        if len(_within_limits) > 10_000:  # chats of clients have no end of kinds
+            _within_limits.clear()
         _within_limits.add(kind)
     try:
         return call(plain, chat_template=template, **how, **kwargs)
@@ -208,7 +230,7 @@ def as_text(
     *,
     generate: bool,
 ) -> str:
-    """The rendered text; `generate` opens the assistant's turn at the end."""
+    """Return the rendered text; `generate` opens the assistant's turn at the end."""
     return str(apply(tokenizer, template, turns, kwargs, tokenize=False, add_generation_prompt=generate))
 
 
@@ -220,12 +242,12 @@ def as_ids(
     *,
     generate: bool,
 ) -> TokenIds:
-    """The ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
+    """Return the ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
     ids = encode(tokenizer, as_text(tokenizer, template, turns, kwargs, generate=generate))
     direct = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=False, add_generation_prompt=generate)
     if ids != tuple(direct):
         raise ChatError(
-            "the tokenizer gives other ids for the template's text than for the template",
+            "the tokenizer gives different ids for the template's text than for the template",
             where=where(tokenizer),
             fix="report this tokenizer: its apply_chat_template adds or changes tokens",
         )
@@ -235,22 +257,39 @@ def as_ids(
 def marked_by_template(
     tokenizer: PreTrainedTokenizerBase, template: str, turns: Sequence[Message], kwargs: Mapping[str, object]
 ) -> tuple[TokenIds, tuple[bool, ...]]:
-    """The chat's ids, and which of them the template's {% generation %} blocks hold, as transformers reports it."""
+    """Return the chat's ids, and which of them the template's {% generation %} blocks hold, as transformers reports it."""
     out = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     return tuple(out["input_ids"]), tuple(bool(mark) for mark in out["assistant_masks"])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
-    """Ids of rendered text. The template has written every special token itself, so none is added."""
+    """Return the ids of rendered text. The template has written every special token itself, so none is added."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Mapping[str, object]) -> int | None:
-    """The special token that the template writes after a reply; None if it writes none."""
+    """Return the special token that the template writes after a reply; None if it writes none."""
     probe = [Message(role="user", content="a"), Message(role="assistant", content=_PROBE_REPLY)]
     text = as_text(tokenizer, template, probe, kwargs, generate=False)
     _, found, tail = text.rpartition(_PROBE_REPLY)
     if not found:
-        raise ChatError("the chat template leaves out what the assistant says", where=where(tokenizer))
+        raise ChatError(
+            "the chat template leaves out what the assistant says",
+            where=where(tokenizer),
+            fix="give the model another template",
+        )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in encode(tokenizer, tail) if i in special), None)
+
+
+def shows_tools(template: str) -> bool:
+    """Return whether a chat template has a place for tools."""
+    return _TOOLS.search(template) is not None
+
+
+def with_tools(turns: Sequence[Message], tools: str) -> list[Message]:
+    """Return the turns with the tools, a JSON list of function schemas, explained at the end of their system text."""
+    text = _EXPLAINED.format(tools="\n".join(json.dumps(tool) for tool in json.loads(tools)))
+    if turns and turns[0]["role"] == "system":
+        return [Message(role="system", content=f"{turns[0]['content']}\n\n{text}"), *turns[1:]]
+    return [Message(role="system", content=text), *turns]

@@ -253,7 +253,11 @@ def verify_checkpoint(folder: Path) -> CheckpointInfo:
 def _verified_as(step: int, folder: Path) -> CheckpointInfo:
     info = verify_checkpoint(folder)
     if info.step != step:
-        raise CorruptCheckpointError(f"it is the checkpoint of step {info.step}, renamed", where=str(folder))
+        raise CorruptCheckpointError(
+            f"the folder was renamed: it holds the checkpoint of step {info.step}",
+            where=str(folder),
+            fix="give it its old name",
+        )
     return info
 
 

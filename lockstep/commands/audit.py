@@ -25,10 +25,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the audit. Raises EvaluationError (7) for what is no score."""
-    from lockstep.evaluate.audit import audit_parser, text_of
-    from lockstep.evaluate.collect import newest, records_of
-    from lockstep.evaluate.records import read_score
-    from lockstep.evaluate.table import score_line
+    from lockstep.evaluation.audit import audit_parser, text_of
+    from lockstep.evaluation.collect import newest, records_of
+    from lockstep.evaluation.records import read_score
+    from lockstep.evaluation.table import score_line
 
     if args.n < 1:
         raise EvaluationError(f"-n {args.n}: nothing would be shown", fix="take at least 1")

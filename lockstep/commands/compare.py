@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.evaluate.collect import Pair, Record
-    from lockstep.evaluate.compare import Comparison
+    from lockstep.evaluation.collect import Pair, Record
+    from lockstep.evaluation.compare import Comparison
     from lockstep.types import ItemResult
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def find_pairs(names: Sequence[str], *, all_steps: bool = False) -> tuple[list[Pair], list[Record]]:
     """Pair the scores; also return those without a partner. Raises ConfigError unless one or two are named."""
-    from lockstep.evaluate.collect import base_and_last, newest, pair, records_of, unpaired
+    from lockstep.evaluation.collect import base_and_last, newest, pair, records_of, unpaired
 
     if len(names) > 2:
         raise ConfigError([f"{len(names)} were named; two are compared"], fix="lockstep compare A B")
@@ -67,8 +67,8 @@ def find_pairs(names: Sequence[str], *, all_steps: bool = False) -> tuple[list[P
 
 
 def compare_pair(one: Pair, allow_mismatch: bool, estimate: str | None) -> list[Comparison]:
-    """The comparison of each number that both have, the headline first."""
-    from lockstep.evaluate.compare import compare
+    """Return the comparison of each number that both have, the headline first."""
+    from lockstep.evaluation.compare import compare
 
     a, b = one.before.brief, one.after.brief
     names = [estimate] if estimate else numbers_of(one)
@@ -76,15 +76,15 @@ def compare_pair(one: Pair, allow_mismatch: bool, estimate: str | None) -> list[
 
 
 def numbers_of(one: Pair) -> list[str]:
-    """The numbers that both scores have, in the order of the first."""
+    """Return the numbers that both scores have, in the order of the first."""
     return [name for name in one.before.brief.marks.names if name in one.after.brief.marks.names]
 
 
 def lines_of(one: Pair, comparisons: Sequence[Comparison], *, items: bool) -> list[str]:
     """Lines about a pair of scores."""
-    from lockstep.evaluate.alarms import untrained_alarm
-    from lockstep.evaluate.compare import differences, power_line
-    from lockstep.evaluate.table import score_line
+    from lockstep.evaluation.alarms import untrained_alarm
+    from lockstep.evaluation.compare import differences, power_line
+    from lockstep.evaluation.table import score_line
 
     a, b = one.before.brief.score, one.after.brief.score
     first = comparisons[0]
@@ -107,7 +107,7 @@ def lines_of(one: Pair, comparisons: Sequence[Comparison], *, items: bool) -> li
 
 def sentence(c: Comparison) -> str:
     """Example: "pass@1: +3.0 points [-1.5, +7.4], 12 rose, 6 fell, p = 0.24 (McNemar, exact): no effect shown" """
-    from lockstep.evaluate.compare import Verdict
+    from lockstep.evaluation.compare import Verdict
 
     test = "McNemar, exact" if c.test == "mcnemar-exact" else "sign-flip test"
     p = f"p = {c.p:.2g}" if c.p >= 1e-4 else "p < 0.0001"
@@ -124,7 +124,7 @@ def sentence(c: Comparison) -> str:
 
 def unseen(c: Comparison) -> str:
     """Say how large a difference may exist although none is shown."""
-    from lockstep.evaluate.intervals import wilson
+    from lockstep.evaluation.intervals import wilson
 
     if c.b + c.c == 0:  # resampling what never changed gives no interval
         return f"up to {wilson(0, c.n).high:.0%} of items may change and none of {c.n} show it"
@@ -132,8 +132,8 @@ def unseen(c: Comparison) -> str:
 
 
 def item_lines(one: Pair, c: Comparison) -> list[str]:
-    """The items that changed, with what was read before and after."""
-    from lockstep.evaluate.records import read_score
+    """Return the items that changed, with what was read before and after."""
+    from lockstep.evaluation.records import read_score
     from lockstep.track.text import plain_table
 
     before, after = ({r.id: r for r in reversed(read_score(side.path).results)} for side in (one.before, one.after))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import help as settings
+from lockstep.config.elsewhere import SYSTEMS
+from lockstep.config.foreign import read_settings, system_of
 from lockstep.config.load import dump, load, load_run
 from lockstep.config.search import find, nearest
+from lockstep.config.translate import translate
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "prefix", nargs="*", help="only settings whose path starts with this; or a word: reward, learning rate, kl"
     )
     actions.add_parser("schema", help="print the JSON schema of a recipe, for editors")
+    translate = actions.add_parser("translate", help="print a recipe made from a file of verl, OpenRLHF or TRL")
+    translate.add_argument("file", type=Path, help="script, YAML, JSON or Python file; it is not executed")
+    translate.add_argument(
+        "--from", dest="system", choices=list(SYSTEMS), help="the file's system; else its words tell"
+    )
+    translate.add_argument("--ranks", type=int, default=1, help="processes of accelerate or torchrun (TRL; default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,19 +57,24 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_help(" ".join(args.prefix))))
         case "schema":
             print(settings.schema_json())
+        case "translate":
+            text, given = read_settings(args.file)
+            print(translate(args.system or system_of(text), given, args.ranks).text(), end="")
     return 0
 
 
 def facts(recipe: Recipe) -> list[tuple[str, str]]:
     """Summary of a recipe: batch arithmetic, the learning rate in force, when it evaluates and saves."""
-    warmup = recipe.optimizer.warmup_steps
+    from lockstep.evaluation.plan import evaluation_steps
+
+    warmup = recipe.optimizer.warmup(recipe.policy_updates)
     warm = f"after {warmup} warm-up steps" if warmup else "no warm-up"
     origin = (
         "set" if recipe.optimizer.lr is not None else f"default of {recipe.loop} with adapter {recipe.adapter.kind}"
     )
-    modes = ", ".join(f"{mode.name} (T={mode.temperature:g} x {mode.samples})" for mode in recipe.eval.modes)
-    saves = _steps(recipe.steps, recipe.save.every, at_start=False)
-    evals = _steps(recipe.steps, recipe.eval.every, at_start=recipe.eval.at_start)
+    modes = ", ".join(dict.fromkeys(f"{m.name} (T={m.temperature:g} x {m.samples})" for _, m in recipe.eval.pairs))
+    regular = range(recipe.save.every, recipe.steps, recipe.save.every)
+    saves, evals = _shown([*regular[:5], recipe.steps]), _shown(evaluation_steps(recipe))
     evaluation = (
         f"{recipe.eval.items} items, {modes}, at steps {evals}"
         if recipe.eval.enabled
@@ -101,13 +117,11 @@ def _rl_facts(recipe: Recipe) -> list[tuple[str, str]]:
     ]
 
 
-def _steps(last: int, every: int, *, at_start: bool) -> str:
-    """The steps at which something happens every so often and at the end. Example: "0, 20, 40, 50"."""
-    first = [0] if at_start else []
-    count = (last - 1) // every
-    regular = [every * n for n in range(1, min(count, 4) + 1)]
-    shown = [*regular[:3], "…"] if count > 4 else regular
-    return ", ".join(str(step) for step in [*first, *shown, last])
+def _shown(steps: Sequence[int]) -> str:
+    """Return the first steps and the last. Example: "0, 20, 40, …, 200"."""
+    start = 4 if steps and steps[0] == 0 else 3
+    shown = [*steps[:start], "…", steps[-1]] if len(steps) > start + 2 else steps
+    return ", ".join(map(str, shown))
 
 
 def _help(prefix: str) -> list[str]:

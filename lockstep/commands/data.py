@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recipe_of(words: list[str]) -> Recipe:
-    """The recipe that is named, or one whose task reads the source that is named. Raises ConfigError."""
+    """Return the recipe that is named, or one whose task reads the source that is named. Raises ConfigError."""
     target, *overrides = words
     if target in built_in() or target.lower().endswith((".yaml", ".yml")):
         return load(words)
@@ -153,7 +153,7 @@ def _check(recipe: Recipe, sets: list[DataSet]) -> int:
     problems: list[str] = []
     for one in sets:
         try:
-            ready = load_set(one)
+            ready = load_set(one, whole=True)
         except DataError as error:
             problems.append(str(error))
             print(f"{one.where}: not fit\n")
@@ -172,7 +172,7 @@ def _check(recipe: Recipe, sets: list[DataSet]) -> int:
 
 
 def _references(recipe: Recipe, ready: Loaded) -> list[str]:
-    """Whether the recipe's verifier can grade the answers; conversations have none to grade."""
+    """Return whether the recipe's verifier can grade the answers; conversations have none to grade."""
     from lockstep.tasks.base import check_references
     from lockstep.verifiers.build import build_verifier
 
@@ -192,7 +192,7 @@ def _stats(recipe: Recipe, sets: list[DataSet], limit: int | None) -> int:
     from lockstep.data.stats import lengths, repeats
 
     chat = chat_format(recipe)
-    loaded = [load_set(one) for one in sets]
+    loaded = [load_set(one, whole=True) for one in sets]
     for ready in loaded:
         found = lengths(ready.prompts, lambda prompt: len(chat.render_prompt(prompt)), limit)
         print(text.set_report(ready))
@@ -207,7 +207,7 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
     from lockstep.data.columns import BadRow, to_conversation, to_prompt
     from lockstep.data.load import open_rows
 
-    rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where)
+    rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where, whole=one.whole)
     if args.mask and recipe.loop == "rl":
         print(
             "loop = rl trains on sampled replies; marked is what supervised fine-tuning on these answers would train\n"
@@ -262,7 +262,7 @@ def _split(one: DataSet, args: argparse.Namespace) -> int:
 
 
 def _names(one: DataSet, args: argparse.Namespace) -> Names:
-    """The columns of what is written: as asked, else as in the source, so that a recipe for the source suits its parts too."""
+    """Return the columns of what is written: as asked, else as in the source, so that its recipe suits the parts too."""
     from lockstep.data.build import Names
     from lockstep.data.columns import columns_of
 
@@ -273,7 +273,7 @@ def _names(one: DataSet, args: argparse.Namespace) -> Names:
 
 
 def chat_format(recipe: Recipe) -> ChatFormat:
-    """The chat format of the recipe's model, as a run has it; no weights are loaded."""
+    """Return the chat format of the recipe's model, as a run has it; no weights are loaded."""
     from lockstep.chat.chat import ChatFormat
     from lockstep.models.load import load_tokenizer
     from lockstep.models.resolve import resolve

@@ -42,6 +42,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--expect", type=share_range, metavar="LO:HI", help="exit 7 if an accuracy is outside. Example: 0.5:0.7, 0.5:"
     )
     parser.add_argument(
+        "--against", metavar="RUN[@STEP]",
+        help="compare with the scores that this run stored, item by item, under its recipe: exit 7 beyond --limit. For an export",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", type=int, default=2, metavar="N", help="items whose mark may differ with --against (default 2)"
+    )
+    parser.add_argument(
         "--allow-mismatch", action="store_true", help="compare scores measured under different conditions, and say so"
     )
     parser.add_argument(
@@ -89,15 +96,21 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, store, print. Raises LockstepError: 7 if a score is outside of --expect or weights are not those saved."""
+    from lockstep.scoring.against import best_lines, require_same, stored_by
     from lockstep.scoring.score import score_targets
 
+    stored = stored_by(args.against) if args.against else []
+    if args.against:
+        args.recipe = args.recipe or [str(stored[0].path.parents[1] / "recipe.yaml")]
     targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)
     outcomes, outside, alarms = [], [], []
     for outcome in score_targets(targets, options_of(args)):
         lines, found = report(outcome, args.allow_mismatch, args.with_base)
-        print("\n".join(lines), flush=True)
+        print("\n".join([*lines, *best_lines(outcome)]), flush=True)
+        if stored:
+            print("\n".join(require_same(outcome, stored, args.limit)), flush=True)
         outcomes.append(outcome)
         alarms += found
         outside += outside_of(outcome, args.expect) if args.expect else []
@@ -118,7 +131,7 @@ def options_of(args: argparse.Namespace) -> ScoreOptions:
     from lockstep.scoring.score import ScoreOptions
 
     return ScoreOptions(
-        modes=lambda recipe: choose_modes(recipe, args.mode),
+        modes=lambda recipe, chosen: choose_modes(recipe, args.mode, chosen),
         sets=lambda recipe: choose_sets(recipe, args.role, args.items),
         out=args.out,
         base=not args.no_base,
@@ -128,7 +141,7 @@ def options_of(args: argparse.Namespace) -> ScoreOptions:
 
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
-    """Every target that was named; with --all-checkpoints each checkpoint of a run is one."""
+    """Return every target that was named; with --all-checkpoints each checkpoint of a run is one."""
     from lockstep.scoring.targets import find_target
 
     words, overrides = split_arguments(args)
@@ -170,7 +183,7 @@ def refuse_one_file_for_two(targets: Sequence[Target]) -> None:
 
 
 def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
-    """The steps of a run's complete checkpoints, oldest first. Raises ConfigError for what is no run."""
+    """Return the steps of a run's complete checkpoints, oldest first. Raises ConfigError for what is no run."""
     from lockstep.checkpoint.store import list_checkpoints
     from lockstep.track.rundir import is_run
 
@@ -188,8 +201,8 @@ def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
 # --- what is printed ------------------------------------------------------------------------------------------------
 def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str], list[str]]:
     """Lines about one target (its proof, the table, alarms, notes, files), and the alarms alone."""
-    from lockstep.evaluate.alarms import reply_alarms, untrained_alarm
-    from lockstep.evaluate.table import comparison_table, table_lines
+    from lockstep.evaluation.alarms import reply_alarms, untrained_alarm
+    from lockstep.evaluation.table import comparison_table, table_lines
     from lockstep.sync.record import proof_line
 
     target = outcome.target
@@ -213,8 +226,8 @@ def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str]
 
 def report_all(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
     """Several targets side by side, then what is suspiciously alike between them, and those alarms alone."""
-    from lockstep.evaluate.alarms import identity_alarms
-    from lockstep.evaluate.table import estimate_line
+    from lockstep.evaluation.alarms import identity_alarms
+    from lockstep.evaluation.table import estimate_line
     from lockstep.track.text import plain_table
 
     scored = [(outcome.target.label, score) for outcome in outcomes for score in outcome.scores]
@@ -237,9 +250,9 @@ def mode_of(score: Score) -> str:
 
 
 def score_lines(scores: Sequence[Score]) -> list[str]:
-    """A row for each score and number: value, standard error and 95 % interval in per cent, and what one item is worth."""
-    from lockstep.evaluate.intervals import item_points
-    from lockstep.evaluate.table import error_of
+    """Return a row for each score and number: value, standard error and 95 % interval in per cent, and what one item is worth."""
+    from lockstep.evaluation.intervals import item_points
+    from lockstep.evaluation.table import error_of
     from lockstep.track.text import plain_table
 
     rows = [
@@ -262,7 +275,7 @@ def score_lines(scores: Sequence[Score]) -> list[str]:
 
 
 def outside_of(outcome: Outcome, expected: tuple[float, float]) -> list[str]:
-    """A sentence for each score of the target, not of its base, that is outside."""
+    """Return a sentence for each score of the target, not of its base, that is outside."""
     low, high = expected
     return [
         f"{outcome.target.label}: {score.conditions.mode} is {score.accuracy:.1%}"
@@ -272,22 +285,22 @@ def outside_of(outcome: Outcome, expected: tuple[float, float]) -> list[str]:
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
-def choose_modes(recipe: Recipe, names: str) -> list[EvalMode]:
-    """The modes that `--mode` asks for; greedy, sampled and the fixed ones exist even if the recipe has none of their kind.
+def choose_modes(recipe: Recipe, names: str, chosen: EvalSet | None = None) -> list[EvalMode]:
+    """Return the modes that `--mode` asks for, of a set its own; greedy, sampled and the fixed ones always exist.
 
     Raises ConfigError for a name that is none.
     """
-    found = [mode for name in names.split(",") for mode in _modes_called(recipe, name.strip())]
+    modes = (chosen.modes if chosen else []) or recipe.eval.modes
+    found = [mode for name in names.split(",") for mode in _modes_called(modes, name.strip())]
     return list({mode.name: mode for mode in found}.values())
 
 
-def _modes_called(recipe: Recipe, name: str) -> list[EvalMode]:
+def _modes_called(modes: Sequence[EvalMode], name: str) -> list[EvalMode]:
     from pydantic import ValidationError
 
     from lockstep.config.evaluate import preset_mode
     from lockstep.config.schema import EvalMode
 
-    modes = recipe.eval.modes
     if name == "all":
         return list(modes)
     if known := [mode for mode in modes if mode.name == name]:
@@ -310,7 +323,7 @@ def _modes_called(recipe: Recipe, name: str) -> list[EvalMode]:
 
 
 def choose_sets(recipe: Recipe, role: str | None, items: int | None) -> list[EvalSet]:
-    """The recipe's sets, or the one that `--role` asks for; `items` is for all of them."""
+    """Return the recipe's sets, or the one that `--role` asks for; `items` is for all of them."""
     from lockstep.config.schema import EvalSet
 
     sets = [one for one in recipe.eval.sets if role in (None, one.role)]
@@ -343,7 +356,7 @@ def named(word: str) -> tuple[str, str]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
+    """Return a whole number of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.shard_gb < math.inf:
         raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError([f"{args.out} is there already"], fix="name a new folder")
+        raise ConfigError([f"{args.out} exists already"], fix="name a new folder")
     from lockstep.export.export import choice_note, export
     from lockstep.scoring.targets import find_target
 

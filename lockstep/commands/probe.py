@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and advise. Raises EvaluationError (7) if the format is a no-go."""
-    from lockstep.evaluate.probes import format_lines, headroom_lines, probe_format, probe_headroom
+    from lockstep.evaluation.probes import format_lines, headroom_lines, probe_format, probe_headroom
 
     args.set = [*args.set, *([f"eval.max_tokens={args.max_tokens}"] if args.max_tokens else [])]
     args.all_checkpoints, args.numerics = False, None
@@ -73,7 +73,7 @@ def format_mode() -> EvalMode:
 
 
 def headroom_mode(target: Target, samples: int) -> EvalMode:
-    """As training samples: at its temperature."""
+    """Return the mode of training samples: at their temperature."""
     from lockstep.config.schema import EvalMode
 
     if samples < 2:
@@ -82,10 +82,10 @@ def headroom_mode(target: Target, samples: int) -> EvalMode:
 
 
 def measure(target: Target, args: argparse.Namespace, mode: EvalMode) -> Score:
-    """One score of the target's weights, stored only with --out; prints what was asked."""
+    """Return one score of the target's weights, stored only with --out; prints what was asked."""
     from lockstep.config.schema import EvalSet
-    from lockstep.evaluate.records import write_score
-    from lockstep.evaluate.table import score_line
+    from lockstep.evaluation.records import write_score
+    from lockstep.evaluation.table import score_line
     from lockstep.scoring.score import measure_once
 
     chosen = EvalSet(role=args.role, items=args.items)

@@ -16,6 +16,7 @@ from lockstep.track.text import one_line, reading_line, visible
 if TYPE_CHECKING:
     from lockstep.config.schema import Chat, Recipe
     from lockstep.track.rollouts import RolloutRow
+    from lockstep.types import Branch
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("rollouts", help="print the replies of a step with their grades")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, metavar="N", help="which step; by default the last that is stored")
-    parser.add_argument("--limit", type=_positive, metavar="K", default=10, help="at most so many replies (default 10)")
+    parser.add_argument("--limit", type=_positive, metavar="K", default=10, help="most replies to print (default 10)")
     parser.add_argument(
         "--seen",
         action="store_true",
@@ -57,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
     rows = read_rollouts(directory, 0 if step is None else step)
     wanted = [row for row in rows if args.only is None or word(row) == args.only]
     shown = wanted[: args.limit]
-    decode = _decoder(recipe) if args.seen or any(_turns(row) for row in shown) else None
+    decode = _decoder(recipe) if args.seen or any(_turns(row) or row.branches for row in shown) else None
     lines = [*(show(row, decode, seen=args.seen) for row in shown), summary(step, rows, wanted, args)]
     print("\n\n".join(lines) + ("" if args.seen else framing_note(recipe.chat, "--seen")))
     return 0
 
 
 def framing_note(chat: Chat, flag: str) -> str:
-    """A line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
+    """Return a line about what the recipe puts around each question, for output that leaves it out; "" if that is nothing."""
     parts = [f"the suffix {one_line(chat.suffix, 60)!r}"] if chat.suffix else []
     parts += (
         [f"{len(chat.examples)} solved example{'s' if len(chat.examples) > 1 else ''} before it"]
@@ -84,8 +85,8 @@ def _decoder(recipe: Recipe) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _turns(row: RolloutRow) -> list[tuple[bool, int, int]]:
-    """The stretches of an episode: sampled or not, first id, end; nothing for a single reply."""
+def _turns(row: RolloutRow | Branch) -> list[tuple[bool, int, int]]:
+    """Return the stretches of an episode: sampled or not, first id, end; nothing for a single reply."""
     ends = [i for i in range(1, len(row.trained)) if row.trained[i] != row.trained[i - 1]]
     return [(row.trained[a], a, b) for a, b in pairwise([0, *ends, len(row.trained)])] if ends else []
 
@@ -96,7 +97,7 @@ def word(row: RolloutRow) -> str:
 
 
 def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, *, seen: bool = False) -> str:
-    """One reply as text; nothing in it can act on the terminal.
+    """Return one reply as text; nothing in it can act on the terminal.
 
     With `decode` an episode is shown turn by turn, what the model wrote apart from what it was told, and with `seen` the prompt
     as the model saw it.
@@ -112,15 +113,23 @@ def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, 
     turns = [_block(message["role"], message["content"]) for message in row.messages]
     if seen and decode is not None:
         turns = [_block("prompt, as the model saw it", decode(row.prompt_ids))]
-    replies = [_block("reply", row.text)]
-    if decode is not None and (parts := _turns(row)):
-        count = 0
-        replies = []
-        for sampled, start, end in parts:
-            count += sampled
-            title = f"==> reply {count}, by the model" if sampled else "<== from the environment"
-            replies.append(_block(title, decode(row.ids[start:end])))
+    replies = _replies(row, decode)
+    for number, branch in enumerate(row.branches, 2):
+        start = "" if decode is None else decode(branch.prompt_ids)
+        title = f"row {number} of the episode: its history was rewritten or forked"
+        replies += [_block(title, start), *_replies(branch, decode)]
     return "\n".join([*lines, *turns, *replies])
+
+
+def _replies(row: RolloutRow | Branch, decode: Callable[[Sequence[int]], str] | None) -> list[str]:
+    if decode is None or not (parts := _turns(row)):
+        return [_block("reply", row.text)]
+    count, replies = 0, []
+    for sampled, start, end in parts:
+        count += sampled
+        title = f"==> reply {count}, by the model" if sampled else "<== from the environment"
+        replies.append(_block(title, decode(row.ids[start:end])))
+    return replies
 
 
 def summary(

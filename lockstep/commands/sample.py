@@ -1,4 +1,4 @@
-"""`lockstep sample`: held-out questions, the replies of a run, a checkpoint or a model, and how each is graded."""
+"""`lockstep sample`: asks a run, a checkpoint or a model held-out questions, and shows each reply with its grade."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
-    """One reply to each of the first `count` held-out questions, or the episode that it begins, drawn as an evaluation draws
-    them: the target's own weights, in its numerics. And a line that says which."""
+    """Return one reply to each of the first `count` held-out questions, or the episode that it begins, as an evaluation does
+    it: with the target's own weights, in its numerics. And a line that says which."""
     from dataclasses import replace
 
     from lockstep.config.schema import EvalMode
-    from lockstep.evaluate.plan import eval_plan
-    from lockstep.evaluate.runner import graded_replies, heldout_items, require_numerics
+    from lockstep.evaluation.plan import eval_plan
+    from lockstep.evaluation.runner import graded_replies, heldout_items, require_numerics
     from lockstep.run.evaluation import computing, numerics_of
     from lockstep.scoring.score import placed, saved_of
     from lockstep.scoring.targets import build_eval_session
@@ -97,7 +97,7 @@ def draw(target: Target, count: int, heat: float) -> tuple[list[Sample], str]:
 
 
 def show(sample: Sample, *, seen: bool = False) -> str:
-    """One sample as text; nothing in it can act on the terminal."""
+    """Return one sample as text; nothing in it can act on the terminal."""
     reply = sample.reply
     reward = "none" if reply.reward is None else f"{reply.reward:g}"
     end = ", cut off" if reply.truncated else ""
@@ -126,7 +126,7 @@ def summary(samples: list[Sample]) -> str:
 
 
 def temperature(text: str) -> float:
-    """A finite number of at least 0, for argparse."""
+    """Return a finite number of at least 0, for argparse."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError("must be 0 or above")

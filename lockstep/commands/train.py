@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.config.load import load_run
+from lockstep.commands.plan import add_allow, load_allowed
+from lockstep.config.load import load, use_paths
 from lockstep.errors import ConfigError
+from lockstep.track.provenance import require_clean
 from lockstep.track.rundir import RunDirectory, is_run, never_began, refuse_taken
 from lockstep.track.writer import read_events
 
@@ -21,44 +23,64 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "recipe",
         nargs="*",
         metavar="RECIPE|a.b=c",
-        help="recipe files and overrides; later ones win. With --resume only settings of health: health.clipping=off",
+        help="recipe files and overrides; later ones win. With --resume only settings of health, track and placement: "
+        "health.clipping=off",
     )
     parser.add_argument(
         "--resume", metavar="RUN", type=Path, help="continue this run directory from its last checkpoint"
     )
+    add_allow(parser)
     parser.add_argument(
         "--allow-fallback",
         action="store_true",
         help="with --resume: if the newest checkpoint is damaged, use an older one",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="with --resume: end at step N, beyond the one that the run was started with",
+    )
+    parser.add_argument(
+        "--require-clean",
+        action="store_true",
+        help="refuse to start unless everything in your git repository is committed (runs_dir apart)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train. Raises LockstepError: 2 for a wrong recipe, 3 if the run stopped itself, 75 if it was interrupted and saved."""
     if args.resume is not None:
-        if others := [arg for arg in args.recipe if not arg.startswith("health.")]:
+        if others := [arg for arg in args.recipe if not arg.startswith(("health.", "track.", "placement"))]:
             raise ConfigError(
-                [f"{others[0]}: a resumed run keeps its own recipe; only settings of health may change"],
+                [
+                    f"{others[0]}: a resumed run keeps its own recipe; only settings of health, track and placement may change"
+                ],
                 fix=f"leave the argument out; or train the last weights further in a new run: warm_start={args.resume} name=NAME",
             )
-        if done := finished(args.resume):
+        if args.steps is None and (done := finished(args.resume)):
             print(done)
             return 0
+        use_paths(load([str(RunDirectory.open(args.resume).recipe_path)]))
         print(f"continuing {args.resume}; loading", flush=True)
         with _remedy(args.resume):
             from lockstep.loops.start import resume_run
 
-            resume_run(args.resume, args.recipe, allow_fallback=args.allow_fallback)
+            resume_run(args.resume, args.recipe, allow=args.allow, allow_fallback=args.allow_fallback, steps=args.steps)
         return 0
     if args.allow_fallback:
         raise ConfigError(
             ["--allow-fallback works only with --resume"], fix="name the run with --resume, or leave it out"
         )
+    if args.steps is not None:
+        raise ConfigError(["--steps works only with --resume"], fix=f"write steps={args.steps}")
     if not args.recipe:
         raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
-    recipe = load_run(args.recipe)  # before anything heavy: a mistake is refused in milliseconds
+    recipe = load_allowed(args)  # before anything heavy: a mistake is refused in milliseconds
     path = Path(recipe.runs_dir) / recipe.name
     refuse_taken(path)
+    if args.require_clean:
+        require_clean(Path.cwd(), recipe.runs_dir)
     print(
         f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps, in {path}; loading", flush=True
     )
@@ -77,7 +99,8 @@ def finished(path: Path) -> str:
         return ""
     return (
         f"{path} is finished: step {last.step}, report in {run.report_path}\n"
-        f"  to train its weights further: lockstep train RECIPE warm_start={path} name=NAME"
+        f"  to make it longer: lockstep train --resume {path} --steps N\n"
+        f"  to train its weights in a new run: lockstep train RECIPE warm_start={path} name=NAME"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which weights are trained: all of them, or adapters through PEFT."""
+"""Choice of the trained weights: all of them, or adapters through PEFT."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from lockstep.config.section import Json, Section
 Targets: TypeAlias = Literal["auto", "all-linear", "attention"] | list[str]
 REGEX = "re:"
 """Begins a target that is a regular expression over full layer names."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "dense", "query_key_value", "c_attn")
-"""Last names of attention's linear layers. `dense` only inside of a module whose name has attn or attention in it."""
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
+FUSED = ("qkv_proj", "query_key_value", "c_attn")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", *FUSED, *LATENT, *DELTA)
+"""Last names of linear layers of attention, of latent attention and gated delta nets too. `dense` only inside of a module whose
+name has attn or attention in it."""
 RESIDUAL_INITS = ("pissa", "olora")
 """Starts that move a part of each weight into its adapter and leave the residual in the base."""
 
@@ -42,7 +46,7 @@ class _Adapted(Section):
                 try:
                     re.compile(target.removeprefix(REGEX))
                 except re.error as error:
-                    raise ValueError(f"targets: {target!r} is no regular expression: {error}") from error
+                    raise ValueError(f"targets: {target!r} is not a valid regular expression: {error}") from error
         return self
 
 
@@ -65,7 +69,7 @@ class Lora(_Adapted):
 
     base: Literal["full", "nf4"] = "full"
     """Precision of the frozen layers under the adapters. nf4 keeps them in 4.25 bits a weight (QLoRA, arXiv 2305.14314): a
-    quarter of the memory, a slower and slightly other model, which is the one that is trained and sampled. Native engine only."""
+    quarter of the memory, a slower, slightly different model, which is the one trained and sampled. Native engine only."""
 
     @property
     def scaling(self) -> float:
@@ -110,16 +114,16 @@ Adapter: TypeAlias = Annotated[NoAdapter | Lora | OtherPeft, Field(discriminator
 
 
 def vllm_refuses(adapter: Adapter) -> str:
-    """Why vLLM cannot serve an adapter, which it is sent merged; "" if it can."""
+    """Return why vLLM, which gets adapters merged into the weights, cannot serve this one; "" if it can."""
     if isinstance(adapter, OtherPeft):
-        return f"rollout.engine = vllm takes LoRA and its relatives, not adapter.method = {adapter.method}; take native"
+        return f"rollout.engine = vllm serves LoRA and its relatives, not adapter.method = {adapter.method}; use native"
     if isinstance(adapter, Lora) and adapter.base == "nf4":
-        return "rollout.engine = vllm is sent merged weights, which adapter.base = nf4 has none of; take native"
+        return "rollout.engine = vllm needs merged weights, which adapter.base = nf4 does not have; use native"
     return ""
 
 
 def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
-    """Why a base in four bits cannot be quantised once more; "" if nobody asks for it."""
+    """Return why a base in four bits cannot be quantised once more; "" if no phase asks for it."""
     asked = next((numeric for numeric in numerics if numeric), "")
     if asked and isinstance(adapter, Lora) and adapter.base == "nf4":
         return f"{asked} quantises linear layers, which adapter.base = nf4 has packed in 4 bits already; set one of the two"
@@ -127,7 +131,7 @@ def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
 
 
 def adapter_name(adapter: Adapter) -> str:
-    """For reports. Examples: "full fine-tuning", "LoRA rank 16", "ia3 by PEFT"."""
+    """Return the adapter's name for reports. Examples: "full fine-tuning", "LoRA rank 16", "ia3 by PEFT"."""
     match adapter:
         case NoAdapter():
             return "full fine-tuning"

@@ -1,7 +1,7 @@
-"""Settings of the objective: which advantage, which loss, which aggregation, which KL, which correction.
+"""Settings of the objective: advantage, loss, aggregation, KL and correction.
 
-A kind of algorithm is a name for one choice of these parts, and every part may be replaced in the recipe. The formula that
-is in force is printed at the start of a run.
+An algorithm is a named choice of these parts, and a recipe may replace each part. The formula in force is printed at the start
+of a run.
 """
 
 from __future__ import annotations
@@ -78,9 +78,33 @@ class RewardAdvantage(Section):
     """Subtracted from every reward."""
 
 
+class PythonAdvantage(Section):
+    """A function from your file: def advantages(replies, **settings), which returns a number for each reply, or one for each of
+    its tokens. It is tried before the run, and runs in this process."""
+
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=r".+\.py:\w+$")
+    """file.py:function"""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the function as keyword arguments."""
+
+
+def _from_path(value: Any) -> Any:
+    return {"kind": "python", "path": value} if isinstance(value, str) and ".py:" in value else value
+
+
 Advantage: TypeAlias = Annotated[
-    GroupAdvantage | LeaveOneOutAdvantage | WhitenedAdvantage | GaeAdvantage | MaxRlAdvantage | RewardAdvantage,
-    Field(discriminator="kind"),
+    Annotated[
+        GroupAdvantage
+        | LeaveOneOutAdvantage
+        | WhitenedAdvantage
+        | GaeAdvantage
+        | MaxRlAdvantage
+        | RewardAdvantage
+        | PythonAdvantage,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(_from_path),
 ]
 
 
@@ -133,19 +157,15 @@ class PythonLoss(Section):
     """Passed to the function as keyword arguments."""
 
 
-def _loss_from_path(value: Any) -> Any:
-    return {"kind": "python", "path": value} if isinstance(value, str) and ".py:" in value else value
-
-
 PolicyLoss: TypeAlias = Annotated[
     Annotated[ClipLoss | GspoLoss | CispoLoss | ReinforceLoss | PythonLoss, Field(discriminator="kind")],
-    BeforeValidator(_loss_from_path),
+    BeforeValidator(_from_path),
 ]
 
 
 # --- KL, correction, critic, sampling -------------------------------------------------------------------------------
 class Kl(Section):
-    """Penalty for leaving the reference model: the weights that the run started from. None is kept at coef 0."""
+    """Penalty for leaving the reference model: the weights that the run started from. No copy is kept at coef 0."""
 
     coef: float = Field(default=0.0, ge=0)
     """Weight of the penalty; with a target, its value at the start."""
@@ -154,7 +174,7 @@ class Kl(Section):
     placement: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss; reward: subtracted from each token's reward before the advantages."""
     target: float | None = Field(default=None, gt=0)
-    """Adapt coef so that the mean k1 per token comes to this (arXiv 1909.08593, §2.2); none keeps coef fixed."""
+    """Adapt coef so that the mean k1 per token reaches this (arXiv 1909.08593, §2.2); none keeps coef fixed."""
     horizon: int = Field(default=10_000, ge=1)
     """Samples over which coef changes by the factor that the error asks for."""
 
@@ -164,7 +184,7 @@ class Kl(Section):
             raise ValueError("a target needs a coef above 0 to start from: 0 times any factor stays 0")
         if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError(
-                "k1 in the loss has no gradient in expectation; choose estimator k2 or k3, or placement reward"
+                "k1 in the loss has no gradient in expectation, so no effect; choose estimator k2 or k3, or placement reward"
             )
         return self
 
@@ -208,7 +228,7 @@ class Mis(Section):
             raise ValueError(f"the band [{self.low:g}, {self.high:g}] leaves out w = 1, the weight of equal policies")
         if self.level == "geometric" and (self.low < 0.8 or self.high > 1.25):
             raise ValueError(
-                f"[{self.low:g}, {self.high:g}] is no band for a geometric mean, which stays within a few percent of 1: "
+                f"[{self.low:g}, {self.high:g}] is too wide for a geometric mean, which stays within a few percent of 1: "
                 "it would keep everything; usual are 0.99 to 1.01, and 0.999 to 1.001 for long replies"
             )
         return self
@@ -245,7 +265,7 @@ class Overlong(Section):
     """Treatment of long and of truncated replies. Penalty and filter are two things (arXiv 2503.14476, §3.4)."""
 
     buffer: int = Field(default=0, ge=0)
-    """The penalty grows linearly over the last so many tokens before max_tokens; 0 is no penalty."""
+    """The penalty grows linearly over this many tokens before max_tokens; 0 is no penalty."""
     penalty: float = Field(default=1.0, ge=0)
     """Penalty at max_tokens, subtracted from the reward."""
     drop_truncated: bool = False

@@ -1,9 +1,9 @@
-"""Where rows come from: a hub data set, files, or a generator, with the columns and filters that make prompts of them."""
+"""Sources of rows: a hub data set, files, or a generator, with the columns and filters that turn them into prompts."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
@@ -92,13 +92,13 @@ class Length(_Filter):
 
 
 class Tokens(_Filter):
-    """Keep rows whose question, as plain text, has at most so many tokens."""
+    """Keep rows whose question, as plain text, has at most `high` tokens."""
 
     kind: Literal["tokens"] = "tokens"
     high: int = Field(ge=1)
     """Most tokens."""
     model: str = "smollm2-135m-instruct"
-    """Whose tokenizer counts."""
+    """Model whose tokenizer counts."""
 
 
 class Distinct(_Filter):
@@ -114,7 +114,7 @@ class NotIn(_Filter):
 
     kind: Literal["not_in"] = "not_in"
     sources: list[str] = Field(min_length=1)
-    """As data.source; their columns are those of their presets, else prompt and answer."""
+    """Sources in the form of data.source; their columns are those of their presets, else prompt and answer."""
     preset: PresetName | None = None
     """Columns of local sources."""
     match: Match = "normalised"
@@ -122,7 +122,7 @@ class NotIn(_Filter):
 
 
 class PythonFilter(_Filter):
-    """A function of yours, from a row as a mapping to true for keep."""
+    """A function from your file that gets a row as a mapping and returns True to keep it."""
 
     kind: Literal["python"] = "python"
     path: str = Field(pattern=r".+\.py:\w+$")
@@ -143,14 +143,11 @@ Filter: TypeAlias = Annotated[
     | PythonFilter,
     Field(discriminator="kind"),
 ]
-FILTERS: tuple[type[_Filter], ...] = (
-    *(Among, NotAmong, Mentions, NotMentions, IntegerAnswer, Gradable),
-    *(Length, Tokens, Distinct, NotIn, PythonFilter),
-)
+FILTERS: tuple[type[_Filter], ...] = get_args(get_args(Filter)[0])
 
 
 def stage_name(settings: Filter) -> str:
-    """Name of a filter in the counts."""
+    """Return the name of a filter in the counts."""
     return settings.name or settings.kind
 
 
@@ -189,7 +186,7 @@ class Data(Section):
     filters: list[Filter] = Field(default_factory=list)
     """Applied in order; each reports how many rows it dropped, and five of them. `lockstep data filters` lists them."""
     max_rows: int | None = Field(default=None, ge=1)
-    """Take only the first so many rows after the filters."""
+    """Take only this many rows after the filters."""
     on_bad_row: Literal["stop", "drop"] = "stop"
     """stop names the bad rows and refuses; drop counts and reports them."""
 
@@ -227,7 +224,7 @@ class Data(Section):
         one_file = ".py:" in text or text.startswith("hf://") or text.lower().endswith(FILE_SUFFIXES)
         if one_file and (self.subset is not None or self.split is not None):
             raise ValueError(
-                f"subset and split belong to a hub id (org/name) or a folder; {text} names its rows itself"
+                f"subset and split belong to a hub id (org/name) or a folder; {text} already says which rows are meant"
             )
         if self.revision is not None and (one_file or text.startswith((".", "/", "~"))):
             where = "write hf://datasets/org/name@revision/…" if text.startswith("hf://") else "leave it out"
@@ -241,7 +238,7 @@ _HF = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+(@[^/]+)?(/.*)?")
 
 
 def wrong_form(source: str) -> str:
-    """Why a text can be no source, and the form that was meant; "" if its form is right. Looks at nothing but the text."""
+    """Return why a text cannot be a source, and the form that was meant; "" if its form is right. Looks only at the text."""
     if page := _HUB_PAGE.fullmatch(source):
         repo, rest = page.groups()
         if (file := _HUB_FILE.match(rest)) and file[2]:

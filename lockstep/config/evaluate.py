@@ -12,9 +12,9 @@ from lockstep.config.section import Section
 Role: TypeAlias = Literal["train", "id_probe", "ood_probe", "sanity"]
 """Purpose of a set of items: trained on; like training; unlike training; too few to decide anything."""
 DECIDING = ("id_probe", "ood_probe")
-"""Roles that a decision may hang on: sanity sets are too small, and training questions are not held out."""
+"""Roles that may decide something: sanity sets are too small, and training questions are not held out."""
 NONDET = "nondet_proxy"
-"""Several greedy replies an item, which differ only by what the hardware does: a diagnosis, not a score of the model."""
+"""Several greedy replies to an item, which differ only by the hardware's rounding: a diagnosis, not a score of the model."""
 GREEDY = "greedy_pass@1"
 PRESET_TEMPERATURE = 0.6
 """Temperature of the modes avg@k, pass@k and maj@k without settings of their own."""
@@ -30,15 +30,15 @@ class EvalMode(Section):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     samples: int = Field(default=1, ge=1)
-    """Replies per item. At temperature 0 more than one only in the mode nondet_proxy, which shows how far replies differ by what
-    the hardware does."""
+    """Replies per item. At temperature 0 more than one only in the mode nondet_proxy, which shows differences by the hardware's
+    rounding."""
     estimates: list[str] = Field(default_factory=list)
-    """Numbers made of an item's replies: avg@n (their mean), pass@k (any of k right, unbiased), maj@n (the majority's answer is
-    right). The first is the mode's accuracy. Empty takes the one that the name says, or avg@n, and then the others."""
+    """Estimates of an item's replies: avg@n (their mean), pass@k (any of k right, unbiased), maj@n (the majority's answer
+    is right). The first is the mode's accuracy. Empty takes the one that the name says, or avg@n, and then the others."""
 
     @classmethod
     def named(cls, name: str) -> dict[str, object] | None:
-        """The settings that a name alone stands for, as in `eval.modes: greedy,avg@8`; None if it stands for none."""
+        """Return the settings that a name alone stands for, as in `eval.modes: greedy,avg@8`; None if it stands for none."""
         if name in ("greedy", "sampled"):
             return {"name": name, "temperature": 0.0 if name == "greedy" else 1.0}
         try:
@@ -46,6 +46,11 @@ class EvalMode(Section):
         except ValueError:  # avg@1
             return None
         return None if mode is None else mode.model_dump(mode="json", exclude_defaults=True) | {"name": name}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: object) -> object:
+        return (cls.named(value) or value) if isinstance(value, str) else value
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -65,7 +70,7 @@ class EvalMode(Section):
         if self.temperature == 0 and self.samples > 1 and not nondet:
             raise ValueError(
                 "temperature 0 gives the same reply every time; set samples: 1 or a temperature above 0, or name the mode "
-                f"{NONDET} to see how far replies differ by what the hardware does"
+                f"{NONDET} to see how far replies differ by the hardware's rounding"
             )
         return self
 
@@ -76,17 +81,19 @@ class EvalMode(Section):
         for number in self.numbers:
             match = _ESTIMATE.fullmatch(number)
             if match is None:
-                raise ValueError(f"{number} is no estimate; there are avg@n, pass@k and maj@n")
+                raise ValueError(f"{number} is not an estimate; there are avg@n, pass@k and maj@n. Example: pass@8")
             kind, k = match[1], int(match[2])
             if k > self.samples or (kind != "pass" and k != self.samples):
-                raise ValueError(f"{number} needs {k} samples of an item, this mode draws {self.samples}")
+                raise ValueError(
+                    f"{number} needs {k} samples per item, and this mode draws {self.samples}: set its samples"
+                )
         if _ESTIMATE.fullmatch(self.name) and self.numbers[0] != self.name:
             raise ValueError(f"a mode named {self.name} whose first estimate is {self.numbers[0]}; rename one of them")
         return self
 
 
 def preset_mode(name: str) -> EvalMode | None:
-    """The mode that a name alone stands for: greedy_pass@1, avg@8, pass@8, maj@8, nondet_proxy@8; None for any other."""
+    """Return the mode that a name alone stands for: greedy_pass@1, avg@8, pass@8, maj@8, nondet_proxy@8; None for any other."""
     if name == GREEDY:
         return EvalMode(name=name)
     if match := re.fullmatch(rf"{NONDET}(?:@(\d+))?", name):
@@ -97,13 +104,60 @@ def preset_mode(name: str) -> EvalMode | None:
 
 
 class EvalSet(Section):
-    """One more set of items that a run evaluates on, in all modes; its scores are named <role>.<mode>."""
+    """One more set of items that a run evaluates on; its scores are named <role>.<mode>."""
 
     role: Role
     """Purpose: id_probe (held out, like training), ood_probe (held out, unlike training), sanity (too few items to decide
     anything), or train."""
     items: int = Field(default=200, ge=1)
     """Problems."""
+    every: int | None = Field(default=None, ge=1)
+    """Steps between its evaluations; none is eval.every. Base and last step are always evaluated."""
+    modes: list[EvalMode] = Field(default_factory=list)
+    """Its decoding modes; empty takes eval.modes. Example: avg@8 is eight replies at temperature 0.6"""
+
+
+class Gate(Section):
+    """One thing that must hold at the steps at which a run is judged."""
+
+    score: str
+    """Name of a score. Example: greedy, ood_probe.greedy, sanity.avg@8"""
+    rule: Literal["improves", "holds", "reaches"] = "improves"
+    """improves: above the base by the paired test, at 0.05 over the number of steps judged; holds: not below the base by that
+    test; reaches: accuracy of at least `limit`."""
+    limit: float = Field(default=0.0, ge=0, le=1)
+    """Accuracy to reach, for reaches; smallest rise that counts, for improves."""
+
+
+class Judged(Section):
+    """Steps at which a run will be judged and what counts as success, said before it starts. They cannot change afterwards."""
+
+    steps: list[int] = Field(default_factory=list)
+    """Trained steps. Each is evaluated on all sets. Example: [100, 200, 300]"""
+    gates: list[Gate] = Field(default_factory=list)
+    """Conditions of success. All must hold at one of the steps."""
+    preset: Literal["none", "gain", "gain_and_hold"] = "none"
+    """gain: the first score that may decide improves. gain_and_hold: in addition no other such score falls."""
+
+
+class LmEvalSet(Section):
+    """A task of lm-eval, measured at the same steps with this run's weights, conditions and intervals (`pip install
+    'lockstep-rl[lm-eval]'`); its scores are named lm_eval.<name>."""
+
+    name: str = Field(pattern=r"^[a-z0-9_-]+$")
+    """Short name. Example: arc"""
+    path: str
+    """The task's YAML file, as lm-eval reads it. It may name functions of a Python file beside it, which then run."""
+    metric: str = ""
+    """The task's metric that counts, 0 or 1 for each item; empty takes its first. Example: acc_norm"""
+    filter: str = ""
+    """The task's filter that counts; empty takes its first."""
+    items: int | None = Field(default=None, ge=1)
+    """First items only; none takes all."""
+    fewshot: int | None = Field(default=None, ge=0)
+    """Examples before a question; none takes the task's own."""
+    chat: bool = False
+    """Put prompts into the model's chat template. lm-eval's own default is off."""
 
 
 class NoStop(Section):
@@ -113,15 +167,15 @@ class NoStop(Section):
 
 
 class Drops(Section):
-    """Stop when a metric falls so many evaluations in a row."""
+    """Stop when a metric falls several evaluations in a row."""
 
     kind: Literal["drops"] = "drops"
     metric: str = "eval/ood_probe.greedy/accuracy"
-    """Of which evaluation. Example: eval/greedy/accuracy"""
+    """Metric to watch. Example: eval/greedy/accuracy"""
     in_a_row: int = Field(default=2, ge=1)
-    """Drops, one after the other."""
+    """Number of consecutive drops."""
     min_delta: float = Field(default=0.0, ge=0)
-    """A fall by no more than this is none. Example: 0.01 is one point."""
+    """Falls up to this size do not count. Example: 0.01 is one point."""
 
 
 class Plateau(Section):
@@ -129,9 +183,9 @@ class Plateau(Section):
 
     kind: Literal["plateau"] = "plateau"
     metric: str = "eval/ood_probe.greedy/accuracy"
-    """Of which evaluation. Example: eval/greedy/accuracy"""
+    """Metric to watch. Example: eval/greedy/accuracy"""
     smooth: int = Field(default=3, ge=1)
-    """Mean of so many evaluations."""
+    """Number of evaluations to average."""
     patience: int = Field(default=5, ge=1)
     """Evaluations without a new best mean."""
     min_delta: float = Field(default=0.01, ge=0)
@@ -153,9 +207,11 @@ class Eval(Section):
     items: int = Field(default=200, ge=1)
     """Held-out problems."""
     role: Role = "id_probe"
-    """Which set: id_probe (like training), ood_probe (unlike training), sanity (nothing may be decided by it), or train."""
+    """Purpose of the set: id_probe (like training), ood_probe (unlike training), sanity (too few items), or train."""
     also: list[EvalSet] = Field(default_factory=list)
-    """More sets, evaluated at the same steps. Example: [{role: ood_probe, items: 202}]"""
+    """More sets. Example: [{role: ood_probe, items: 202, every: 5, modes: [greedy]}, {role: sanity, modes: [avg@8]}]"""
+    lm_eval: list[LmEvalSet] = Field(default_factory=list)
+    """Tasks of lm-eval. Example: [{name: arc, path: tasks/arc.yaml, metric: acc_norm}]"""
     modes: list[EvalMode] = Field(
         default_factory=lambda: [EvalMode(), EvalMode(name="sampled", temperature=1.0)], min_length=1
     )
@@ -163,24 +219,65 @@ class Eval(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest reply; none takes rollout.max_tokens."""
     stop: Stop = NoStop()
+    judged: Judged = Judged()
 
     @property
     def sets(self) -> tuple[EvalSet, ...]:
-        """All sets, the main one first."""
-        return (EvalSet(role=self.role, items=self.items), *self.also)
+        """All sets with their own cadence and modes, the main one first."""
+        sets = (EvalSet(role=self.role, items=self.items), *self.also)
+        own = ({"every": one.every or self.every, "modes": one.modes or self.modes} for one in sets)
+        return tuple(one.model_copy(update=update) for one, update in zip(sets, own, strict=True))
+
+    @property
+    def pairs(self) -> list[tuple[EvalSet, EvalMode]]:
+        """Every set with each of its modes."""
+        return [(one, mode) for one in self.sets for mode in one.modes]
+
+    @property
+    def gates(self) -> list[Gate]:
+        """Return what must hold at the steps judged, the gates of the preset included."""
+        deciding = [
+            self.score_name(one.role, mode.name)
+            for one, mode in self.pairs
+            if one.role in DECIDING and not mode.name.startswith(NONDET)
+        ]
+        preset = [Gate(score=name, rule="holds" if index else "improves") for index, name in enumerate(deciding)]
+        kept = {"none": 0, "gain": 1, "gain_and_hold": len(preset)}[self.judged.preset]
+        return [*preset[:kept], *self.judged.gates]
 
     def score_name(self, role: str, mode: str) -> str:
-        """Name of a set's scores of a mode in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
+        """Return the name of a set's scores of a mode in metrics and files. Examples: "greedy", "ood_probe.greedy"."""
         return mode if role == self.role else f"{role}.{mode}"
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [mode.name for mode in self.modes]
-        if len(set(names)) < len(names):
-            raise ValueError(f"mode names must differ, got {', '.join(names)}")
+        for names in ([mode.name for mode in one.modes] for one in self.sets):
+            if len(set(names)) < len(names):
+                raise ValueError(f"mode names must differ, got {', '.join(names)}")
         roles = [one.role for one in self.sets]
         if len(set(roles)) < len(roles):
             raise ValueError(f"each role is evaluated once, got {', '.join(roles)}")
+        return self
+
+    @model_validator(mode="after")
+    def _judges_what_it_measures(self) -> Self:
+        if bool(self.judged.steps) != bool(self.gates):
+            raise ValueError("judged needs both: steps, and gates or a preset (a preset takes scores that may decide)")
+        known = [self.score_name(one.role, mode.name) for one, mode in self.pairs]
+        for gate in self.judged.gates:
+            if gate.score not in known:
+                raise ValueError(f"judged.gates: there is no score {gate.score}; there are {', '.join(known)}")
+            if mistake := decision_mistake(self, f"eval/{gate.score}/accuracy"):
+                raise ValueError(f"judged.gates: {gate.score}: {mistake}")
+        if self.judged.steps and not self.at_start and any(gate.rule != "reaches" for gate in self.gates):
+            raise ValueError("judged compares with the base, and eval.at_start is false")
+        return self
+
+    @model_validator(mode="after")
+    def _lm_eval_names_differ(self) -> Self:
+        names = [one.name for one in self.lm_eval]
+        if len(set(names)) < len(names):
+            raise ValueError(f"names of lm_eval must differ, got {', '.join(names)}")
         return self
 
     @model_validator(mode="after")
@@ -199,13 +296,13 @@ class Eval(Section):
 
 
 def decision_mistake(settings: Eval, metric: str) -> str:
-    """Why nothing may hang on a metric of evaluations; "" if it may, or if it is no metric of an evaluation."""
+    """Return why a metric must not decide anything; "" if it may, or if it is not a metric of an evaluation."""
     if not metric.startswith("eval/"):
         return ""
     if not settings.enabled:
         return "eval.enabled is false, so it is never measured"
     name, _, number = metric.removeprefix("eval/").rpartition("/")
-    known = {settings.score_name(one.role, mode.name): (one, mode) for one in settings.sets for mode in settings.modes}
+    known = {settings.score_name(one.role, mode.name): (one, mode) for one, mode in settings.pairs}
     if name not in known:
         return f"no evaluation has this name; there are {', '.join(f'eval/{each}/accuracy' for each in known)}"
     one, mode = known[name]
@@ -215,9 +312,9 @@ def decision_mistake(settings: Eval, metric: str) -> str:
             if one.role == "sanity"
             else "it is not held out"
         )
-        return f"no decision can hang on a {one.role} set ({why}); take one of {', '.join(DECIDING)}"
+        return f"a {one.role} set must not decide anything ({why}); take one of {', '.join(DECIDING)}"
     if mode.name.startswith(NONDET):
-        return f"{mode.name} is a diagnosis of the hardware; no decision can hang on it"
+        return f"{mode.name} is a diagnosis of the hardware; it must not decide anything"
     if number not in ("accuracy", "low", *mode.numbers):
         return f"{number} says nothing about quality; there are {', '.join(('accuracy', *mode.numbers))}"
     return ""

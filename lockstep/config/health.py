@@ -1,14 +1,13 @@
-"""Health rules of a run: their limits, and when they warn or stop."""
+"""Settings of health: limits, patience and tiers of the rules, rules and ranges of a recipe's own, spikes and the watchdog."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from lockstep.config.section import Section
-
-Tier: TypeAlias = Literal["off", "warn", "stop"]
+from lockstep.config.metric import Condition, Range, Rule, Tier, built_in_rules
+from lockstep.config.section import Json, Section
 
 
 class HealthRule(Section):
@@ -17,18 +16,26 @@ class HealthRule(Section):
     SHORT: ClassVar[str] = "tier"
 
     tier: Tier
-    """off does not look; warn says it once, and again after it was over; stop saves a checkpoint, writes the report and ends the
-    run with exit code 3."""
+    """off does not look; warn reports it once, and again after it was over; stop saves a checkpoint, writes the report and ends
+    the run with exit code 3."""
     limit: float = Field(ge=0)
     """Limit of the healthy range, in the rule's unit."""
     steps: int = Field(ge=1)
     """Steps that must be outside, so that a single bad one never stops a run."""
     within: int | None = Field(default=None, ge=1)
-    """Count them within the last so many measured steps; none counts steps in a row."""
+    """Number of latest measured steps in which they are counted; none counts steps in a row."""
+    until: int | None = Field(default=None, ge=1)
+    """Last step that is judged; none judges all."""
 
     @property
     def window(self) -> int:
         return self.within or self.steps
+
+    @staticmethod
+    def of(rule: Rule) -> HealthRule:
+        """Return the settings that a rule comes with."""
+        when = rule.when
+        return HealthRule(tier=when.tier, limit=rule.limit, steps=when.steps, within=when.within, until=when.until)
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +51,60 @@ class HealthRule(Section):
         return self
 
 
-class Health(Section):
+class Stall(Section):
+    """When a phase of a run (rollout, update, evaluation, a write) stands still. `health.stall: off` is short for its tier."""
+
+    SHORT: ClassVar[str] = "tier"
+
+    tier: Tier = "stop"
+    """off does not look; warn writes the stacks of all threads and child processes to stall.txt; stop does, and ends the run with
+    exit code 9."""
+    times: float = Field(default=10.0, gt=1)
+    """Allow a phase this many times the longest of its last 20; the items of an evaluation count as progress."""
+    least_s: float = Field(default=300.0, gt=0)
+    """Allow at least this many seconds."""
+    first_s: float = Field(default=7200.0, gt=0)
+    """Seconds allowed for the first time of a phase, in which models are compiled and data fetched."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {cls.SHORT: value} if isinstance(value, str) else value
+
+
+class Callback(Section):
+    """A function from your file that is called after each step: def after_step(history, **settings). A text is short for path."""
+
+    SHORT: ClassVar[str] = "path"
+
+    path: str = Field(pattern=r".+\.py:\w+$")
+    """file.py:function. It gets [(step, metrics), …] of the run so far, the last step at the end, and returns None, or the reason
+    to end the run. It runs in this process: one that raises ends the run, one that hangs is the watchdog's."""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Passed to the function as keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {cls.SHORT: value} if isinstance(value, str) else value
+
+
+class Spikes(Section):
+    """Updates that are written to spikes.jsonl, with the replies behind them. It changes no number of the run."""
+
+    enabled: bool = True
+    """Watch the updates."""
+    log_ratio: float = Field(default=5.0, gt=0)
+    """A token's |log ratio| above this, of the policy to the one before the update, or of learner to engine."""
+    times: float = Field(default=10.0, gt=1)
+    """A gradient norm, or a loss above 1, more than this many times its median over the last 50 updates (of 5 at least)."""
+    norm: float = Field(default=50.0, gt=0)
+    """A gradient norm above this many times optimizer.max_grad_norm."""
+    rows: int = Field(default=3, ge=1)
+    """Replies of each spike."""
+
+
+class _Health(Section):
     """When a run warns of itself, and when it stops. docs/health.md says what each rule means and where its limit comes from."""
 
     max_unscored: float = Field(default=0.25, ge=0, le=1)
@@ -53,44 +113,64 @@ class Health(Section):
     """Warn above this share."""
     selftest_every: int = Field(default=50, ge=1)
     """Steps between tests of the grader on the step's prompts: a right reply must score 1, wrong ones 0, or the run stops."""
-    clipping: HealthRule = HealthRule(tier="stop", limit=100, steps=10, within=15)
-    """The gradient is clipped more than so many-fold: grad/norm above limit times optimizer.max_grad_norm."""
-    grad_spike: HealthRule = HealthRule(tier="warn", limit=10, steps=3)
-    """grad/norm above limit times its median over the last 50 steps that had a gradient, of 5 at least."""
-    leap: HealthRule = HealthRule(tier="stop", limit=1, steps=2)
-    """sync/probe_shift above limit, in steps with a probe (sync.probe_first, sync.probe_every)."""
-    mismatch: HealthRule = HealthRule(tier="stop", limit=0.1, steps=5)
-    """mismatch/mean_abs_dlogp above limit; above four times that where rollouts have other numerics than updates or noise, above
-    ten times where activations are in four bits, which magnify every rounding."""
-    mismatch_kl: HealthRule = HealthRule(tier="warn", limit=0.015, steps=5)
-    """mismatch/k3 above limit."""
-    ess: HealthRule = HealthRule(tier="warn", limit=0.5, steps=3)
-    """mismatch/ess_tokens below limit."""
-    unscored: HealthRule = HealthRule(tier="stop", limit=0.05, steps=3)
-    """reward/unscored above limit."""
-    reward_flat: HealthRule = HealthRule(tier="stop", limit=1e-9, steps=10)
-    """advantage/nonzero below limit: no reply of the step is better or worse than another: all are wrong, or all right."""
-    zero_variance: HealthRule = HealthRule(tier="warn", limit=0.95, steps=10)
-    """reward/zero_std_groups above limit."""
-    truncation: HealthRule = HealthRule(tier="warn", limit=0.8, steps=10)
-    """length/truncated above limit."""
-    length_collapse: HealthRule = HealthRule(tier="warn", limit=0.25, steps=5)
-    """length/mean below limit times its mean over the first 5 steps."""
-    entropy_collapse: HealthRule = HealthRule(tier="warn", limit=0.1, steps=10)
-    """entropy/sampled below limit times its mean over the first 5 steps."""
-    entropy_explosion: HealthRule = HealthRule(tier="warn", limit=3, steps=5)
-    """entropy/sampled above limit times its mean over the first 5 steps."""
-    clip_share: HealthRule = HealthRule(tier="warn", limit=0.4, steps=3)
-    """ratio/clip_share above limit; not judged for GSPO, whose range is so narrow that half of the replies leave it."""
-    kl_reference: HealthRule = HealthRule(tier="warn", limit=1, steps=5)
-    """kl/ref above limit."""
-    unmoved: HealthRule = HealthRule(tier="warn", limit=0.5, steps=5)
-    """weights/changed_tensors below limit in steps whose gradient was not 0."""
-    disk: HealthRule = HealthRule(tier="stop", limit=1, steps=2)
-    """memory/disk_free_gib is less than so many checkpoints, and 0.25 GiB."""
+    garbage: Tier = "stop"
+    """Tier of a grader of yours that rewards garbage as much as the reference, for each prompt of that test."""
+    smoke_steps: int = Field(default=6, ge=0)
+    """Steps after which a table shows whether the run learns at all; 0 prints none."""
+    stall: Stall = Stall()
+    spikes: Spikes = Spikes()
+    callbacks: list[Callback] = Field(default=[])
+    """Functions of yours after each step: other records, or stopping rules. Example: [stop.py:when_flat]"""
+    rules: dict[str, Rule] = Field(default={})
+    """Further rules by name, in the form of lockstep/config/metrics.yaml. Example:
+    {cites: {metric: answer/cites, when: {below: 0.2, tier: stop, steps: 5}, meaning: "no source is named"}}"""
+    ranges: dict[str, Range] = Field(default={})
+    """Healthy ranges by metric, in place of those of docs/metrics.md. Example: {answer/correct: {low: 0.05, high: 0.9}}"""
 
-    @property
-    def rules(self) -> dict[str, HealthRule]:
-        """By name, in the order of this section."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in values.items() if isinstance(value, HealthRule)}
+    @model_validator(mode="after")
+    def _rules_are_complete(self) -> Self:
+        for name, rule in self.rules.items():
+            if name in built_in_rules():
+                raise ValueError(f"rules.{name}: a rule of this name is built in; change it by health.{name}")
+            if not rule.metric:
+                raise ValueError(f"rules.{name}: name its metric")
+            HealthRule.of(rule)
+        return self
+
+    def in_force(self) -> list[tuple[Rule, HealthRule]]:
+        """Return every rule with its settings: those of the table, then the recipe's own."""
+        known = [(rule, getattr(self, name)) for name, rule in built_in_rules().items()]
+        own = [(rule.model_copy(update={"name": name}), HealthRule.of(rule)) for name, rule in self.rules.items()]
+        return known + own
+
+
+def _help(rule: Rule) -> str:
+    """Say when a rule is broken. Example: "grad/norm above limit times optimizer.max_grad_norm: the update …"."""
+    times = {
+        "fixed": "",
+        "clip": " times optimizer.max_grad_norm",
+        "lr": " times optimizer.lr",
+        "start": " times its mean over the first 5 steps",
+        "recent": " times its median over the last 50 steps, of 5 at least",
+        "numerics": ", more where rollouts or activations are quantised",
+        "checkpoint": " checkpoints and 0.25 GiB",
+    }[rule.when.against]
+    needs = f" in steps where {' or '.join(rule.needs)} is above 0" if rule.needs else ""
+    lost = f"; not judged for {', '.join(rule.not_for)}" if rule.not_for else ""
+    return f"{rule.metric} {rule.side} limit{times}{needs}{lost}: {rule.meaning}."
+
+
+if TYPE_CHECKING:
+    Health = _Health
+else:  # a setting for each rule of the table
+    Health = create_model(
+        "Health",
+        __base__=_Health,
+        __doc__=_Health.__doc__,
+        **{
+            name: (HealthRule, Field(default=HealthRule.of(rule), description=_help(rule)))
+            for name, rule in built_in_rules().items()
+        },
+    )
+
+__all__ = ["Callback", "Condition", "Health", "HealthRule", "Range", "Rule", "Spikes", "Stall", "Tier"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -30,7 +31,7 @@ class Setting:
     path: str
     type: str
     default: str
-    """As JSON, or "required"."""
+    """Default as JSON, or "required"."""
     allowed: str
     """Range or choices, "" if the type says it all."""
     help: str
@@ -38,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One variant of a section whose variants share their settings: what it is, and which of their defaults are its own.
+    """One variant of a section whose variants share their settings, with the defaults that are its own.
 
     Example: Kind("dr_grpo", "Dr.GRPO (arXiv 2503.20783): …", ("advantage.divide_by_std=false", …))
     """
@@ -46,7 +47,7 @@ class Kind:
     name: str
     help: str
     defaults: tuple[str, ...]
-    """As overrides below the section; empty if all are the shared ones."""
+    """Defaults of its own, as overrides below the section; empty if all are the shared ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,25 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.path} ({TAG}: {self.variant})" if self.variant else self.path
+        named = self.variant if self.path.endswith(ITEM) else f"{TAG}: {self.variant}"  # entries of a list have no kind
+        return f"{self.path} ({named})" if self.variant else self.path
 
 
 def variants(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that a value may be: none for a plain value, {"": section}, or one for each `kind`."""
+    """Return the sections that a value may be: none for a plain value, {"": section}, or one for each `kind` or pydantic tag."""
     options = (
         typing.get_args(annotation)
         if typing.get_origin(annotation) in (typing.Union, types.UnionType)
         else (annotation,)
     )
+    tagged = {
+        mark.tag: typing.get_args(option)[0]
+        for option in options
+        for mark in getattr(option, "__metadata__", ())
+        if isinstance(mark, Tag)
+    }
+    if tagged:
+        return tagged
     sections = [option for option in options if inspect.isclass(option) and issubclass(option, Section)]
     if len(sections) < 2:
         return {"": sections[0]} if sections else {}
@@ -81,19 +91,19 @@ def variants(annotation: Any) -> dict[str, type[Section]]:
 
 
 def default_kind(field: FieldInfo) -> str:
-    """The variant that a section is when its `kind` is not given; "" where there are no variants."""
+    """Return a section's variant when `kind` is not given; "" where there are no variants."""
     return getattr(field.get_default(call_default_factory=True), TAG, "") if len(variants(field.annotation)) > 1 else ""
 
 
 def common_section(options: Mapping[str, type[Section]]) -> type[Section] | None:
-    """The section whose settings all variants inherit, if there is one."""
+    """Return the section whose settings all variants inherit, if there is one."""
     (first, *others) = options.values()
     bases = [base for base in first.__mro__[1:] if issubclass(base, Section) and base is not Section]
     return next((base for base in bases if all(issubclass(other, base) for other in others)), None)
 
 
 def own_defaults(section: type[Section], base: type[Section]) -> dict[str, Any]:
-    """The inherited settings of `section` whose defaults are not those of `base`, as a recipe would have them.
+    """Return the inherited settings of `section` whose defaults are not those of `base`, as a recipe would have them.
 
     Example: {"advantage": {"divide_by_std": False}, "aggregation": "seq-mean-token-sum-norm"}
     """
@@ -108,7 +118,7 @@ def own_defaults(section: type[Section], base: type[Section]) -> dict[str, Any]:
 
 
 def as_data(default: Any) -> Any:
-    """A default as JSON data; of a section its `kind`, if it has one, and the settings that are not that kind's usual ones."""
+    """Return a default as JSON data; for a section its `kind`, if it has one, and the settings that differ from that kind's."""
     if not isinstance(default, Section):
         return to_jsonable_python(default)
     tag = {TAG: getattr(default, TAG)} if TAG in type(default).model_fields else {}
@@ -120,20 +130,20 @@ def without_tag(data: Any) -> Any:
 
 
 def item_annotation(annotation: Any) -> Any:
-    """Type of a list's items, None if it is no list."""
+    """Return the type of a list's items; None if it is not a list."""
     (item, *_) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (None,)
     return typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item
 
 
 def item_section(annotation: Any) -> type[Section] | None:
-    """The section that each item of a list is, if it is one."""
+    """Return the section that each item of a list is; None if it is not a section."""
     item = item_annotation(annotation)
     return item if inspect.isclass(item) and issubclass(item, Section) else None
 
 
 @functools.cache
 def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
-    """Every section in the order of the schema, each once."""
+    """Return every section in the order of the schema, each once."""
     found: dict[tuple[str, str], Group] = {}
     for group in _groups(model, "", "", model.__doc__ or "", frozenset()):
         found.setdefault((group.path, group.variant), group)
@@ -141,7 +151,7 @@ def groups(model: type[Section] = Recipe) -> tuple[Group, ...]:
 
 
 def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
-    """One line for each setting whose path starts with `prefix`, under a line for its section. Empty if there is none.
+    """Return one line for each setting whose path starts with `prefix`, under a line for its section. Empty if there is none.
 
     Columns: path, type, default, allowed, meaning. Settings that all kinds of a section share come once, then a line for each
     kind with the defaults of its own.
@@ -153,17 +163,20 @@ def help_lines(prefix: str = "", model: type[Section] = Recipe) -> list[str]:
         if (chosen or kinds) and group.path:
             lines += ["", f"{group.title}: {group.help}"]
         lines += map(setting_line, chosen)
-        lines += [_kind_line(group, kind) for kind in kinds]
+        lines += [
+            f"    {group.path}.{TAG}={kind.name:<22} {kind.help} Its own defaults: {', '.join(kind.defaults) or 'none'}."
+            for kind in kinds
+        ]
     return lines[1:] if lines and not lines[0] else lines
 
 
 def setting_line(one: Setting) -> str:
-    """A setting as a line of help."""
+    """Return a setting as a line of help."""
     return f"  {one.path:<32} {one.type:<18} {one.default:<22} {one.allowed:<20} {one.help}".rstrip()
 
 
 def schema_json(model: type[Section] = Recipe) -> str:
-    """The JSON schema of a recipe, for editors."""
+    """Return the JSON schema of a recipe, for editors."""
     schema = model.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for section in SHORTHANDS.keys() & schema["properties"].keys():
@@ -172,7 +185,7 @@ def schema_json(model: type[Section] = Recipe) -> str:
 
 
 def settings_markdown(model: type[Section] = Recipe) -> str:
-    """docs/settings.md: write it anew with `python -m lockstep.config.help > docs/settings.md`."""
+    """Return docs/settings.md, which `python -m lockstep.config.help > docs/settings.md` updates."""
     lines = [
         "# Settings",
         "",
@@ -192,16 +205,17 @@ def settings_markdown(model: type[Section] = Recipe) -> str:
         if group.kinds:
             lines += ["", "Every kind has these settings, with these defaults:", ""]
             lines += ["| kind | meaning | defaults of its own |", "|---|---|---|"]
-        lines += [_kind_row(kind) for kind in group.kinds]
+        own = (", ".join(f"`{default}`" for default in kind.defaults) or "none" for kind in group.kinds)
+        lines += [f"| `{kind.name}` | {kind.help} | {names} |" for kind, names in zip(group.kinds, own, strict=True)]
     return "\n".join(lines) + "\n"
 
 
 def _groups(
     section: type[Section], path: str, variant: str, text: str, known: frozenset[str], place: Section | None = None
 ) -> Iterator[Group]:
-    """The group of a section without the settings in `known`, then those of the sections within.
+    """Yield the group of a section without the settings in `known`, then those of the sections within.
 
-    `place`: the default of the place that the section is at, whose values then stand for the section's own.
+    `place`: the default of the setting that holds the section; its values replace the section's own defaults.
     """
     schema = section.model_json_schema()
     settings: list[Setting] = []
@@ -224,15 +238,16 @@ def _groups(
             inner += _groups(children[""], at, "", (field.description or "").replace("\n", " "), frozenset(), default)
         else:
             inner += _variant_groups(children, at)
-        if item := item_section(field.annotation):
-            inner += _groups(item, f"{at}.{ITEM}", "", _text(item), frozenset())
+        for kind, item in variants(item_annotation(field.annotation)).items():
+            if TAG not in item.model_fields:  # those with a kind are listed where they stand alone
+                inner += _groups(item, f"{at}.{ITEM}", kind, _text(item), frozenset())
     if settings or not known:
         yield Group(path, variant, text, tuple(settings))
     yield from inner
 
 
 def _variant_groups(children: Mapping[str, type[Section]], at: str) -> Iterator[Group]:
-    """Those of each variant; what all inherit comes first, and once."""
+    """Yield the groups of each variant; settings that all inherit come first, and once."""
     base = common_section(children) if len(children) > 1 else None
     known: frozenset[str] = frozenset()
     if base is not None:
@@ -248,7 +263,7 @@ def _variant_groups(children: Mapping[str, type[Section]], at: str) -> Iterator[
 
 
 def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    """{"loss": {"kind": "clip", "clip_high": 0.28}} → loss.kind=clip, loss.clip_high=0.28"""
+    """Flatten {"loss": {"kind": "clip", "clip_high": 0.28}} to loss.kind=clip, loss.clip_high=0.28."""
     found: list[str] = []
     for name, value in tree.items():
         if isinstance(value, dict) and value:
@@ -259,7 +274,7 @@ def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """Meaning of a setting's variants; variants that share their settings are listed apart."""
+    """Return the meaning of a setting's variants; variants that share their settings are listed apart."""
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
     common = common_section(children)
@@ -271,32 +286,22 @@ def _meaning(field: FieldInfo) -> str:
     return f"{kinds}. {own}" if own else kinds
 
 
-def _kind_line(group: Group, kind: Kind) -> str:
-    return f"    {group.path}.{TAG}={kind.name:<22} {kind.help} Its own defaults: {', '.join(kind.defaults) or 'none'}."
-
-
-def _kind_row(kind: Kind) -> str:
-    defaults = ", ".join(f"`{default}`" for default in kind.defaults) or "none"
-    return f"| `{kind.name}` | {kind.help} | {defaults} |"
-
-
 def _text(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
 
 
 def _setting(path: str, field: FieldInfo, schema: dict[str, Any], place: Section | None = None) -> Setting:
-    if place is not None:
-        default = json.dumps(to_jsonable_python(getattr(place, path.rpartition(".")[2])), ensure_ascii=False)
-    elif field.is_required():
-        default = "required"
-    else:
-        default = json.dumps(to_jsonable_python(field.get_default(call_default_factory=True)), ensure_ascii=False)
+    default = "required"
+    if place is not None or not field.is_required():
+        value = getattr(place, path.rpartition(".")[2]) if place else field.get_default(call_default_factory=True)
+        default = json.dumps(to_jsonable_python(value), ensure_ascii=False)
     return Setting(path, _type(schema), default, _allowed(schema), (field.description or "").replace("\n", " "))
 
 
 def _type(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
+    options = schema.get("anyOf") or ([] if "discriminator" in schema else schema.get("oneOf"))
+    if options:
+        return " or ".join(dict.fromkeys(_type(option) for option in options))
     if "enum" in schema or "const" in schema:
         return "choice"
     match schema.get("type"):
@@ -311,7 +316,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """Range or choices in words."""
+    """Return the range or choices in words."""
     words: list[str] = []
     if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
         words.append(", ".join(str(choice) for choice in choices))

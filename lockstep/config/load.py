@@ -8,6 +8,7 @@ Later arguments win. Choosing another `kind` drops the settings of the old varia
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from pydantic_core import to_jsonable_python
 
 from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
 from lockstep.config.mistakes import Attempt, explain, secrets
+from lockstep.config.names import fill_name
 from lockstep.config.schema import TAG, NoTask, Recipe, Section
-from lockstep.config.text import At, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
+from lockstep.config.text import At, Document, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.text import hide_secrets
 
@@ -32,73 +34,114 @@ BUILT_IN = Path(__file__).parents[2] / "recipes"
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[\w@-]+)*")
 
 
-def load(args: Sequence[str], model: type[Recipe] = Recipe) -> Recipe:
-    """Merge recipe files, built-in recipe names and `a.b.c=value` overrides from left to right, then validate.
+def load(args: Sequence[str | Recipe], model: type[Recipe] = Recipe) -> Recipe:
+    """Merge recipe files, built-in recipe names, recipes and `a.b.c=value` overrides from left to right, then validate.
 
     Raises ConfigError with every mistake: one line each with file:line, path, value, reason and the nearest name.
     """
     draft = _Draft(model)
     for arg in args:
         draft.take(arg)
-    where = quoted(hide_secrets(" ".join(args)), limit=100).strip('"')
+    words = [arg if isinstance(arg, str) else f"recipe {arg.name}" for arg in args]
+    where = quoted(hide_secrets(" ".join(words)), limit=100).strip('"')
     if draft.unread:  # what else looks wrong may be right once the file is read
         raise ConfigError(draft.mistakes, where=where)
     return _validate(model, draft.tree, draft.origins, [*draft.mistakes, *draft.dropped()], where)
 
 
+CACHES = {
+    "LOCKSTEP_CACHE": "lockstep",
+    "HF_HOME": "huggingface",
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+"""Variables that name caches, and their folders in paths.cache."""
+
+
 def load_run(args: Sequence[str]) -> Recipe:
-    """`load` for a run that is to be trained: it names its task. Raises ConfigError for rl without a task.
+    """Load a recipe that is to be trained, with its name filled in: see `require_task`. Its caches are used from now on."""
+    recipe = require_task(load(args), where=quoted(" ".join(args), limit=100).strip('"'))
+    use_paths(recipe)
+    return fill_name(recipe)
+
+
+def use_paths(recipe: Recipe) -> None:
+    """Set the variables that name caches, before anything that reads them is imported; those that are set stay."""
+    for name, folder in CACHES.items() if recipe.paths.cache else ():
+        if not os.environ.get(name):
+            os.environ[name] = str(Path(recipe.paths.cache or "").expanduser().absolute() / folder)
+
+
+def require_task(recipe: Recipe, where: str = "") -> Recipe:
+    """Return the recipe of a run that is to be trained. Raises ConfigError for rl without a task.
 
     Supervised fine-tuning without a task measures its validation loss alone.
     """
-    recipe = load(args)
     if "task" in recipe.model_fields_set:
         return recipe
     if recipe.loop == "rl":
         raise ConfigError(
-            ["task: required: nothing says which questions are asked"],
-            where=quoted(" ".join(args), limit=100).strip('"'),
+            ["task: required: the recipe does not say which questions to ask"],
+            where=where,
             fix="name one, such as task={kind: file, data: train.jsonl} or task=reasoning_gym; see lockstep config help task",
         )
     if "enabled" in recipe.eval.model_fields_set and recipe.eval.enabled:
         raise ConfigError(
-            ["eval.enabled = true: there is no task whose questions could be asked"],
-            fix="name a task, or leave eval.enabled out: the validation loss is measured all the same",
+            ["eval.enabled = true: there is no task to evaluate on"],
+            fix="name a task, or leave eval.enabled out: the validation loss is measured anyway",
         )
     quiet = recipe.eval.model_copy(update={"enabled": False})
     return recipe.model_copy(update={"task": NoTask(), "eval": quiet})
 
 
 def load_mapping(tree: Mapping[str, object], model: type[Recipe] = Recipe, where: str = "") -> Recipe:
-    """A recipe from parsed data, such as a saved one. `where` names it in messages. Raises ConfigError as `load` does."""
+    """Read a recipe from parsed data, such as a saved one. `where` names it in messages. Raises ConfigError as `load` does."""
     return _validate(model, _expanded(dict(tree)), {}, [], where)
 
 
+def layer_of(section: Section) -> dict[str, Any]:
+    """Return the settings that were given, and the kind of each variant, as data that can be put on other settings."""
+    given = section.model_fields_set | ({TAG} & type(section).model_fields.keys())
+    return {name: _as_layer(getattr(section, name)) for name in type(section).model_fields if name in given}
+
+
+def _as_layer(value: object) -> Any:
+    if isinstance(value, Section):
+        return layer_of(value)
+    if isinstance(value, list | tuple):
+        return [_as_layer(item) for item in value]
+    return to_jsonable_python(value)
+
+
 def dump(recipe: Recipe) -> str:
-    """Every value that a run uses, as a recipe that loads to an equal object."""
+    """Return every value that a run uses, as a recipe that loads to an equal object."""
     return to_yaml(recipe.model_dump(mode="json"))
 
 
 def built_in() -> dict[str, Path]:
-    """Names of the recipes that come with the repository."""
+    """Return the recipes that come with the repository, by name."""
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
 
 @dataclass
 class _Draft:
-    """A recipe while its layers are put on each other."""
+    """A recipe while its layers are merged."""
 
     model: type[Recipe]
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[At, str] = field(default_factory=dict)
-    """Where each value was written: "file:line", "" for the command line."""
+    """Place of each value: "file:line"; "" for the command line."""
     mistakes: list[str] = field(default_factory=list)
     unread: bool = False
     """A recipe file could not be read."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
 
-    def take(self, arg: str) -> None:
+    def take(self, arg: str | Recipe) -> None:
         """Put one argument on top."""
+        if isinstance(arg, Recipe):
+            self._put(layer_of(arg), {})
+            return
         path: Path | None = None
         try:
             if path := _file(arg):
@@ -110,7 +153,7 @@ class _Draft:
             self.mistakes += error.mistakes
 
     def dropped(self) -> list[str]:
-        """Overrides that a later argument threw away: nobody types one to have it ignored."""
+        """Return a mistake for each override that a later argument discarded: none is ignored silently."""
         return [
             f"{one_line(arg)}: dropped by a later argument (another {TAG}, or a new value for its section); put it after that"
             for parts, arg in self.overrides.items()
@@ -132,7 +175,8 @@ class _Draft:
         if not text.strip():
             raise ConfigError([f"{one_line(arg)}: no value; write null for none and '\"\"' for an empty text"])
         try:
-            document = parse(text, "")
+            # A name may begin with a field, {task}-{lr}, which YAML would read as a mapping.
+            document = Document(text, {(): 1}) if head == "name" and text.startswith("{") else parse(text, "")
         except ConfigError as error:
             raise ConfigError(
                 [f"{one_line(arg)}: {error.mistakes[0]}; text with special characters needs quotes"]
@@ -156,7 +200,7 @@ class _Draft:
 
 
 def _file(arg: str) -> Path | None:
-    """The file that an argument names; None if it is an override. Raises ConfigError if it is neither."""
+    """Return the file that an argument names; None if it is an override. Raises ConfigError if it is neither."""
     path = Path(arg)
     try:
         exists, folder = path.exists(), path.is_dir()
@@ -192,7 +236,7 @@ def _hint(arg: str) -> str:
 
 
 def _expanded(layer: dict[str, Any]) -> dict[str, Any]:
-    """`model: NAME` → `model: {path: NAME}`."""
+    """Expand `model: NAME` to `model: {path: NAME}`."""
     written = {section: layer.get(section) for section in SHORTHANDS}
     return layer | {section: {SHORTHANDS[section]: text} for section, text in written.items() if isinstance(text, str)}
 
@@ -203,7 +247,7 @@ def _merge_section(old: dict[str, Any], new: dict[str, Any], section: type[Secti
 
 
 def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
-    """`new` on top of `old`: mappings key by key, a list item by its number, everything else replaced."""
+    """Put `new` on top of `old`: mappings key by key, a list item by its number, everything else replaced."""
     if info is not None:
         new = _written_out(new, info)
     if not isinstance(new, dict) or not new:
@@ -223,14 +267,14 @@ def _merge(old: Value, new: Value, info: FieldInfo | None, at: At) -> Value:
 
 
 def _from_path(text: Value, options: Mapping[str, type[Section]]) -> dict[str, Any]:
-    """`algorithm.loss: my.py:fn` as the section that it is short for, so that its settings can be put on top."""
+    """Expand `algorithm.loss: my.py:fn` to the section that it is short for, so that its settings can be put on top."""
     if isinstance(text, str) and (short := getattr(options.get(""), "SHORT", None)):
         return {short: text}
     return {}
 
 
 def _written_out(value: Value, info: FieldInfo) -> Value:
-    """The settings that a text is short for: `health.clipping: off`, `algorithm: dapo` (its kind), `eval.modes: greedy`."""
+    """Expand a text to the settings that it is short for: `health.clipping: off`, `algorithm: dapo`, `eval.modes: greedy`."""
     if not isinstance(value, str):
         return value
     options = variants(info.annotation)
@@ -261,7 +305,7 @@ def _merge_items(items: list[Value], new: dict[str, Value], section: type[Sectio
 
 
 def _items(old: Value, info: FieldInfo | None) -> list[Value] | None:
-    """The list whose items are meant: the one given so far, else the default of a setting that is a list."""
+    """Return the list whose items are meant: the one given so far, else the default of a setting that is a list."""
     if isinstance(old, list):
         return old
     if old is None and info and get_origin(info.annotation) in (list, tuple):

@@ -1,4 +1,4 @@
-"""A failed validation in the words of whoever wrote the recipe: path, value, reason, nearest name; one line a mistake."""
+"""Failed validation explained to the recipe's author: path, value, reason, nearest name; one line for each mistake."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
@@ -17,74 +19,10 @@ from lockstep.config.text import At, Value, dotted, one_line, quoted
 from lockstep.text import hide_secrets, secret_in
 
 OURS: Mapping[str, tuple[str, ...]] = {
-    "steps": ("max_steps", "total_training_steps"),
-    "prompts_per_step": ("batch_size", "train_batch_size", "rollout_batch_size"),
-    "samples_per_prompt": ("group_size", "num_generations", "n_samples_per_prompt", "rollouts_per_example"),
-    "runs_dir": ("output_dir", "default_local_dir"),
-    "model.path": ("model_name_or_path", "pretrain"),
-    "adapter.alpha": ("lora_alpha",),
-    "adapter.rank": ("lora_rank",),
-    "adapter.targets": ("target_modules",),
-    "adapter.rslora": ("use_rslora",),
-    "adapter.dora": ("use_dora",),
-    "adapter.init": ("init_lora_weights", "lora_init"),
-    "adapter.start": ("adapter_path", "lora_adapter_path", "adapter_name_or_path"),
-    "rollout.max_tokens": ("max_completion_length", "max_new_tokens", "max_response_length", "generate_max_len"),
-    "algorithm.kind": ("adv_estimator", "advantage_estimator"),
-    "algorithm.advantage.divide_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards", "no_advantage_std_norm"),
-    "algorithm.advantage.lam": ("lambd", "gae_lambda"),
-    "algorithm.loss.kind": ("loss_mode", "loss_type", "policy_loss_type", "importance_sampling_level"),
-    "algorithm.loss.clip_low": (
-        "clip_ratio",
-        "clip_ratio_low",
-        "cliprange",
-        "cliprange_low",
-        "epsilon",
-        "epsilon_low",
-        "eps_clip",
-    ),
-    "algorithm.loss.clip_high": ("clip_ratio_high", "cliprange_high", "epsilon_high", "eps_clip_high"),
-    "algorithm.loss.dual_clip": ("clip_ratio_c", "delta"),
-    "algorithm.aggregation": ("loss_agg_mode", "loss_type"),
-    "algorithm.old_logprobs": ("bypass_mode", "use_rollout_logprobs"),
-    "algorithm.kl.coef": ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"),
-    "algorithm.kl.estimator": ("kl_estimator", "kl_loss_type", "kl_penalty"),
-    "algorithm.kl.placement": ("use_kl_in_reward", "use_kl_loss"),
-    "algorithm.kl.target": ("kl_target", "target_kl"),
-    "algorithm.kl.horizon": ("kl_horizon",),
-    "algorithm.correction.kind": (
-        *("rollout_is", "rollout_rs", "use_tis", "enable_vllm_is_correction", "vllm_is_correction_type"),
-        *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    ),
-    "algorithm.correction.level": ("rollout_is_level", "vllm_importance_sampling_mode"),
-    "algorithm.correction.cap": (
-        *("rollout_is_threshold", "tis_clip", "tis_imp_ratio_cap", "vllm_is_truncated_threshold"),
-        *("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
-    ),
-    "algorithm.correction.low": ("rollout_rs_threshold_lower", "tis_clip_low", "vllm_importance_sampling_clip_min"),
-    "algorithm.correction.high": ("rollout_rs_threshold", "vllm_importance_sampling_clip_max"),
-    "algorithm.entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
-    "algorithm.critic.lr": ("critic_learning_rate", "critic_lr"),
-    "algorithm.critic.value_clip": ("cliprange_value",),
-    "algorithm.critic.coef": ("vf_coef", "value_loss_coef"),
-    "algorithm.critic.warmup_steps": ("critic_warmup", "freezing_actor_steps"),
-    "algorithm.dynamic_sampling.enabled": ("dynamic_filtering", "filter_groups"),
-    "algorithm.dynamic_sampling.max_rounds": ("max_num_gen_batches",),
-    "algorithm.overlong.buffer": ("overlong_buffer", "overlong_buffer_cfg", "overlong_buffer_len"),
-    "algorithm.overlong.penalty": ("overlong_penalty_factor", "penalty_factor"),
-    "algorithm.overlong.drop_truncated": ("mask_truncated_completions", "overlong_filtering"),
-    "optimizer.lr": ("actor_learning_rate", "learning_rate"),
-    "optimizer.max_grad_norm": ("clip_grad", "grad_clip", "max_norm"),
-    "optimizer.warmup_steps": ("lr_warmup_steps", "num_warmup_steps"),
-    "update.epochs": ("max_epochs", "num_iterations", "ppo_epochs"),
-    "update.samples_per_update": ("mini_batch_size", "ppo_mini_batch_size"),
-    "update.tokens_per_microbatch": ("micro_batch_size", "per_device_train_batch_size", "ppo_max_token_len_per_gpu"),
-    "update.recompute": ("enable_gradient_checkpointing", "gradient_checkpointing"),
-    "eval.every": ("eval_steps", "test_freq"),
-    "save.every": ("save_freq", "save_steps"),
-    "track.sinks": ("logger", "report_to"),
+    ours: tuple(names)
+    for ours, names in yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text("utf-8")).items()
 }
-"""Our settings, and what other systems (TRL, verl, OpenRLHF, slime, prime-rl) call the nearest thing."""
+"""Our settings, and the nearest names in other systems (TRL, verl, OpenRLHF, slime, prime-rl)."""
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     name: tuple(ours for ours, names in OURS.items() if name in names) for names in OURS.values() for name in names
@@ -92,7 +30,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 """The settings of ours that a name of another system may mean."""
 
 SHOWN = 100
-"""Mistakes that are explained; who has more sees how many."""
+"""Number of mistakes that are explained; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +39,13 @@ class Attempt:
 
     model: type[Recipe]
     given: Mapping[str, object]
-    """As it was written."""
+    """Recipe as it was written."""
     data: Mapping[str, Value]
-    """As it was validated: JSON data, every default `kind` filled in, null for what is refused."""
+    """Recipe as it was validated: JSON data, every default `kind` filled in, null for refused values."""
     refused: Mapping[At, str]
-    """Values that are no data at all, with the reason."""
+    """Values that are not data at all, with the reason."""
     origins: Mapping[At, str]
-    """Where each value was written: "file:line", "" for the command line."""
+    """Place of each value: "file:line"; "" for the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +53,12 @@ class _Mistake:
     at: At
     reason: str
     in_branch: bool = False
-    """It is about one alternative of a value that may be of several types."""
+    """True for a mistake in one alternative of a value that may have several types."""
     shows_value: bool = True
 
 
 def explain(attempt: Attempt, error: ValidationError | None) -> list[str]:
-    """One line for each mistake. Example: "r.yaml:3: optimizer.lrr = 1: no such setting; did you mean optimizer.lr?"."""
+    """Return one line for each mistake. Example: "r.yaml:3: optimizer.lrr = 1: no such setting; did you mean optimizer.lr?"."""
     details = error.errors(include_url=False) if error else []
     found = [_mistake(attempt, detail) for detail in details[:SHOWN] if detail["loc"]]
     paths = {mistake.at for mistake in found}
@@ -136,7 +74,7 @@ def explain(attempt: Attempt, error: ValidationError | None) -> list[str]:
 
 
 def secrets(attempt: Attempt) -> list[str]:
-    """One line for each address that holds what looks like a secret: recipes are stored, shown and passed on."""
+    """Return one line for each address that holds what looks like a secret: recipes are stored, shown and passed on."""
     return [
         f"{_prefix(attempt, at)}{dotted(at)}: {name} in an address looks like a secret, and a recipe is stored and shown; "
         "take it out, and give it as an environment variable (a judge's key_env names one)"
@@ -184,7 +122,7 @@ def _lookup(tree: object, at: At) -> tuple[bool, object]:
 
 
 def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
-    """Follow pydantic's location through schema and tree, leaving out what nobody wrote (variant tags, branch labels)."""
+    """Follow pydantic's location through schema and tree, without parts that the recipe lacks (variant tags, branch labels)."""
     at: At = ()
     annotation: Any = attempt.model
     section: type[Section] | None = None
@@ -203,16 +141,14 @@ def _mistake(attempt: Attempt, detail: ErrorDetails) -> _Mistake:
             in_branch = isinstance(part, str) and part != "[key]"
     if detail["type"] == "extra_forbidden":
         return _Mistake(at, _no_such(attempt.model, at, section))
-    if detail["type"] == "union_tag_not_found" and (near := _close(TAG, _keys(_lookup(attempt.given, at)[1]))):
+    value = _lookup(attempt.given, at)[1]
+    keys = [str(key) for key in value] if isinstance(value, Mapping) else []
+    if detail["type"] == "union_tag_not_found" and (near := _close(TAG, keys)):
         return _Mistake((*at, near[0]), f"no such setting; did you mean {dotted((*at, TAG))}?")
     if detail["type"].startswith("union_tag"):
         at = (*at, TAG)
     reason = _reason(detail, annotation, _lookup(attempt.given, at)[1])
     return _Mistake(at, reason, in_branch, shows_value=detail["type"] != "value_error")
-
-
-def _keys(value: object) -> list[str]:
-    return [str(key) for key in value] if isinstance(value, Mapping) else []
 
 
 def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
@@ -264,7 +200,7 @@ def _reason(detail: ErrorDetails, annotation: Any, value: object) -> str:
 
 
 def _no_such(model: type[Recipe], at: At, section: type[Section] | None) -> str:
-    """Nearest names: what another system's name means here, those beside it, the same name anywhere, similar names anywhere."""
+    """Return the reason with near names: ours for another system's, those beside it, the same name, similar names."""
     leaf, parent = str(at[-1]), at[:-1]
     names = list(section.model_fields) if section else []
     beside = [dotted((*parent, name)) for name in _close(leaf, names)]
@@ -279,7 +215,7 @@ def _no_such(model: type[Recipe], at: At, section: type[Section] | None) -> str:
 
 
 def _elsewhere(path: str, model: type[Recipe]) -> tuple[list[str], list[str], list[str]]:
-    """Settings that other systems call so, settings and sections of the same name, and those of a similar one."""
+    """Return settings with this name in other systems, settings and sections of the same name, and those of a similar one."""
     leaf = path.rpartition(".")[2]
     known = [*(s.path for g in groups(model) for s in g.settings), *(g.path for g in groups(model) if g.path)]
     leaves = {name: name.rpartition(".")[2] for name in known if name != path and not name.endswith(f".{TAG}")}
@@ -303,7 +239,7 @@ def _did_you_mean(names: list[str]) -> str:
 
 
 def _broken_rules(attempt: Attempt, bad: set[str]) -> Iterator[str]:
-    """Every rule between settings that does not hold; a rule that reads a section with a mistake is not judged.
+    """Yield every rule between settings that does not hold; rules that read a section with a mistake are skipped.
 
     pydantic itself stops at the first rule, and runs none while a field is wrong.
     """
@@ -325,5 +261,5 @@ def _broken_rules(attempt: Attempt, bad: set[str]) -> Iterator[str]:
 
 
 def _named_first(message: str) -> At:
-    """The path that a message starts with."""
+    """Return the path that a message starts with."""
     return tuple(re.split(r"[ :=]", message, maxsplit=1)[0].split("."))

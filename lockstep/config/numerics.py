@@ -1,4 +1,4 @@
-"""In which precision each phase computes, and the noise that rollouts may get."""
+"""Precision of each phase, and noise in rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from lockstep.config.section import Section
 
 Numeric: TypeAlias = Literal["bf16", "fp32", "mxfp4-w4a16", "mxfp4-w4a4", "nvfp4-w4a16", "nvfp4-w4a4"]
-"""bf16 and fp32 are the weights as they are; the others quantise linear layers block by block and compute on the result."""
+"""bf16 and fp32 use the weights as they are; the others quantise linear layers block by block and compute on the result."""
 
 
 PLAIN = frozenset({"bf16", "fp32"})
@@ -27,6 +27,9 @@ class Numerics(Section):
     """Sampling in training; none is as in training."""
     eval: Numeric | None = None
     """Evaluation; none is as in training."""
+    exact: bool = False
+    """On a GPU, sampling and training give every token the same log-probability to the last bit (docs/exact.md). Tested when
+    the run starts; where it does not hold the run says why and goes on without it."""
     scale: Literal["floor", "rceil", "ceil"] = "floor"
     """Scale of an MXFP4 block: floor is the OCP rule, whose largest values saturate; rceil is the least that never saturates;
     ceil is a power of two above the largest value."""
@@ -35,21 +38,21 @@ class Numerics(Section):
     Example: ["down_proj", "layers.0"]"""
 
     def of(self, phase: Phase) -> str:
-        """The numeric that quantises in this phase; empty where it computes in the precision of the weights."""
+        """Return the numeric that quantises in this phase; empty where it computes in the precision of the weights."""
         named = self._named(phase)
         return "" if named is None or named in PLAIN else named
 
     def four_bit_inputs(self, *phases: Phase) -> bool:
-        """Whether a phase quantises activations, which magnifies every rounding: two right computations differ by much then."""
+        """Return whether a phase quantises activations, which magnifies rounding: two correct computations then differ a lot."""
         return any(self.of(phase).endswith("a4") for phase in phases)
 
     @property
     def plain_named(self) -> str | None:
-        """bf16 or fp32, where a phase names it: what the weights must be in."""
+        """bf16 or fp32 if a phase names it: the weights must have this precision."""
         return next((named for named in (self.train, self.rollout, self.eval) if named in PLAIN), None)
 
     def label(self, phase: Phase, weights: str) -> str:
-        """What a score says of how it was computed, given the precision of the weights.
+        """Return the label of a phase's numerics in a score, given the precision of the weights.
 
         Examples: "bf16", "mxfp4-w4a4(floor, bf16)", "nvfp4-w4a4(bf16, without down_proj)".
         """
@@ -78,6 +81,8 @@ class Numerics(Section):
         if {"bf16", "fp32"} <= {self.train, self.rollout, self.eval}:
             raise ValueError("bf16 and fp32 are both named, but the weights are in one of them (model.dtype)")
         quantised = [numeric for numeric in (self.of("train"), self.of("rollout"), self.of("eval")) if numeric]
+        if self.exact and quantised:
+            raise ValueError(f"numerics.exact is on, but a phase computes in {quantised[0]}, which it does not cover")
         if self.exclude and not quantised:
             raise ValueError("numerics.exclude is set, but no phase quantises: it would have no effect")
         if any(not entry.strip(".") for entry in self.exclude):
@@ -88,7 +93,7 @@ class Numerics(Section):
 
 
 def numeric_in(label: str) -> str:
-    """The numeric that a label of `Numerics.label` names; empty where it is a precision of weights."""
+    """Return the numeric that a label of `Numerics.label` names; empty where it is a precision of weights."""
     name, bracket, _ = label.partition("(")
     return name if bracket else ""
 
@@ -103,8 +108,8 @@ class Noise(Section):
     stages: int = Field(default=10, ge=3)
     """Equal parts of the run's optimizer steps; the first has no noise."""
     targets: Literal["all", "post_attention"] | list[str] = "all"
-    """Which norms: all that feed the linear layers of a block, those after attention only, or regular expressions over their
-    names. Example: ["layers\\\\.[0-3]\\\\..*layernorm"]"""
+    """Norms that get noise: all that feed the linear layers of a block, those after attention only, or regular expressions over
+    their names. Example: ["layers\\\\.[0-3]\\\\..*layernorm"]"""
     layer_scale: dict[str, float] = Field(default_factory=dict)
     """Factors on sigma by norm name or regular expression. Example: {"layers\\\\.0\\\\.": 0.5}"""
 
@@ -119,7 +124,7 @@ class Noise(Section):
     @model_validator(mode="after")
     def _patterns_are_readable(self) -> Self:
         if self.targets == []:
-            raise ValueError("targets = [] names no norm; write all, post_attention or regular expressions")
+            raise ValueError("targets = [] names no norm; use all, post_attention or regular expressions")
         patterns = {"layer_scale": list(self.layer_scale)}
         if isinstance(self.targets, list):
             patterns["targets"] = self.targets
@@ -128,7 +133,7 @@ class Noise(Section):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ValueError(f"{setting}: {pattern!r} is no regular expression: {error}") from error
+                    raise ValueError(f"{setting}: {pattern!r} is not a valid regular expression: {error}") from error
         if wrong := [f"{key}: {factor:g}" for key, factor in self.layer_scale.items() if factor < 0]:
             raise ValueError(f"layer_scale has a factor below 0: {', '.join(wrong)}")
         return self

@@ -25,10 +25,22 @@ class _Common(Section):
     """Shape of the learning rate after the warm-up, over optimizer steps; wsd is constant, then linear at the end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Linear warm-up as a share of all optimizer steps, instead of warmup_steps."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of lr."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
     """Share of the optimizer steps at the end in which the rate falls (schedule wsd)."""
+
+    def warmup(self, total: int) -> int:
+        """Return the steps of warm-up in a run of `total` optimizer steps."""
+        return max(1, round(self.warmup_ratio * total)) if self.warmup_ratio else self.warmup_steps
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio both set the warm-up: set one of the two")
+        return self
 
     @model_validator(mode="after")
     def _floor_is_reached(self) -> Self:
@@ -37,7 +49,7 @@ class _Common(Section):
                 "min_lr_ratio has no effect on a constant schedule; choose linear, cosine or wsd, or leave it out"
             )
         if self.schedule != "wsd" and self.decay_share != type(self).model_fields["decay_share"].default:
-            raise ValueError(f"decay_share is of schedule wsd; {self.schedule} has no such part")
+            raise ValueError(f"decay_share applies to schedule = wsd only, not to {self.schedule}")
         return self
 
 
@@ -66,9 +78,9 @@ class Muon(_Common):
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """A matrix A × B moves by lr · 0.2·√max(A, B), as far as AdamW would (arXiv 2502.16982), or by lr · √max(1, A/B)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Of AdamW for the rest."""
+    """Betas of AdamW for the other parameters."""
     eps: float = Field(default=1e-8, gt=0)
-    """Of AdamW for the rest."""
+    """Epsilon of AdamW for the other parameters."""
     rest_lr_ratio: float = Field(default=1.0, gt=0)
     """AdamW's learning rate as a multiple of lr."""
 
@@ -89,7 +101,7 @@ Optimizer: TypeAlias = Annotated[AdamW | Muon | PythonOptimizer, Field(discrimin
 
 
 def default_rate(loop: Literal["rl", "sft"], *, adapter: bool) -> float:
-    """The learning rate of a recipe that names none. Adapters take ten times more and up (Thinking Machines, LoRA 2025)."""
+    """Return the default learning rate. Adapters need ten times more or higher (Thinking Machines, LoRA 2025)."""
     if loop == "sft":
         return 1e-4 if adapter else 1e-5
     return 2e-5 if adapter else 1e-6

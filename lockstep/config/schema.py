@@ -6,7 +6,7 @@ A section with variants is a union told apart by `kind`. Larger groups of settin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -15,31 +15,36 @@ from lockstep.config.adapter import Lora as Lora
 from lockstep.config.adapter import NoAdapter as NoAdapter
 from lockstep.config.adapter import OtherPeft as OtherPeft
 from lockstep.config.adapter import packed_mistake, vllm_refuses
-from lockstep.config.algorithm import Algorithm as Algorithm
-from lockstep.config.algorithm import Grpo as Grpo
+from lockstep.config.algorithm import Algorithm, Grpo
 from lockstep.config.data import Data as Data
 from lockstep.config.evaluate import Drops as Drops
-from lockstep.config.evaluate import Eval as Eval
+from lockstep.config.evaluate import Eval, decision_mistake
 from lockstep.config.evaluate import EvalMode as EvalMode
 from lockstep.config.evaluate import EvalSet as EvalSet
+from lockstep.config.evaluate import LmEvalSet as LmEvalSet
 from lockstep.config.evaluate import NoStop as NoStop
 from lockstep.config.evaluate import Plateau as Plateau
-from lockstep.config.evaluate import decision_mistake
 from lockstep.config.health import Health as Health
-from lockstep.config.health import HealthRule as HealthRule
-from lockstep.config.numerics import PHASES
+from lockstep.config.numerics import PHASES, Numerics
 from lockstep.config.numerics import Noise as Noise
-from lockstep.config.numerics import Numerics as Numerics
 from lockstep.config.optimizer import AdamW as AdamW
 from lockstep.config.optimizer import Muon as Muon
 from lockstep.config.optimizer import Optimizer as Optimizer
 from lockstep.config.optimizer import PythonOptimizer as PythonOptimizer
 from lockstep.config.optimizer import default_rate as default_rate
+from lockstep.config.placement import Colocated as Colocated
+from lockstep.config.placement import Local as Local
+from lockstep.config.placement import Placement as Placement
+from lockstep.config.placement import Split as Split
+from lockstep.config.records import Paths as Paths
+from lockstep.config.records import Save as Save
+from lockstep.config.records import Track as Track
 from lockstep.config.section import TAG as TAG
 from lockstep.config.section import Json as Json
 from lockstep.config.section import Section as Section
 from lockstep.config.sft import Rollouts as Rollouts
 from lockstep.config.sft import Sft as Sft
+from lockstep.config.task import AgentTask as AgentTask
 from lockstep.config.task import Chat as Chat
 from lockstep.config.task import Curriculum as Curriculum
 from lockstep.config.task import EnvTask as EnvTask
@@ -56,9 +61,11 @@ from lockstep.config.task import Rival as Rival
 from lockstep.config.task import Share as Share
 from lockstep.config.task import Task as Task
 from lockstep.config.task import TextArenaTask as TextArenaTask
-from lockstep.config.task import Tool as Tool
 from lockstep.config.task import ToolTask as ToolTask
-from lockstep.config.task import Turns as Turns
+from lockstep.config.task import VerifiersTask as VerifiersTask
+from lockstep.config.tools import McpServer as McpServer
+from lockstep.config.tools import Tool as Tool
+from lockstep.config.tools import Turns as Turns
 from lockstep.config.verifier import ChoiceVerifier as ChoiceVerifier
 from lockstep.config.verifier import CodeVerifier as CodeVerifier
 from lockstep.config.verifier import CompositeVerifier as CompositeVerifier
@@ -67,17 +74,18 @@ from lockstep.config.verifier import JudgeVerifier as JudgeVerifier
 from lockstep.config.verifier import MathVerifier as MathVerifier
 from lockstep.config.verifier import NumericVerifier as NumericVerifier
 from lockstep.config.verifier import OwnGrading as OwnGrading
-from lockstep.config.verifier import Part as Part
 from lockstep.config.verifier import PythonVerifier as PythonVerifier
 from lockstep.config.verifier import RegexVerifier as RegexVerifier
 from lockstep.config.verifier import SetVerifier as SetVerifier
 from lockstep.config.verifier import TextVerifier as TextVerifier
+from lockstep.config.verifier import TrlVerifier as TrlVerifier
 from lockstep.config.verifier import Verifier as Verifier
+from lockstep.config.verifier import VerlVerifier as VerlVerifier
 from lockstep.config.vllm import Vllm, mistake_of, numerics_mistake, transport_of
 
 AUTO_SLOTS = 64
 MOST_AUTO_SLOTS = 1024
-"""More rows hardly make decoding faster: on an H200 its matrix products are bound by arithmetic from some 200 on."""
+"""More sequences hardly make decoding faster: on an H200 its matrix products are bound by arithmetic from about 200 on."""
 
 
 class Model(Section):
@@ -99,7 +107,7 @@ class Rollout(Section):
     engine: Literal["native", "vllm"] = "native"
     """native samples from the learner's own weights in one process; vllm needs a GPU and pip install 'lockstep-rl[vllm]'."""
     slots: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] = "auto"
-    """Sequences decoded side by side; more wait for a free slot. auto is 64, and for the native engine on a GPU all samples of a
+    """Sequences decoded together; others wait for a free slot. auto is 64, and for the native engine on a GPU all samples of a
     step (64 to 1024), fewer where the memory plan finds no room for their keys and values."""
     max_tokens: int = Field(default=64, ge=1)
     """Longest response, in tokens."""
@@ -115,6 +123,9 @@ class Rollout(Section):
     """Strings that end a response."""
     ignore_eos: bool = False
     """Force every response to max_tokens (benchmarks only)."""
+    deal: Literal["static", "queue"] = "static"
+    """Prompts of several workers (placement): static gives all to them in turn; queue gives a worker the next prompt when it has
+    room, which is quicker if lengths differ and the samples of a step are more than the slots."""
     vllm: Vllm = Vllm()
 
 
@@ -136,6 +147,9 @@ class Update(Section):
     """Activations computed again in the backward pass: selective is norms and activation products alone (a third less memory for
     a few percent more time), full is whole layers (least memory, a third more time). auto is none on a CPU and on a GPU what the
     memory plan chooses. Changes memory, not the result."""
+    replay_routing: bool = False
+    """Train each token of a mixture of experts with the experts that sampling chose for it (routing replay, R3); probabilities
+    stay those of the present weights. The engine records them: a byte for each expert of a token and layer."""
     max_skipped: int = Field(default=3, ge=1)
     """Stop after this many steps in a row were skipped for a non-finite gradient."""
 
@@ -144,47 +158,30 @@ class Sync(Section):
     """Transfer of weights to the engine, and its proof."""
 
     transport: Literal["shared", "copy"] = "shared"
-    """shared: the engine reads the learner's own tensors; copy: it owns a second set, sent after every update. Of the native
-    engine; for vLLM's see rollout.vllm.transport."""
+    """shared: the engine reads the learner's own tensors; copy: it owns a second set, sent after every update. Applies to
+    the native engine; for vLLM see rollout.vllm.transport."""
     probe_first: int = Field(default=10, ge=0)
-    """Probe log-probabilities at each of the first so many syncs."""
+    """Number of syncs at the start that all probe log-probabilities."""
     probe_every: int = Field(default=10, ge=1)
-    """Then at every so many syncs."""
+    """Syncs between probes after that."""
     probe_sequences: int = Field(default=4, ge=1)
-    """Fixed sequences of the probe."""
+    """Number of fixed sequences in the probe."""
     probe_tokens: int = Field(default=32, ge=2)
-    """Tokens of each."""
+    """Tokens of each sequence."""
 
 
-class Save(Section):
-    """Which checkpoints are kept. The last step is always saved."""
-
-    every: int = Field(default=20, ge=1)
-    """Steps between checkpoints."""
-    keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep."""
-    keep_best: str | None = None
-    """Also keep the checkpoint with the highest value of this metric. Example: eval/greedy/accuracy"""
-
-
-class Track(Section):
-    """Trackers besides metrics.jsonl."""
-
-    sinks: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
-    """W&B writes offline without a key; `wandb sync` sends it later."""
-    project: str = "lockstep"
-    """Project name in W&B and trackio."""
-    tags: list[str] = Field(default_factory=list)
-    """Free labels of the run."""
-    rollouts_every: int = Field(default=1, ge=1)
-    """Steps between rollout files (rollouts/step_000012.parquet)."""
+Allowable: TypeAlias = Literal["slow_warmup", "long_warmup", "short_horizon", "memory", "disk", "best_metric"]
+"""Refusals that are forecasts: a run may be started in spite of them."""
 
 
 class Recipe(Section):
     """One run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
-    """Name of the run and of its directory."""
+    name: str = Field(
+        default="run", pattern=r"^([A-Za-z0-9]|\{[a-z_.]+\})([A-Za-z0-9._-]|\{[a-z_.]+\})*$", max_length=100
+    )
+    """Name of the run and of its directory. Fields are filled in when it starts: {task}, {model}, {algorithm}, {adapter}, {lr},
+    {seed}, {steps}, {date}, {time}, any setting ({update.epochs}), and {n}, the first number that is free."""
     loop: Literal["rl", "sft"] = "rl"
     """rl samples, grades and improves; sft learns from given replies (section sft)."""
     warm_start: str | None = None
@@ -192,14 +189,23 @@ class Recipe(Section):
     a stopped run instead, use lockstep train --resume."""
     runs_dir: str = "runs"
     """Folder of run directories."""
+    paths: Paths = Paths()
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Every random number of the run derives from it, the step, the prompt and the sample."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU if there is one."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads; none takes all cores. Results are bit-equal only at equal numbers."""
+    """CPU threads of each process; none takes all cores, shared among its workers. Results are bit-equal only at equal numbers.
+    """
+    placement: Placement = Local()
+    """One process, or several workers."""
     steps: int = Field(default=50, ge=1, le=1_000_000_000)
     """Training steps: each samples, grades, updates and syncs once."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the task's training questions, instead of steps (loop = rl, task file; of SFT it is sft.epochs). With both, a
+    run whose epochs end before its steps is refused."""
+    allow: list[Allowable] = Field(default_factory=list)
+    """Refusals that are let through, as `--allow NAME` does: the run starts, and its manifest says so."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts of one step."""
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -232,7 +238,7 @@ class Recipe(Section):
         return self.update.samples_per_update or self.samples_per_step
 
     def slots(self, device: str) -> int:
-        """Sequences decoded side by side on a device of this type, "cuda" or another, if there is room for them."""
+        """Return the number of sequences decoded together on this type of device ("cuda" or another), if there is room."""
         if self.rollout.slots != "auto":
             return self.rollout.slots
         if self.rollout.engine != "native" or device != "cuda":
@@ -262,7 +268,7 @@ class Recipe(Section):
 
     @property
     def weight_transport(self) -> Literal["shared", "view", "copy", "ipc"]:
-        """How weights reach the engine: sync.transport, or for vLLM rollout.vllm.transport with auto resolved."""
+        """Transport of weights to the engine: sync.transport, or for vLLM rollout.vllm.transport with auto resolved."""
         if self.rollout.engine == "native":
             return self.sync.transport
         return transport_of(self.rollout.vllm, adapter=self.adapter.kind != "none")
@@ -284,6 +290,8 @@ class Recipe(Section):
         if self.loop == "sft":
             if self.sft is None:
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
+            if self.epochs is not None:
+                raise ValueError("epochs applies to loop = rl only; with loop = sft set sft.epochs")
             if self.sft.epochs is not None and "steps" in self.model_fields_set:
                 raise ValueError(f"steps = {self.steps} and sft.epochs = {self.sft.epochs:g}: set one of the two")
             idle = [f"update.{n}" for n in ("samples_per_update", "epochs") if getattr(self.update, n) not in (None, 1)]
@@ -293,6 +301,10 @@ class Recipe(Section):
                 raise ValueError(f"{idle[0]} applies to loop = rl only; with loop = sft set sft.sequences_per_step")
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
                 raise ValueError("algorithm applies to loop = rl only; sft minimises the negative log-likelihood")
+        elif self.epochs is not None and self.task.kind != "file":
+            raise ValueError(
+                f"epochs counts passes over rows, and task.kind = {self.task.kind} has no fixed number: set steps"
+            )
         elif self.sft is not None:
             raise ValueError("section sft is set, but loop is rl: it would have no effect")
         return self
@@ -315,7 +327,7 @@ class Recipe(Section):
     def _credit_has_an_effect(self) -> Self:
         mix = self.task.tasks if isinstance(self.task, MixedTask) else {}
         tasks = {"task": self.task} | {f"task.tasks.{name}.task": share.task for name, share in mix.items()}
-        reads = self.algorithm.advantage.kind in ("gae", "whitened")
+        reads = self.algorithm.advantage.kind in ("gae", "whitened", "python")
         for where, task in tasks.items():
             turns = getattr(task, "turns", None)
             if isinstance(turns, Turns) and turns.credit == "turn" and not reads:
@@ -332,7 +344,7 @@ class Recipe(Section):
             raise ValueError(
                 f"algorithm.critic.warmup_steps = {critic.warmup_steps} leaves the policy no step: the run has {self.steps}"
             )
-        if self.optimizer.warmup_steps >= total:
+        if self.optimizer.warmup_steps >= total and self.epochs is None:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
                 f"({self.steps - (critic.warmup_steps if critic else 0)} steps x {self.updates_per_step} updates)"
@@ -356,7 +368,7 @@ class Recipe(Section):
         named = self.numerics.plain_named
         if named is not None and self.model.dtype not in ("auto", named):
             raise ValueError(
-                f"numerics names {named}, but model.dtype = {self.model.dtype}: what is not quantised computes in it"
+                f"numerics names {named}, but model.dtype = {self.model.dtype}: layers that are not quantised compute in it"
             )
         if mistake := packed_mistake(self.adapter, [self.numerics.of(phase) for phase in PHASES]):
             raise ValueError(mistake)
@@ -371,13 +383,24 @@ class Recipe(Section):
         if self.noise is None:
             return self
         if self.loop != "rl":
-            raise ValueError(f"noise is of rollouts, and loop = {self.loop} has none")
+            raise ValueError(f"noise applies to rollouts, and loop = {self.loop} has none")
         critic = self.algorithm.critic
         steps = self.steps - (critic.warmup_steps if critic else 0)
         if self.noise.stages > steps:
             raise ValueError(
-                f"noise.stages = {self.noise.stages}, but the policy is trained in {steps} steps: some stages would never come"
+                f"noise.stages = {self.noise.stages}, but the policy is trained in {steps} steps: some stages would never begin"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_can_run(self) -> Self:
+        refused = {
+            "rollout.engine = vllm": self.rollout.engine != "native",
+            "sync.transport = copy": self.sync.transport != "shared",
+        }
+        if self.placement.kind != "local" and any(refused.values()):
+            what = next(name for name, is_refused in refused.items() if is_refused)
+            raise ValueError(f"{what} does not run with placement.kind = {self.placement.kind} yet; take local")
         return self
 
     @model_validator(mode="after")
@@ -387,11 +410,11 @@ class Recipe(Section):
                 raise ValueError("rollout.vllm is set, but rollout.engine is native: it would have no effect")
             return self
         if self.device == "cpu":
-            raise ValueError("rollout.engine = vllm needs a GPU; take native on a CPU")
+            raise ValueError("rollout.engine = vllm needs a GPU; use native on a CPU")
         if mistake := vllm_refuses(self.adapter):
             raise ValueError(mistake)
         longest = max(self.rollout.max_tokens, self.eval.max_tokens or 0)
-        temperatures = (self.rollout.temperature, *(mode.temperature for mode in self.eval.modes))
+        temperatures = (self.rollout.temperature, *(mode.temperature for _, mode in self.eval.pairs))
         adapter = self.adapter.kind != "none"
         mistake = mistake_of(self.rollout.vllm, longest, temperatures, adapter=adapter)
         if mistake := mistake or numerics_mistake(self.numerics, adapter=adapter):

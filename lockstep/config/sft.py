@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: which rows, and which of their turns carry loss."""
+"""Supervised fine-tuning: the rows, and the turns that carry loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rollouts(Section):
     keep: Literal["right", "all"] = "right"
     """right keeps correct replies alone; replies that were cut off or could not be scored are never kept."""
     per_prompt: int = Field(default=4, ge=1)
-    """At most so many different replies to one question, the latest first."""
+    """Largest number of different replies to one question, the latest first."""
     first_step: int = Field(default=1, ge=1)
     """Take replies from this step of the run on."""
 
@@ -29,7 +29,7 @@ class Sft(Section):
     data: Data | None = None
     """Training rows: a conversation (messages), or a question and its reply (prompt, answer)."""
     rollouts: Rollouts | None = None
-    """Or the replies of a run."""
+    """Replies of a run, instead of data."""
     validation: Data | None = None
     """Rows whose loss is measured and never trained on; none splits validation_rows off the data by hash."""
     validation_rows: int = Field(default=64, ge=0)
@@ -45,7 +45,7 @@ class Sft(Section):
     too_long: Literal["stop", "drop", "truncate"] = "stop"
     """Treatment of longer rows; dropped and truncated rows are counted."""
     train_on: Literal["last", "all_assistant"] = "last"
-    """Which turns carry loss: the last assistant turn, or all of them."""
+    """Turns that carry loss: the last assistant turn, or all of them."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of a step, or over its rows."""
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
 from lockstep.config.section import Json, Section
+from lockstep.config.tools import AnyTool, Tool, Turns
 from lockstep.config.verifier import NumericVerifier, OwnGrading, Verifier
 
 
@@ -33,8 +34,8 @@ class ReasoningGymTask(Section):
     repeat_heldout: bool = False
     """Ask held-out questions again when there are fewer different ones than eval.items; otherwise that is an error."""
     scoring: Literal["auto", "verifier", "data_set"] = "auto"
-    """Who grades: the verifier below, or the data set's own score function. auto is the verifier, unless none was chosen and the
-    default one does not give the data set's own answers full marks: then the data set."""
+    """Source of grades: the verifier below, or the data set's own score function. auto is the verifier, unless none was chosen
+    and the default one does not give the data set's own answers the full reward."""
     partial: bool = False
     """Give partial rewards by the data set's own score function; off rewards fully right answers only."""
     verifier: Verifier = NumericVerifier()
@@ -71,48 +72,76 @@ Questions: TypeAlias = Annotated[ReasoningGymTask | FileTask | PythonTask, Field
 """Tasks of one reply."""
 
 
-class Turns(Section):
-    """Limits of an episode. All its tokens after the first prompt, sampled and observed, share rollout.max_tokens."""
-
-    limit: int = Field(default=8, ge=1, le=1000)
-    """Replies of an episode; after the last it ends with what it has earned."""
-    reply_tokens: int | None = Field(default=None, ge=1)
-    """Longest single reply, in tokens; none is whatever rollout.max_tokens leaves."""
-    step_seconds: float = Field(default=30.0, gt=0)
-    """Time for one step of an environment in a process of its own; a slower one is ended, and its sample is not scored."""
-    memory_gib: float = Field(default=8.0, gt=0)
-    """Address space of an environment's process."""
-    credit: Literal["end", "turn"] = "end"
-    """end: what the turns earned counts as one reward at the last token; turn: each reply's reward stands at its own last token
-    (advantages of kind gae and whitened; others compare totals)."""
-
-
-class Tool(Section):
-    """A function that replies may call."""
-
-    path: str = Field(pattern=r"(.+\.py:\w+|calculator)$")
-    """file.py:function, or calculator."""
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Tool name shown to the model; none takes the function's name."""
-    description: str | None = None
-    """Description shown to the model; none takes the function's docstring."""
-    parameters: dict[str, Json] | None = None
-    """JSON schema of its arguments, an object; none is made from the function's signature."""
-
-
 class ToolTask(Section):
     """Questions that may be answered with the help of tools: a reply with calls gets their results, one without is the answer."""
 
     kind: Literal["tools"] = "tools"
     questions: Questions = ReasoningGymTask()
-    tools: list[Tool] = Field(default_factory=lambda: [Tool(path="calculator")], min_length=1)
-    """Tools that replies may call. Example: [{path: calculator}, {path: tools.py:look_up}]"""
+    tools: list[AnyTool] = Field(default=[Tool(path="calculator")], min_length=1)
+    """Tools that replies may call. Example: [{path: calculator}, {path: tools.py:look_up}, {mcp: python shop_server.py}]"""
     format: Literal["hermes", "plain"] = "hermes"
     """hermes: <tool_call>{"name": …, "arguments": …}</tool_call>, the tools shown by the model's own chat template where it
     can; plain: name(arguments) on a line of its own, explained in the question, for models that know no tool calls."""
     explain: bool = True
     """Explain the tools before each question (format plain); turn it off if chat.system or examples show the tools."""
     turns: Turns = Turns(limit=4)
+
+
+class AgentTask(Section):
+    """Questions that a program answers. It asks the run's endpoint for replies, as OpenAI's and Anthropic's clients do."""
+
+    kind: Literal["agent"] = "agent"
+    questions: Questions = ReasoningGymTask()
+    """Its questions, and the verifier that grades its final answer."""
+    command: str = Field(min_length=1)
+    """The program and its arguments; {question} stands for the question's text. It gets the question as JSON on standard input
+    and in the file $LOCKSTEP_TASK; OPENAI_BASE_URL, ANTHROPIC_BASE_URL … name the endpoint. Example: python agent.py"""
+    result: Literal["answer", "reward"] = "answer"
+    """answer: what it prints is its final answer, which the questions' verifier grades; reward: the last line that it prints is
+    {"reward": 1.0}, with an "answer" and "metrics" if it likes."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables. From this process it gets PATH and the language alone."""
+    seconds: float = Field(default=600.0, gt=0)
+    """Time for an episode, sampling included; a slower program is ended, and its sample is not scored."""
+    running: int = Field(default=64, ge=1, le=1000)
+    """Most programs that run at a time; further episodes wait."""
+    memory_gib: float = Field(default=8.0, gt=0)
+    """Address space of each of its processes."""
+    requests: int = Field(default=64, ge=1, le=1000)
+    """Most replies of an episode. A request beyond is refused, and so is one when rollout.max_tokens sampled tokens are spent."""
+    reply_tokens: int | None = Field(default=None, ge=1)
+    """Longest single reply, in tokens; none is what the request asks for."""
+
+    @property
+    def turns(self) -> Turns:
+        """Limits of an episode."""
+        return Turns(limit=self.requests, reply_tokens=self.reply_tokens)
+
+
+class VerifiersTask(Section):
+    """A taskset or environment of the package verifiers (0.4), with its own data, prompts, tools and rewards."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    env: str = Field(min_length=1)
+    """Its id, as installed where `python` finds it; or a file or folder of yours. Example: gsm8k-v1"""
+    python: str = "python"
+    """Interpreter that has verifiers and the environment: mostly one of an environment of its own. Example: ~/hub/bin/python"""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Settings of the taskset."""
+    harness: str = "null"
+    """Program of verifiers that runs the chat: null is a plain one with the task's tools."""
+    config: dict[str, Json] = Field(default_factory=dict)
+    """Further keys of verifiers' [env] block; an `agent` here takes the place of harness and its limits."""
+    size: int = Field(default=1000, ge=1)
+    """Tasks that are read, from the first."""
+    heldout_rows: int = Field(default=20, ge=0)
+    """Tasks held out for evaluations, by hash."""
+    seconds: float = Field(default=600.0, gt=0)
+    """Time for an episode; a slower one is not scored."""
+    requests: int = Field(default=64, ge=1, le=1000)
+    """Most replies of an episode."""
+    reply_tokens: int | None = Field(default=None, ge=1)
+    """Longest single reply, in tokens."""
 
 
 class GuessNumberTask(Section):
@@ -124,7 +153,7 @@ class GuessNumberTask(Section):
     high: int = 100
     """Largest number."""
     progress: float = Field(default=0.0, ge=0, le=1)
-    """Paid to an episode that does not find the number, times the share of the range that its hints have ruled out."""
+    """Reward of an episode that does not find the number, times the share of the range that its hints have ruled out."""
     turns: Turns = Turns(limit=8)
 
     @model_validator(mode="after")
@@ -152,7 +181,7 @@ class EnvTask(Section):
 
 
 class GymnasiumTask(Section):
-    """A gymnasium environment whose observations can be said in words and whose actions are text or a choice."""
+    """A gymnasium environment whose observations can be put into words and whose actions are text or a choice."""
 
     kind: Literal["gymnasium"] = "gymnasium"
     env: str = Field(min_length=1)
@@ -160,7 +189,7 @@ class GymnasiumTask(Section):
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the environment as keyword arguments."""
     instructions: str = ""
-    """Said before the first observation: the rules, and how to answer."""
+    """Text before the first observation: the rules, and how to answer."""
     actions: list[str] = Field(default_factory=list)
     """Names of the actions of a discrete environment, in order; none takes their numbers."""
     solved: float | None = None
@@ -179,10 +208,10 @@ class TextArenaTask(Section):
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the game as keyword arguments."""
     opponent: str = Field(default="random", pattern=r"^(random|.+\.py:\w+)$")
-    """Of a two-player game: random takes one of the moves that the game lists, file.py:function is called with what the
-    opponent is shown and a random.Random, and gives its action."""
+    """Opponent in a two-player game: random takes one of the moves that the game lists; file.py:function is called with what the
+    opponent is shown and a random.Random, and returns its action."""
     seat: int = Field(default=0, ge=0, le=1)
-    """Which player is trained: 0 begins."""
+    """Player that is trained: 0 begins."""
     seeds: int = Field(default=200, ge=1)
     """Different games to train on: each is one seed given to reset."""
     turns: Turns = Turns(limit=20)
@@ -192,7 +221,7 @@ class Rival(Section):
     """A frozen adapter that moves for the opponent, sampled by a model of its own on the CPU."""
 
     path: str = Field(min_length=1)
-    """An adapter in PEFT's layout, a checkpoint of a run that trained one, or the run, whose newest checkpoint it then is. It
+    """An adapter in PEFT's layout, a checkpoint of a run that trained one, or the run, whose newest checkpoint is taken. It
     must have been made for this recipe's model."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of its moves; 0 takes the likeliest tokens."""
@@ -230,8 +259,8 @@ class OpenSpielTask(Section):
     workers: int = Field(default=2, ge=1, le=64)
     """Processes for playouts."""
     opponent: str = Field(default="random", pattern=r"^(random|mcts|adapter|.+\.py:\w+)$")
-    """Of whole games: random, mcts, adapter (see rival), or file.py:function, which is called with a pyspiel state and a
-    random.Random and gives an action or its name."""
+    """Opponent in whole games: random, mcts, adapter (see rival), or file.py:function, which is called with a pyspiel state and a
+    random.Random and returns an action or its name."""
     rival: Rival | None = None
     """The adapter of opponent: adapter."""
     simulations: int = Field(default=64, ge=2)
@@ -252,46 +281,41 @@ class OpenSpielTask(Section):
         if strange := sorted(set(self.game_configs) - set(self.game_list)):
             raise ValueError(f"game_configs has {strange[0]!r}, which is not in game_list")
         if empty := [name for name in (*self.games, *self.game_list) if not name.strip()]:
-            raise ValueError(f"{empty[0]!r} is no name of a game")
+            raise ValueError(f"{empty[0]!r} is not the name of a game")
         for name, config in ((name, config) for name, configs in self.game_configs.items() for config in configs):
             for key, value in config.items():
                 if not isinstance(value, str | int | float):
-                    raise ValueError(f"game_configs.{name}: {key} is no text, number or boolean")
+                    raise ValueError(f"game_configs.{name}: {key} must be text, a number or a boolean")
         return self
 
     @model_validator(mode="after")
     def _unused(self) -> Self:
-        modes = {
-            "playouts": "outcome",
-            "playout": "outcome",
-            "workers": "outcome",
-            "opponent": "game",
-            "rival": "game",
-            "illegal_moves": "game",
-            "turns": "game",
-        }
+        modes = dict.fromkeys(("playouts", "playout", "workers"), "outcome")
+        modes |= dict.fromkeys(("opponent", "rival", "illegal_moves", "turns"), "game")
         for name, mode in modes.items():
             field = type(self).model_fields[name]
             if self.reward_mode != mode and getattr(self, name) != field.get_default(call_default_factory=True):
-                raise ValueError(f"{name} is of reward_mode {mode}, not of {self.reward_mode}")
+                raise ValueError(f"{name} applies to reward_mode = {mode} only, not to {self.reward_mode}")
         if (self.opponent == "adapter") is not (self.rival is not None):
             has = "names no adapter: set rival.path" if self.rival is None else "is not adapter: rival has no effect"
             raise ValueError(f"opponent = {self.opponent} {has}")
         return self
 
 
-Single: TypeAlias = Annotated[
+_Single: TypeAlias = (
     ReasoningGymTask
     | FileTask
     | PythonTask
     | ToolTask
+    | AgentTask
+    | VerifiersTask
     | GuessNumberTask
     | EnvTask
     | GymnasiumTask
     | TextArenaTask
-    | OpenSpielTask,
-    Field(discriminator="kind"),
-]
+    | OpenSpielTask
+)
+Single: TypeAlias = Annotated[_Single, Field(discriminator="kind")]
 
 
 class Share(Section):
@@ -303,12 +327,12 @@ class Share(Section):
 
 
 class Curriculum(Section):
-    """Asks more of those tasks that the model solves sometimes."""
+    """Draws more prompts from tasks that the model solves sometimes."""
 
     low: float = Field(default=0.1, ge=0, lt=1)
     """A task that is solved less often than this is too hard for now."""
     high: float = Field(default=0.9, gt=0, le=1)
-    """A task that is solved more often is learnt."""
+    """A task that is solved more often counts as learned."""
     outside: float = Field(default=0.1, gt=0, le=1)
     """Factor on the weight of a task outside the band. Above 0, so that its solve rate goes on being measured."""
     memory: float = Field(default=0.8, ge=0, lt=1)
@@ -334,24 +358,13 @@ class MixedTask(Section):
     def _names(self) -> Self:
         for name in self.tasks:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"{name!r} is no name for a task: letters, digits, dots, dashes and underscores")
+                raise ValueError(
+                    f"{name!r} is not a name for a task: use letters, digits, dots, dashes and underscores"
+                )
         return self
 
 
-Task: TypeAlias = Annotated[
-    ReasoningGymTask
-    | FileTask
-    | PythonTask
-    | ToolTask
-    | GuessNumberTask
-    | EnvTask
-    | GymnasiumTask
-    | TextArenaTask
-    | OpenSpielTask
-    | MixedTask
-    | NoTask,
-    Field(discriminator="kind"),
-]
+Task: TypeAlias = Annotated[_Single | MixedTask | NoTask, Field(discriminator="kind")]
 
 
 class Example(Section):

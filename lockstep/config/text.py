@@ -1,7 +1,7 @@
 """YAML text ⇄ plain data, with the line of every value.
 
 YAML 1.2's core types (3e-6 is a number, `no` is text), one document, no key twice, no tags, no aliases: a recipe is data that
-reads the same to everybody, and no file of a kilobyte unfolds into a gigabyte.
+every reader understands alike, and no file of a kilobyte expands to a gigabyte.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lockstep.errors import ConfigError
 
 Value: TypeAlias = "bool | int | float | str | list[Value] | dict[str, Value] | None"
 At: TypeAlias = tuple[str | int, ...]
-"""Where a value sits. Example: ("eval", "modes", 0, "name"), written eval.modes.0.name."""
+"""Path of a value. Example: ("eval", "modes", 0, "name"), written eval.modes.0.name."""
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_INT_BITS = 1024
-"""The largest finite float has as many; longer numbers are refused."""
+"""Bits of the largest finite float; longer numbers are refused."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Document:
     lines: dict[At, int] = field(default_factory=dict)
     """Line of each value, counted from 1; a mapping's value has the line of its key."""
     mistakes: list[str] = field(default_factory=list)
-    """Mistakes that do not hinder reading on: keys written twice, keys that are not text."""
+    """Mistakes after which reading goes on: keys written twice, keys that are not text."""
 
 
 def read(path: Path) -> Document:
@@ -46,7 +46,7 @@ def read(path: Path) -> Document:
         # a pipe without a writer would be waited for
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError([f"{path}: no plain file; write the recipe into one"])
+                raise ConfigError([f"{path}: not a regular file; write the recipe into one"])
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
@@ -86,23 +86,23 @@ def parse(text: str, source: str) -> Document:
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
-    """YAML that `parse` reads back to an equal value, and that YAML 1.1 readers read alike."""
+    """Return YAML that `parse` reads back to an equal value, and that YAML 1.1 readers read alike."""
     return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def plain(value: object) -> tuple[Value, dict[At, str]]:
-    """A copy made of JSON data, and the reason for each value that is none (it becomes None in the copy)."""
+    """Return a copy made of JSON data, and the reason for each value that is not JSON data (None in the copy)."""
     refused: dict[At, str] = {}
     return _plain(value, (), refused), refused
 
 
 def dotted(at: At) -> str:
-    """eval.modes.0.name; a part that is no name is quoted."""
+    """Return a path as text: eval.modes.0.name. A part that is not a name is quoted."""
     return ".".join(str(part) if re.fullmatch(r"[\w@-]+", str(part)) else quoted(part) for part in at)
 
 
 def quoted(value: object, limit: int = 60) -> str:
-    """A value as a recipe would have it, on one printable line, shortened."""
+    """Return a value as a recipe would have it, on one printable line, shortened."""
     match value:
         case None | bool():
             text = "null" if value is None else str(value).lower()
@@ -122,7 +122,7 @@ def quoted(value: object, limit: int = 60) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every line break, control character and lone surrogate written as an escape."""
+    """Return text with every line break, control character and lone surrogate written as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -156,7 +156,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Text of several lines as a block; with control characters in double quotes, the only style that keeps them."""
+        """Write text of several lines as a block; with control characters in double quotes, the only style that keeps them."""
         style = '"' if not data.replace("\n", "").isprintable() else "|" if "\n" in data else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -233,7 +233,7 @@ def _plain(value: object, at: At, refused: dict[At, str]) -> Value:
         case float() if not math.isfinite(value):
             reason = "must be a finite number"
         case str() if not _encodable(value):
-            reason = "half of a surrogate pair is no text"
+            reason = "half of a surrogate pair is not text"
         case int() | float() | str():
             return value
         case list() | tuple():

@@ -27,7 +27,7 @@ class TextVerifier(Section):
 
     kind: Literal["text"] = "text"
     fallback: Literal["none", "last_line"] = "none"
-    """What to read when nothing is boxed."""
+    """Fallback when nothing is boxed."""
 
 
 class MathVerifier(Section):
@@ -35,9 +35,9 @@ class MathVerifier(Section):
 
     kind: Literal["math"] = "math"
     fallback: Literal["none", "last_line"] = "none"
-    """What to read when nothing is boxed."""
+    """Fallback when nothing is boxed."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Between two written numbers, as in numeric."""
+    """Tolerance between two written numbers, as in numeric."""
     written_out: bool = False
     """If the reference is a number, accept only a number: 17 * 23 is then no answer to 17 * 23."""
     cpu_seconds: float = Field(default=0.5, gt=0, le=60)
@@ -65,9 +65,9 @@ class SetVerifier(Section):
 
     kind: Literal["set"] = "set"
     fallback: Literal["none", "last_line"] = "none"
-    """What to read when nothing is boxed."""
+    """Fallback when nothing is boxed."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Between two written numbers, as in numeric."""
+    """Tolerance between two written numbers, as in numeric."""
     repeats: Literal["count", "ignore"] = "count"
     """count: 1, 1, 2 is not 1, 2; ignore: it is."""
 
@@ -117,8 +117,8 @@ class JsonVerifier(Section):
     json_schema: dict[str, Json] = Field(default_factory=dict)
     """JSON Schema (2020-12 unless $schema says otherwise) that the value must fit; empty fits everything."""
     equal: bool = True
-    """The value must also equal the reference, which is then JSON; key order does not matter. Off pays
-    for any value that fits."""
+    """The value must also equal the reference, which is then JSON; key order does not matter. Off accepts
+    any value that fits."""
     cpu_seconds: float = Field(default=0.5, gt=0, le=60)
     """CPU time of one validation; a value that takes longer is wrong."""
     workers: int = Field(default=2, ge=1, le=64)
@@ -129,6 +129,9 @@ class JsonVerifier(Section):
         if not self.json_schema and not self.equal:
             raise ValueError("json without json_schema and with equal = false would accept any JSON")
         return self
+
+
+FunctionPath: TypeAlias = Annotated[str, Field(pattern=r".+\.py:\w+$")]
 
 
 class OwnGrading(Section):
@@ -150,6 +153,53 @@ class PythonVerifier(OwnGrading):
     """file.py:function"""
 
 
+class TrlVerifier(OwnGrading):
+    """Reward functions written for TRL's GRPOTrainer, called as TRL calls them: lists of prompts, completions, completion_ids,
+    and each column of the row as a list. A reply for which all of them return None is unscored."""
+
+    kind: Literal["trl"] = "trl"
+    path: FunctionPath | list[FunctionPath]
+    """file.py:function, or a list of them (TRL: reward_funcs). The first that applies to a reply decides whether it is correct:
+    1 or more."""
+    weights: list[float] | None = None
+    """Weight of each function in the sum (TRL: reward_weights); none weighs each by 1."""
+    call: Literal["group", "reply"] = "group"
+    """group: one call for all samples of a prompt; reply: one call for each sample, so that a call that fails costs only one."""
+    completions: Literal["auto", "messages", "text"] = "auto"
+    """Form of prompts and completions: messages as for TRL's conversational data, or text. auto takes text if the row's column
+    `prompt` is text, else messages."""
+    seconds: float = Field(default=30.0, gt=0, le=3600)
+    """Longest time of one call; its process is then killed and its replies are unscored."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if not self.paths:
+            raise ValueError("path is an empty list: name at least one function")
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for {len(self.paths)} functions: give one for each"
+            )
+        return self
+
+
+class VerlVerifier(OwnGrading):
+    """A reward function written for verl: compute_score(data_source, solution_str, ground_truth, extra_info) returning a number,
+    or a dict with `score`."""
+
+    kind: Literal["verl"] = "verl"
+    path: FunctionPath | dict[str, FunctionPath]
+    """file.py:function; or one for each data_source, as a mapping. Functions of a mapping get those of the four arguments that
+    they name."""
+    reward_kwargs: dict[str, Json] = Field(default_factory=dict)
+    """Further arguments of each call (verl: custom_reward_function.reward_kwargs)."""
+    seconds: float = Field(default=30.0, gt=0, le=3600)
+    """Longest time of one call; its process is then killed and the reply is unscored."""
+
+
 class CodeVerifier(Section):
     """A Python program, run against the row's tests in a sandbox: no network, no files of the machine, no processes, limits."""
 
@@ -157,7 +207,7 @@ class CodeVerifier(Section):
     tests: str = Field(default="tests", min_length=1)
     """Column with the tests: assert statements, inputs and outputs, or calls and results (docs/verifiers.md)."""
     isolation: Literal["strict", "best_effort"] = "strict"
-    """strict refuses to start where one of the sandbox's measures cannot be had; best_effort goes on and says what is missing."""
+    """strict refuses to start where one of the sandbox's measures is missing; best_effort goes on and names those missing."""
     cpu_seconds: int = Field(default=4, ge=1, le=600)
     """Processor time of one run of the program, in whole seconds."""
     wall_seconds: float = Field(default=20.0, gt=0, le=3600)
@@ -171,7 +221,7 @@ class CodeVerifier(Section):
     threads: int = Field(default=16, ge=1, le=1024)
     """Threads of the program. It can start no process."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Between a returned number and the expected one in calls and results, as in numeric."""
+    """Tolerance between a returned number and the expected one in calls and results, as in numeric."""
     workers: int = Field(default=2, ge=1, le=64)
     """Programs that run at once."""
 
@@ -189,7 +239,7 @@ _Rules: TypeAlias = (
     | PythonVerifier
 )
 RuleVerifier: TypeAlias = Annotated[_Rules, Field(discriminator="kind")]
-"""Verifiers that no model decides."""
+"""Verifiers that decide by a rule, without a model."""
 
 
 class JudgeVerifier(Section):
@@ -199,7 +249,7 @@ class JudgeVerifier(Section):
     url: str = Field(pattern=r"^https?://[^@\s]+$")
     """Base URL of its API. Example: http://localhost:8000/v1"""
     model: str = Field(min_length=1)
-    """Its name there."""
+    """Name of the model at that URL."""
     key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Environment variable with the API key; none sends no key. The key itself is never written anywhere."""
     instructions: str = Field(
@@ -208,7 +258,7 @@ class JudgeVerifier(Section):
     )
     """Criteria in words; scores are whole numbers from 0 to 10."""
     rule: RuleVerifier | None = None
-    """Decides first: the judge is then asked about right replies only, and adds to their reward."""
+    """Verifier that decides first: the judge is then asked about right replies only, and adds to their reward."""
     weight: float = Field(default=0.5, gt=0, lt=1)
     """With a rule, the judge's share of the reward: a right reply scores at least 1 - weight, a wrong one 0."""
     passes: int = Field(default=8, ge=1, le=10)
@@ -225,7 +275,8 @@ class JudgeVerifier(Section):
     """Requests under way at once."""
 
 
-PlainVerifier: TypeAlias = Annotated[_Rules | JudgeVerifier, Field(discriminator="kind")]
+_Plain: TypeAlias = _Rules | TrlVerifier | VerlVerifier | JudgeVerifier
+PlainVerifier: TypeAlias = Annotated[_Plain, Field(discriminator="kind")]
 
 
 class Part(Section):
@@ -256,7 +307,7 @@ class CompositeVerifier(Section):
         first, rest = self.parts[0].weight, sum(part.weight for part in self.parts[1:])
         if self.combine == "weighted" and not first > rest:
             raise ValueError(
-                f"part {names[0]} has weight {first:g}, the others have {rest:g} together: a wrong reply could then be paid "
+                f"part {names[0]} has weight {first:g}, the others have {rest:g} together: a wrong reply could then score "
                 f"more than a right one; give {names[0]} more than {rest:g}"
             )
         if self.combine == "all" and any("weight" in part.model_fields_set for part in self.parts):
@@ -264,4 +315,15 @@ class CompositeVerifier(Section):
         return self
 
 
-Verifier: TypeAlias = Annotated[_Rules | JudgeVerifier | CompositeVerifier, Field(discriminator="kind")]
+Verifier: TypeAlias = Annotated[_Plain | CompositeVerifier, Field(discriminator="kind")]
+
+
+def reads_rows(verifier: Verifier) -> bool:
+    """Return whether it reads whole rows as its own system lays them out, not just a reference answer."""
+    match verifier:
+        case TrlVerifier() | VerlVerifier():
+            return True
+        case CompositeVerifier():
+            return any(reads_rows(part.verifier) for part in verifier.parts)
+        case _:
+            return False

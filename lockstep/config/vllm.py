@@ -11,7 +11,7 @@ from lockstep.config.numerics import Numerics
 from lockstep.config.section import Section
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
-"""vLLM refuses more and raises what is less, 0 apart."""
+"""vLLM refuses higher temperatures and raises lower ones, except 0."""
 
 
 class Vllm(Section):
@@ -40,7 +40,7 @@ class Vllm(Section):
 
 
 def transport_of(vllm: Vllm, *, adapter: bool) -> Literal["view", "copy", "ipc"]:
-    """The transport in force: auto resolved."""
+    """Return the transport in force, with auto resolved."""
     if vllm.transport != "auto":
         return vllm.transport
     if vllm.process == "own":
@@ -49,17 +49,17 @@ def transport_of(vllm: Vllm, *, adapter: bool) -> Literal["view", "copy", "ipc"]
 
 
 def quantised_numerics(numerics: Numerics) -> tuple[str, ...]:
-    """The numerics with quantised layers that some phase of a run computes in, sorted."""
+    """Return the numerics with quantised layers that some phase of a run computes in, sorted."""
     return tuple(sorted({numerics.of("train"), numerics.of("rollout"), numerics.of("eval")} - {""}))
 
 
 def numerics_mistake(numerics: Numerics, *, adapter: bool) -> str:
-    """Why vLLM cannot compute in these numerics, "" if it can."""
+    """Return why vLLM cannot compute in these numerics, "" if it can."""
     quantised = quantised_numerics(numerics)
     if quantised and adapter:
         return (
             f"numerics {quantised[0]} with an adapter needs rollout.engine = native: vLLM gets the adapter added into the "
-            "weights, and quantising the sum is another model than a quantised base with an adapter beside it"
+            "weights, and the quantised sum differs from a quantised base with an adapter"
         )
     formats = sorted({numeric.split("-")[0] for numeric in quantised if numeric.endswith("w4a4")})
     if len(formats) > 1:
@@ -68,15 +68,15 @@ def numerics_mistake(numerics: Numerics, *, adapter: bool) -> str:
 
 
 def mistake_of(vllm: Vllm, longest_reply: int, temperatures: Iterable[float], *, adapter: bool) -> str:
-    """What contradicts itself or cannot be served, "" if nothing does."""
+    """Return which settings contradict each other or cannot be served; "" if none do."""
     if vllm.process == "in" and vllm.transport == "ipc":
         return "rollout.vllm.transport = ipc needs process = own"
     if vllm.process == "own" and vllm.transport == "view":
-        return "rollout.vllm.transport = view needs process = in: a view does not reach into another process"
+        return "rollout.vllm.transport = view needs process = in: a view cannot reach into another process"
     if vllm.transport == "view" and adapter:
         return "rollout.vllm.transport = view cannot carry an adapter, which is merged into a second set of weights; take copy"
     if vllm.max_model_len is not None and vllm.max_model_len <= longest_reply:
-        return f"rollout.vllm.max_model_len = {vllm.max_model_len} leaves no prompt beside {longest_reply} new tokens"
+        return f"rollout.vllm.max_model_len = {vllm.max_model_len} leaves no room for a prompt with {longest_reply} new tokens"
     for temperature in temperatures:
         if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
             return (

@@ -1,6 +1,6 @@
-"""Data sets as files with a manifest: what they were made of, by which settings, with which counts, and their SHA-256.
+"""Data sets as files with a manifest: sources, settings, counts and SHA-256.
 
-The same sources and settings give the same bytes on every machine; nothing of the time or the place is written.
+The same sources and settings give the same bytes on every machine: neither time nor place is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the columns of a built file are called."""
+    """Column names of a built file."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -48,14 +48,14 @@ class FileHash:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a set was read from."""
+    """Source of a set."""
 
     set: str
     origin: str
     commit: str | None
     files: tuple[FileHash, ...]
     settings: Mapping[str, object]
-    """The Data, without what is none."""
+    """Settings of the Data, without those that are none."""
     reading: Reading
     content_hash: str
 
@@ -68,12 +68,12 @@ class Output:
     file: FileHash
     rows: int
     data_hash: str
-    """Over the ids, messages and answers."""
+    """Hash over the ids, messages and answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How one set was divided into parts, in the order of hashes of the questions."""
+    """Division of one set into parts, in the order of the questions' hashes."""
 
     of: str
     seed: int
@@ -86,7 +86,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What was built."""
+    """Record of a build."""
 
     version: str
     sources: tuple[Source, ...]
@@ -127,8 +127,8 @@ def split_set(
     """Divide a set into parts without a question in common, and write them with the manifest.
 
     Questions are dealt to the parts in the order in which the parts are given, by a hash of the question and the seed:
-    neither the order of the rows nor the size of a later part changes what an earlier part gets. Of rows that ask the
-    same only the first is used. Raises DataError if there are too few questions.
+    neither the order of the rows nor the size of a later part changes what an earlier part gets. If several rows ask the
+    same, only the first is used. Raises DataError if there are too few questions.
     """
     first: dict[bytes, Prompt] = {}
     for prompt in loaded.prompts:
@@ -156,7 +156,7 @@ def split_set(
 
 
 def _salted(digest: bytes, seed: int) -> bytes:
-    """Seed 0 is the order of `data.split.split`, by which a task holds rows out."""
+    """Salt a digest. Seed 0 is the order of `data.split.split`, by which a task holds rows out."""
     return digest if seed == 0 else hashlib.sha256(seed.to_bytes(8, "big") + digest).digest()
 
 
@@ -165,7 +165,7 @@ def _sources(loaded: Sequence[Loaded]) -> tuple[Source, ...]:
 
 
 def source_of(name: str, rows: Rows) -> Source:
-    """The files of some rows with their SHA-256, and what reading them found."""
+    """Return the source of some rows: their files with SHA-256, and the counts of reading them."""
     located = rows.located
     files, labels = located.files, located.labels
     if located.generator:
@@ -192,7 +192,7 @@ def _write_parts(
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{format}" for name, _ in parts]
     if there := next((path for path in (*paths, folder / MANIFEST) if path.exists()), None):
-        raise DataError("it is there already", where=str(there), fix="give another folder, or remove it")
+        raise DataError("it exists already", where=str(there), fix="give another folder, or remove it")
     outputs = []
     for path, (name, prompts) in zip(paths, parts, strict=True):
         with atomic_path(path) as temporary:
@@ -205,7 +205,7 @@ def _write_parts(
 
 
 def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, object]:
-    """A prompt as a row, a lone user turn as text if `as_text`. Raises DataError if another column has one of the names."""
+    """Return a prompt as a row, a lone user turn as text if `as_text`. Raises DataError if a column has one of the names."""
     question = prompt.messages[0]["content"] if as_text and _lone(prompt) else [dict(turn) for turn in prompt.messages]
     record: dict[str, object] = {
         names.id: prompt.id.partition("/")[2],
@@ -224,7 +224,7 @@ def _lone(prompt: Prompt) -> bool:
 
 
 def _plain(value: object) -> object:
-    """JSON data: what is not a finite number becomes null, what JSON has no form for becomes text."""
+    """Return JSON data: a number that is not finite becomes null, a value that JSON lacks becomes text."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -255,4 +255,8 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
         pq.write_table(table, path)
     except (pa.ArrowException, UnicodeEncodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"a column has no single type: {reason}", where=str(path), fix="build jsonl instead") from error
+        raise DataError(
+            f"a column has values of several types, which Parquet cannot hold: {reason}",
+            where=str(path),
+            fix="name an output file that ends in .jsonl",
+        ) from error

@@ -1,48 +1,59 @@
-"""Rows → prompts and conversations: which columns hold what, and why a row is neither."""
+"""Conversion of rows to prompts and conversations by their columns; a row that does not fit says why."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import assert_never
+from typing import Any, assert_never
 
 from lockstep.config.data import Data, Extract
 from lockstep.data.presets import preset_of
 from lockstep.types import Message, Prompt
 from lockstep.verifiers.extract import last_boxed
 
-ROLES = ("system", "user", "assistant")
+VERL_ANSWER = "reward_model.ground_truth"
+"""Place of the reference in verl's parquet files."""
+ROLES = ("system", "user", "assistant", "tool")
+CALLS = ("tool_calls", "tool_call_id", "name")
+FIELDS = {"role", "content", *CALLS}
+"""Fields of a message."""
+TOOLS = "tools"
+"""Column with the functions that a reply may call, in OpenAI's form, as a list or as JSON."""
 
 
 class BadRow(Exception):
-    """Why a row is no prompt."""
+    """A row that cannot be a prompt; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns hold what. Example: Columns(prompt="input", answer="label")"""
+    """Columns of a data set by purpose. Example: Columns(prompt="input", answer="label")"""
 
     prompt: str = "prompt"
     """Text, or a list of messages with role and content."""
     answer: str = "answer"
     """Text or a number."""
     response: str = "answer"
-    """What SFT learns."""
+    """Reply that SFT learns."""
     extract: Extract = "text"
     messages: str | None = None
     """A whole conversation."""
     id: str | None = None
-    """None numbers the rows."""
+    """Unique id; None numbers the rows."""
     keep: tuple[str, ...] | None = None
     """Other columns for prompt.data; None is all."""
     before: str = ""
     after: str = ""
+    whole: bool = False
+    """The grader reads rows itself: prompt.data also has the columns of question and answer as they are, and an answer may be
+    missing or of any kind."""
 
 
-def columns_of(data: Data) -> Columns:
-    """The columns that the settings and the preset say; the settings win."""
+def columns_of(data: Data, *, whole: bool = False) -> Columns:
+    """Return the columns by settings and preset; the settings win."""
     preset = preset_of(data)
     return Columns(
         prompt=data.prompt or (preset.prompt if preset else "prompt"),
@@ -54,11 +65,12 @@ def columns_of(data: Data) -> Columns:
         keep=None if data.keep is None else tuple(data.keep),
         before=preset.before if preset else "",
         after=preset.after if preset else "",
+        whole=whole,
     )
 
 
 def row_key(values: Mapping[str, object], number: int, columns: Columns) -> str:
-    """What tells a row from the others. Raises BadRow."""
+    """Return a row's unique key. Raises BadRow."""
     if columns.id is None:
         return str(number)
     found = value_at(values, columns.id)
@@ -68,17 +80,49 @@ def row_key(values: Mapping[str, object], number: int, columns: Columns) -> str:
 
 
 def to_prompt(values: Mapping[str, object], id: str, task: str, columns: Columns) -> Prompt:
-    """Raises BadRow."""
+    """Return a row's prompt. Raises BadRow."""
     turns = question_of(values, columns)
     answer = answer_of(values, columns)
     used = {path.split(".")[0] if path not in values else path for path in (columns.prompt, columns.answer)}
-    used |= {columns.id} if columns.id else set()
+    used = set() if columns.whole else used | ({columns.id} if columns.id else set())
     wanted = [name for name in values if name not in used] if columns.keep is None else columns.keep
-    return Prompt(id, turns, answer, task, {name: _kept(values, name) for name in wanted})
+    tools = tools_of(values)
+    kept = {name: _kept(values, name) for name in wanted if not (tools and name == TOOLS)}
+    return Prompt(id, turns, answer, task, kept, tools)
+
+
+def tools_of(values: Mapping[str, object]) -> str:
+    """Return the functions of the column `tools` as a JSON list; "" if the row names none, or the column is something else.
+
+    Raises BadRow for a list of functions in which one has no name.
+    """
+    given = values.get(TOOLS)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return ""
+    if not isinstance(given, list) or not given or not all(_is_function(one) for one in given):
+        return ""
+    for place, one in enumerate(given):
+        if not isinstance(one["function"].get("name"), str):
+            raise BadRow(f"{TOOLS!r}[{place}].function has no name")
+    return json.dumps([_plain(one) for one in given], ensure_ascii=False)
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("function"), Mapping)
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON without the nulls that parquet puts where another row's function has a field."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
-    """The turns before the reply. Raises BadRow."""
+    """Return the turns before the reply. Raises BadRow."""
     if columns.messages is not None:
         turns = _turns(value_at(values, columns.messages), columns.messages)
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
@@ -100,13 +144,18 @@ def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message
 
 
 def answer_of(values: Mapping[str, object], columns: Columns) -> str:
-    """The reference answer. Raises BadRow."""
+    """Return the reference answer. Raises BadRow."""
     if columns.messages is not None:
         turns = _turns(value_at(values, columns.messages), columns.messages)
         if turns[-1]["role"] != "assistant":
             raise BadRow(f"{columns.messages!r} must end with an assistant message, which is the answer")
         return _extracted(turns[-1]["content"], columns.extract, columns.messages)
-    value = value_at(values, columns.answer)
+    place = VERL_ANSWER if in_verl_layout(values, columns) else columns.answer
+    if columns.whole and place == "answer" and values.get(place) is None:
+        return ""
+    value = value_at(values, place)
+    if columns.whole and not isinstance(value, str | int | float):
+        return json.dumps(value, ensure_ascii=False, default=repr)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{columns.answer!r} is {value}, not a finite number")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -114,8 +163,14 @@ def answer_of(values: Mapping[str, object], columns: Columns) -> str:
     return _extracted(value if isinstance(value, str) else repr(value), columns.extract, columns.answer)
 
 
+def in_verl_layout(values: Mapping[str, object], columns: Columns) -> bool:
+    """Return whether a row without the default column `answer` has its reference where verl keeps it."""
+    model = values.get("reward_model")
+    return columns.answer == "answer" not in values and isinstance(model, Mapping) and "ground_truth" in model
+
+
 def to_conversation(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
-    """A chat that ends with the assistant: the messages column, or the question and its response. Raises BadRow."""
+    """Return a chat that ends with the assistant: the messages column, or the question and its response. Raises BadRow."""
     if columns.messages is not None:
         turns = _turns(value_at(values, columns.messages), columns.messages)
         if turns[-1]["role"] != "assistant":
@@ -129,7 +184,7 @@ def to_conversation(values: Mapping[str, object], columns: Columns) -> tuple[Mes
 
 
 def value_at(values: Mapping[str, object], path: str) -> object:
-    """The value of a column; of "a.b" the value b of the mapping in column a, unless there is a column "a.b".
+    """Return the value of a column; for "a.b" the value b of the mapping in column a, unless there is a column "a.b".
 
     Raises BadRow if there is none, or it is null.
     """
@@ -148,7 +203,7 @@ def value_at(values: Mapping[str, object], path: str) -> object:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in words."""
+    """Return the kind of a value in words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
     names |= {list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
@@ -178,12 +233,12 @@ def _extracted(text: str, extract: Extract, column: str) -> str:
         case "after_hashes":
             _, marks, found = text.rpartition("####")
             if not marks:
-                raise BadRow(f"{column!r} has no ####, after which the answer is to stand")
+                raise BadRow(f"{column!r} has no ####, which must come before the answer")
             found = found.strip()
         case "last_boxed":
             box = last_boxed(text)
             if box is None:
-                raise BadRow(f"{column!r} has no closed \\boxed{{…}}, in which the answer is to stand")
+                raise BadRow(f"{column!r} has no closed \\boxed{{…}} with the answer")
             found = box.content.strip()
         case _:
             assert_never(extract)
@@ -200,14 +255,33 @@ def _turns(value: object, column: str) -> tuple[Message, ...]:
 
 
 def _message(value: object, place: str) -> Message:
-    if not isinstance(value, dict) or set(value) != {"role", "content"}:
-        raise BadRow(f"{place} must have role and content, and nothing else")
+    if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= FIELDS:
+        raise BadRow(f"{place} must have role and content, and of OpenAI's other fields only {', '.join(CALLS)}")
     role, content = value["role"], value["content"]
+    if calls := value.get("tool_calls"):
+        content = "\n".join([*([content] if content else []), *_calls(calls, place)])
     if role not in ROLES:
         raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}")
     if not isinstance(content, str):
         raise BadRow(f"{place}.content must be text, this is {kind_of(content)}")
     return Message(role=role, content=_text(content, f"{place}.content"))
+
+
+def _calls(calls: object, place: str) -> list[str]:
+    """Return calls as text, in the form in which most templates write them and `with_tools` asks for them."""
+    found = []
+    for number, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f"{place}.tool_calls[{number}] has no function with a name")
+        arguments = function.get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else _plain(arguments)
+        except ValueError as error:
+            raise BadRow(f"{place}.tool_calls[{number}].function.arguments is not JSON") from error
+        text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        found.append(f"<tool_call>\n{text}\n</tool_call>")
+    return found
 
 
 def _text(text: str, column: str) -> str:

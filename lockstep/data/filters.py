@@ -43,7 +43,7 @@ _SHOWN = 120
 
 Keep: TypeAlias = Callable[[Row], bool]
 ReadPrompts: TypeAlias = Callable[[Data, str], Iterable[Prompt]]
-"""Prompts of a Data; the second argument says where it is named."""
+"""Returns the prompts of a Data; the second argument is the setting that names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class Example:
     place: str
     """file:row"""
     question: str
-    """Its start."""
+    """Start of the question."""
     looked_at: str
-    """What the filter judged, "" if that is the question."""
+    """Text that the filter judged; "" if that is the question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one filter did in a reading."""
+    """Result of one filter in a reading."""
 
     name: str
     kind: str
@@ -78,13 +78,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A filter that can run: `make` gives its judgement with nothing remembered."""
+    """A filter that can run; `make` returns its decision function with nothing remembered."""
 
     name: str
     kind: str
     make: Callable[[], Keep]
     show: Callable[[Row], str]
-    """What it looks at, of a dropped row."""
+    """Returns the part of a dropped row that the filter judged."""
     columns: Columns
 
 
@@ -105,7 +105,7 @@ class Pipeline:
         self._stages = [_Running(stage, stage.make()) for stage in stages]
 
     def keeps(self, row: Row) -> bool:
-        """Whether all filters keep it. Raises BadRow if one cannot judge it; that row counts for no filter."""
+        """Return whether all filters keep it. Raises BadRow if one cannot judge it; that row counts for no filter."""
         passed: list[_Running] = []
         for stage in self._stages:
             if stage.keep(row):
@@ -151,7 +151,7 @@ def _cut(text: str) -> str:
 
 
 def stages_of(data: Data, columns: Columns, where: str, read_prompts: ReadPrompts) -> tuple[Ready, ...]:
-    """The preset's filters, then the settings'. `read_prompts` opens other data for the filter `not_in`.
+    """Return the preset's filters, then the settings'. `read_prompts` opens other data for the filter `not_in`.
 
     Raises DataError or TaskError if one cannot be made.
     """
@@ -195,12 +195,12 @@ def _ready(settings: Filter, columns: Columns, where: str, read_prompts: ReadPro
 
 
 def _constant(keep: Keep) -> Callable[[], Keep]:
-    """A filter that remembers nothing."""
+    """Wrap a filter that remembers nothing."""
     return lambda: keep
 
 
 def _nothing(row: Row) -> str:
-    """For filters that judge the question, which an example shows anyway."""
+    """Show nothing: for filters that judge the question, which an example shows anyway."""
     return ""
 
 
@@ -212,7 +212,7 @@ def _raw(row: Row, path: str) -> object:
 
 
 def _cell(row: Row, path: str) -> object:
-    """The value of a column, None if it is null. Raises BadRow if there is no such column."""
+    """Return the value of a column, None if it is null. Raises BadRow if there is no such column."""
     values = row.values or {}
     if path in values:
         return values[path]
@@ -224,7 +224,7 @@ def _question(row: Row, columns: Columns) -> str:
 
 
 def _among(settings: Among | NotAmong) -> Keep:
-    # bool is int to Python: the type stands beside the value, so that true is not 1
+    # bool is int to Python: the type is compared too, so that true is not 1
     wanted = {(type(value), value) for value in settings.values}
     paths = settings.columns
 
@@ -251,7 +251,7 @@ def _mentions(settings: Mentions | NotMentions) -> Keep:
 
 
 def as_integer(text: str) -> int | None:
-    """The whole number that an answer is written as, or None: 12, +3, $1{,}234$, −5. Linear."""
+    """Return the whole number that an answer is written as, or None: 12, +3, $1{,}234$, −5. Takes linear time."""
     body = plain(text.translate(MINUS) if not text.isascii() else text)
     digits = body.removeprefix("-") if body.startswith("-") else body.removeprefix("+")
     first, *groups = digits.split(",")
@@ -275,7 +275,7 @@ def _integer(settings: IntegerAnswer, columns: Columns) -> Keep:
 
 
 def _answer(row: Row, columns: Columns) -> str | None:
-    """The reference answer, None if the row has none that can be read. Raises BadRow if there is no such column."""
+    """Return the reference answer, None if the row has none that can be read. Raises BadRow if there is no such column."""
     column = columns.messages or columns.answer
     if column not in (row.values or {}) and "." not in column:
         value_at(row.values or {}, column)
@@ -287,14 +287,14 @@ def _answer(row: Row, columns: Columns) -> str | None:
 
 def _gradable(settings: Gradable, columns: Columns) -> Keep:
     verifier = build_verifier(settings.verifier)
-    pays = settings.verifier.kind != "python"
+    exact = settings.verifier.kind not in ("python", "trl", "verl")
 
     def keep(row: Row) -> bool:
         answer = _answer(row, columns)
         if answer is None:
             return False
         prompt = Prompt(f"row {row.number}", question_of(row.values or {}, columns), answer, data=row.values or {})
-        return not self_test(verifier, prompt, pays=pays)
+        return not self_test(verifier, prompt, exact=exact)
 
     return keep
 

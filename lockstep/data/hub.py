@@ -13,7 +13,7 @@ from lockstep.hub import Kind, network_errors, plain_errors
 CARD = "README.md"
 CARD_BYTES = 2_000_000
 FIRST = (CARD, ".gitattributes")
-"""Fetched to learn the commit; every repository has the second."""
+"""Files fetched to learn the commit; every repository has the second."""
 
 DATA_SET = Kind(
     noun="data set",
@@ -33,13 +33,13 @@ class Repo:
     id: str
     commit: str
     names: tuple[str, ...]
-    """Its files; without a network those in the cache."""
+    """Paths of its files; without a network those in the cache."""
     card: str
     """README.md, "" if there is none."""
 
 
 def open_repo(repo: str, revision: str | None, where: str) -> Repo:
-    """Which files a hub data set has. Fetches the card alone.
+    """List the files of a hub data set. Fetches only the card.
 
     Raises DataError: missing, gated, or offline and not cached.
     """
@@ -55,7 +55,7 @@ def open_repo(repo: str, revision: str | None, where: str) -> Repo:
                 names = [file.rfilename for file in listed or ()]
             except errors.HfHubHTTPError:
                 raise
-            except network_errors():  # the hub is away: the cache may hold what is wanted
+            except network_errors():  # the hub cannot be reached: the cache may hold the files
                 names = []
     if not names:
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -63,7 +63,7 @@ def open_repo(repo: str, revision: str | None, where: str) -> Repo:
 
 
 def read_card(folder: Path) -> str:
-    """The beginning of a folder's data card, where its front matter is; "" if it has none."""
+    """Return the beginning of a folder's data card, where its front matter is; "" if it has none."""
     if not (folder / CARD).is_file():
         return ""
     with (folder / CARD).open("rb") as file:
@@ -71,7 +71,7 @@ def read_card(folder: Path) -> str:
 
 
 def fetch(repo: Repo, names: Sequence[str]) -> tuple[Path, ...]:
-    """The files on this machine, in the order of `names`. Raises DataError if one cannot be had."""
+    """Fetch files and return their paths in the order of `names`. Raises DataError if one is not available."""
     from huggingface_hub import hf_hub_download
 
     with _plain_errors(repo.id, repo.commit, repo.id):

@@ -1,4 +1,4 @@
-"""Data → rows, prompts and conversations. One reading of the sources at a time, in their order, whatever their size."""
+"""Rows, prompts and conversations of a Data. Sources are streamed in their order, whatever their size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lockstep.config.data import Data
-from lockstep.data.columns import BadRow, Columns, columns_of, row_key, to_conversation, to_prompt
+from lockstep.data.columns import BadRow, Columns, columns_of, row_key, to_conversation, to_prompt, tools_of
 from lockstep.data.filters import Pipeline, Stage, stages_of
 from lockstep.data.locate import Located, locate
 from lockstep.data.sources import Row, generated_rows, read_rows
@@ -19,7 +19,7 @@ from lockstep.types import Message, Prompt
 
 SHOWN_ROWS = 10
 HOPELESS = 1000
-"""Bad rows without a good one among them after which no more are read: a column is misnamed."""
+"""Number of bad rows without a good one after which reading stops: a column name is wrong."""
 _LINE = 300
 """Longest line about a bad row."""
 
@@ -32,23 +32,25 @@ class Conversation:
 
     id: str
     messages: tuple[Message, ...]
+    tools: str = ""
+    """Functions that its replies may call: see Prompt.tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one whole reading found."""
+    """Counts of one complete reading."""
 
     read: int
     """Rows in the sources."""
     bad: int
-    """Of them unreadable, or without what a prompt needs."""
+    """Rows that are unreadable or lack what a prompt needs."""
     problems: tuple[str, ...]
     """file:row and reason of the first ten bad ones."""
     stages: tuple[Stage, ...]
-    """What each filter dropped."""
+    """Rows dropped by each filter."""
     kept: int
     whole: bool = True
-    """False: max_rows ended the reading."""
+    """False if max_rows ended the reading."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class _Tally:
     bad: int = 0
     problems: list[str] = field(default_factory=list)
     reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """For each of the first reasons the first row that has it, and how many have it."""
+    """The first reasons, each with the first row that has it and the number of such rows."""
 
     def note(self, row: Row, reason: object) -> None:
         self.bad += 1
@@ -76,22 +78,24 @@ class _Tally:
 
 
 class Rows:
-    """The rows of a Data after its filters. Each iteration reads the sources anew and gives the same.
+    """The rows of a Data after its filters. Each iteration reads the sources again and gives the same.
 
-    `origin` says where they are from, `content_hash` (16 hex digits over the rows' numbers and values) what they are:
+    `origin` names their source. `content_hash` (16 hex digits over the rows' numbers and values) identifies them:
     it is the same on every machine, and for jsonl and parquet of the same rows.
     """
 
-    def __init__(self, data: Data, located: Located, where: str) -> None:
+    def __init__(self, data: Data, located: Located, where: str, *, whole: bool = False) -> None:
         self.data, self.located, self.where = data, located, where
-        self.columns: Columns = columns_of(data)
-        self._stages = stages_of(data, self.columns, where, _prompts_of)
+        self.columns: Columns = columns_of(data, whole=whole)
+        self._stages = stages_of(
+            data, self.columns, where, lambda other, place: open_rows(other, where=place).prompts()
+        )
         self._reading: Reading | None = None
         self._hash: str | None = None
 
     @property
     def name(self) -> str:
-        """Short; begins the ids of prompts and conversations."""
+        """Short name, with which the ids of prompts and conversations begin."""
         return self.located.name
 
     @property
@@ -100,7 +104,7 @@ class Rows:
 
     @property
     def content_hash(self) -> str:
-        """Reads the sources if no iteration came to its end yet."""
+        """Hash of the rows; reads the sources if no iteration has ended yet."""
         if self._hash is None:
             for _ in self:
                 pass
@@ -109,7 +113,7 @@ class Rows:
 
     @property
     def reading(self) -> Reading:
-        """What the last whole reading found; reads the sources if there was none."""
+        """Counts of the last complete reading; reads the sources if there was none."""
         if self._reading is None:
             for _ in self:
                 pass
@@ -117,19 +121,19 @@ class Rows:
         return self._reading
 
     def __iter__(self) -> Iterator[Row]:
-        """Rows that could be read and passed the filters.
+        """Yield the rows that could be read and passed the filters.
 
         Raises DataError: with on_bad_row = stop at the end, if there were bad rows (it names the first ten); always if
-        there was no row, or a generator gives other rows than last time.
+        there was no row, or a generator gives different rows than last time.
         """
         for row, _ in self._mapped(lambda row: row):
             yield row
 
     def prompts(self, name: str = "", task: str = "") -> tuple[Prompt, ...]:
-        """All rows as prompts, with ids "name/row", or "name/id" with an id column. `task` is what they say asked them.
+        """Return all rows as prompts, with ids "name/row", or "name/id" with an id column.
 
-        Without a name the source's; without a task the name. Raises DataError as iteration does, and for rows that are
-        no prompt or repeat an id.
+        `name` is the source's by default; `task`, the task that they name, is `name` by default. Raises DataError as
+        iteration does, and for rows that are not a prompt or repeat an id.
         """
         name = name or self.name
         seen: dict[str, int] = {}
@@ -141,7 +145,7 @@ class Rows:
         return tuple(prompt for _, prompt in self._mapped(convert))
 
     def conversations(self) -> Iterator[Conversation]:
-        """All rows as chats: the messages column, or prompt and answer as a user's and an assistant's turn.
+        """Yield all rows as chats: the messages column, or prompt and answer as a user's and an assistant's turn.
 
         Raises DataError as `prompts` does.
         """
@@ -149,13 +153,15 @@ class Rows:
 
         def convert(row: Row) -> Conversation:
             assert row.values is not None  # as above
-            return Conversation(self._id(self.name, row, seen), to_conversation(row.values, self.columns))
+            return Conversation(
+                self._id(self.name, row, seen), to_conversation(row.values, self.columns), tools_of(row.values)
+            )
 
         for _, conversation in self._mapped(convert):
             yield conversation
 
     def _id(self, name: str, row: Row, seen: dict[str, int]) -> str:
-        """ "name/row", or "name/id" with an id column. Raises BadRow if an id column has it twice."""
+        """Return "name/row", or "name/id" with an id column. Raises BadRow if an id occurs twice."""
         key = row_key(row.values or {}, row.number, self.columns)
         if self.columns.id is not None:  # numbers are unique anyway
             if key in seen:
@@ -164,7 +170,7 @@ class Rows:
         return f"{name}/{key}"
 
     def _mapped(self, convert: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
-        """Every row that passes the filters and can be converted."""
+        """Yield every row that passes the filters and can be converted."""
         tally, pipeline, digest = _Tally(), Pipeline(self._stages), hashlib.sha256()
         whole = True
         for row in self._raw():
@@ -193,7 +199,7 @@ class Rows:
         if tally.bad and (self.data.on_bad_row == "stop" or not tally.kept):
             raise self._refusal(tally)
         if not tally.read:
-            raise DataError("the source has no rows", where=self._place(), fix="give one with at least one row")
+            raise DataError("the source has no rows", where=self._place(), fix="give a source with at least one row")
         if not tally.kept:
             worst = max(stages, key=lambda stage: stage.dropped)
             raise DataError(
@@ -203,7 +209,7 @@ class Rows:
             )
         if self.located.generator and self._hash not in (None, digest):
             raise DataError(
-                "the generator gives other rows the second time",
+                "the generator gives different rows the second time",
                 where=self.located.generator,
                 fix="let its rows depend on its arguments alone (seed its random numbers)",
             )
@@ -243,20 +249,17 @@ class Rows:
                     yield row
 
 
-def open_rows(data: Data, *, where: str) -> Rows:
-    """The rows that `data` means; hub files are fetched now, and read when they are iterated.
+def open_rows(data: Data, *, where: str, whole: bool = False) -> Rows:
+    """Return the rows that `data` means; hub files are fetched now and read during iteration.
 
-    `where` is the setting's path, for errors. Raises DataError for a source that cannot be found or fetched.
+    `where` is the setting's path, for errors. With `whole` prompts keep every column, for graders that read rows themselves.
+    Raises DataError for a source that cannot be found or fetched.
     """
     located = locate(data, where)
-    return Rows(located.data or data, located, where)
-
-
-def _prompts_of(data: Data, where: str) -> Iterator[Prompt]:
-    yield from open_rows(data, where=where).prompts()
+    return Rows(located.data or data, located, where, whole=whole)
 
 
 def _canonical(row: Row) -> bytes:
-    """A row as the same bytes whatever format it was read from."""
+    """Return a row as bytes that do not depend on the format it was read from."""
     text = json.dumps([row.number, row.values], sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=repr)
     return text.encode("utf-8", "surrogatepass")

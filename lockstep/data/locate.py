@@ -1,4 +1,4 @@
-"""What a source means: files on this machine (fetched from the hub if need be), or a generator."""
+"""Location of a source: files on this machine (fetched from the hub if need be), or a generator."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in file and folder names that say which split a file is of, as the datasets library has them."""
+"""Words in file and folder names that tell a file's split, as in the datasets library."""
 
 MOST_FILES = 100_000
-"""Of a local folder; more is somebody's disk."""
+"""Largest number of files in a local folder; a folder with more is not a data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where rows are. Example: Located("gsm8k", "openai/gsm8k@e53f048 main/train", (Path("…/train-0000.parquet"),))"""
+    """Location of rows. Example: Located("gsm8k", "openai/gsm8k@e53f048 main/train", (Path("…/train-0000.parquet"),))"""
 
     name: str
-    """Short; begins the ids of the rows."""
+    """Short name, with which the rows' ids begin."""
     origin: str
-    """As a person would cite it."""
+    """Source as a person would cite it."""
     files: tuple[Path, ...] = ()
     """In the order in which they are read."""
     labels: tuple[str, ...] = ()
-    """What to call each file: its path in the repository or folder, or as it was given."""
+    """Name of each file: its path in the repository or folder, or as it was given."""
     generator: str | None = None
-    """file.py:function, instead of files."""
+    """Generator, file.py:function, instead of files."""
     commit: str | None = None
-    """Of a hub data set."""
+    """Commit of a hub data set."""
     data: Data | None = field(default=None, compare=False)
     """The settings with the preset's source, subset and split filled in."""
 
 
 def locate(data: Data, where: str) -> Located:
-    """Find, and if need be fetch, the files of a source. `where` is the setting that errors name.
+    """Find the files of a source, and fetch them if necessary. `where` is the setting that errors name.
 
     An existing file or folder wins over a hub id of the same name. Raises DataError, which names the right form or the
     nearest name.
@@ -61,8 +61,8 @@ def locate(data: Data, where: str) -> Located:
     try:
         path = Path(text).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, nobody's home
-        raise DataError(f"{text[:100]!r} can be no path: {error}", where=where, fix="correct it") from error
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, an unknown user's home
+        raise DataError(f"{text[:100]!r} cannot be a path: {error}", where=where, fix="correct it") from error
     if is_folder:
         return _of_folder(path, data, where)
     if is_file:
@@ -73,17 +73,14 @@ def locate(data: Data, where: str) -> Located:
         return Located(path.stem, text, (path,), (text,), data=data)
     filled = completed(data, folder_exists=False)
     in_folder = bool(path.suffix) and path.parent != Path() and path.parent.is_dir()
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not _looks_local(text) and not in_folder:
+    looks_local = text.startswith((".", "/", "~")) or text.lower().endswith(FILE_SUFFIXES)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", filled.source) and not looks_local and not in_folder:
         return _of_hub(filled, where)
     raise _no_such(text, path, where)
 
 
-def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.lower().endswith(FILE_SUFFIXES)
-
-
 def _no_such(text: str, path: Path, where: str) -> DataError:
-    """The error for a text that is no file, folder, preset or hub id."""
+    """Return the error for a text that is not a file, folder, preset or hub id."""
     if text.lower().endswith(FILE_SUFFIXES) or (path.suffix and path.parent != Path() and path.parent.is_dir()):
         parent = path.parent
         while not parent.is_dir():
@@ -103,7 +100,7 @@ def _no_such(text: str, path: Path, where: str) -> DataError:
     name, _, subset = rest.partition("/")
     if subset:
         return DataError(
-            f"{text} is no folder, and a hub id has the form org/name",
+            f"{text} is not a folder, and a hub id has the form org/name",
             where=where,
             fix=f"write {org}/{name} with subset: {subset}, or hf://datasets/{text} for a file in it",
         )
@@ -111,7 +108,7 @@ def _no_such(text: str, path: Path, where: str) -> DataError:
     near = get_close_matches(text.lower(), names, n=1, cutoff=0.5)
     hint = f"; did you mean {names[near[0]]} ({PRESETS[names[near[0]]].source})?" if near else ""
     return DataError(
-        f"{text} is no file or folder, and a hub id has the form org/name{hint}",
+        f"{text} is not a file or folder, and a hub id has the form org/name{hint}",
         where=where,
         fix=f"write org/name, a path to {_or(FILE_SUFFIXES)}, file.py:function, or a preset ({', '.join(PRESETS)})",
     )
@@ -125,7 +122,7 @@ def _of_folder(path: Path, data: Data, where: str) -> Located:
 
 
 def _files_below(folder: Path, where: str) -> list[str]:
-    """Paths of all files in a folder, without hidden ones. Raises DataError if they are too many to be a data set."""
+    """Return the paths of all files in a folder, without hidden ones. Raises DataError if they are too many to be a data set."""
 
     def unreadable(error: OSError) -> None:
         raise DataError(f"it cannot be read: {error.strerror}", where=str(error.filename), fix="give another folder")
@@ -180,16 +177,16 @@ def _of_hf_path(text: str, data: Data, where: str) -> Located:
 
 
 def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tuple[str, ...]:
-    """The files of a subset and split: by the configs of the data card, else by words in folder and file names.
+    """Return the files of a subset and split: by the configs of the data card, else by words in folder and file names.
 
-    Without names that say so all files are train. Raises DataError naming the subsets or splits that there are.
+    Without such names all files are train. Raises DataError naming the subsets or splits that there are.
     """
     readable = sorted(name for name in names if name.lower().endswith(FILE_SUFFIXES) and _is_data(name))
     if not readable:
         raise DataError(
-            f"there is no {_or(FILE_SUFFIXES)} file",
+            f"no {_or(FILE_SUFFIXES)} file was found",
             where=where,
-            fix="give another source; of a hub data set that is a script try revision: refs/convert/parquet",
+            fix="give a source with such a file; for a hub data set that is a loading script try revision: refs/convert/parquet",
         )
     configs = _configs(card, where)
     if configs:
@@ -202,19 +199,19 @@ def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tup
         raise DataError(
             f"there is no split {split!r}{_near(split, [name for name, files in by_split.items() if files])}",
             where=where,
-            fix="set split to one that there is",
+            fix="set split to one that exists",
         )
     return by_split[split]
 
 
 def _is_data(name: str) -> bool:
-    """Whether a .json file may hold rows: repositories have others that describe them."""
+    """Return whether a .json file may hold rows: repositories have others that describe them."""
     known = ("dataset_infos.json", "dataset_info.json", "state.json", "manifest.json")
     return not name.endswith((*known, ".manifest.json"))
 
 
 def _configs(card: str, where: str) -> Sequence[Mapping[str, object]]:
-    """The list `configs` of a data card's front matter; [] if there is none.
+    """Return the list `configs` of a data card's front matter; [] if there is none.
 
     Raises DataError for configs that cannot be read: without them other files might be taken.
     """
@@ -248,13 +245,13 @@ def _config(configs: Sequence[Mapping[str, object]], subset: str | None, where: 
         )
     if subset not in names:
         raise DataError(
-            f"there is no subset {subset!r}{_near(subset, names)}", where=where, fix="set subset to one that there is"
+            f"there is no subset {subset!r}{_near(subset, names)}", where=where, fix="set subset to one that exists"
         )
     return configs[names.index(subset)]
 
 
 def _patterns(config: Mapping[str, object], where: str) -> dict[str, list[str]]:
-    """File patterns by split."""
+    """Return the file patterns by split."""
     base = str(config.get("data_dir") or "").strip("/")
     files = config["data_files"]
     entries = (

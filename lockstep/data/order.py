@@ -1,4 +1,4 @@
-"""Which questions a step asks: a pure function of the step, without state to save or restore."""
+"""Questions of a step: a pure function of the step, without state to save or restore."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MASK = (1 << 64) - 1
 
 
 def batch_indices(step: int, size: int, pool: int, seed: int) -> tuple[int, ...]:
-    """The `size` different indices into a pool that step 0, 1, 2, … takes.
+    """Return the `size` different indices into a pool that step 0, 1, 2, … takes.
 
     The steps are dealt into epochs of pool // size steps. Within an epoch no index comes twice; each epoch has its own
-    order, and the pool % size indices that an epoch leaves out are others in each. Depends on the arguments alone.
+    order, and the pool % size indices that are left out differ from epoch to epoch. Depends on the arguments alone.
 
     Raises ValueError if step < 0, size < 1, or size > pool.
     """
@@ -25,13 +25,13 @@ def batch_indices(step: int, size: int, pool: int, seed: int) -> tuple[int, ...]
 
 @lru_cache(maxsize=4)
 def _permutation(pool: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """0 … pool - 1 ordered by a 64-bit hash of (seed, epoch, index)."""
+    """Return 0 … pool - 1 ordered by a 64-bit hash of (seed, epoch, index)."""
     key = seed_for("order", seed, epoch)
     return tuple(sorted(range(pool), key=lambda index: (_splitmix(key + index), index)))
 
 
 def _splitmix(value: int) -> int:
-    """SplitMix64 (Steele, Lea, Flood 2014): one output for each counter."""
+    """Return SplitMix64's output for a counter (Steele, Lea, Flood 2014)."""
     z = (value * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,6 +1,6 @@
-"""Which questions two sets have in common: the same text, the same but for spacing and case, or 13 words in a row.
+"""Questions that two sets share: the same text, the same except for spacing and case, or 13 words in a row.
 
-The words of the third are runs of letters and digits after NFKC and case folding, so it disregards punctuation; 13 is the
+For the third, words are runs of letters and digits after NFKC and case folding, so punctuation does not matter; 13 is the
 length that GPT-3's authors took (Brown et al. 2020, appendix C). A question of fewer than 13 words has no such run.
 """
 
@@ -34,24 +34,24 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much of an evaluation set training asks too."""
+    """Overlap of an evaluation set with training."""
 
     train: str
     evaluation: str
     items: int
     """Questions of the evaluation set."""
     exact: int
-    """Of them with the very text of a training question."""
+    """Questions with exactly the text of a training question."""
     normalised: int
-    """With its text but for spacing, case and Unicode form."""
+    """Questions with such a text except for spacing, case and Unicode form."""
     ngram: int
-    """With 13 words in a row in common with a training question, or normalised-equal."""
+    """Questions that share 13 words in a row with a training question, or are equal when normalised."""
     pairs: tuple[tuple[str, str], ...]
     """(training id, evaluation id) of the first five, equal ones before n-gram ones."""
 
 
 def ngrams(messages: Sequence[Message]) -> Iterator[int]:
-    """Hashes of the runs of 13 words. They hold in this process alone."""
+    """Yield hashes of the runs of 13 words. They are valid in this process only."""
     text = "\n".join(message["content"] for message in messages)
     folded = text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     words = _WORD.findall(folded)
@@ -69,7 +69,7 @@ def add_question(index: Index, id: str, messages: Sequence[Message]) -> None:
 
 
 def index_of(prompts: Iterable[Prompt]) -> Index:
-    """An index of all prompts."""
+    """Return an index of all prompts."""
     index = Index()
     for prompt in prompts:
         add_question(index, prompt.id, prompt.messages)
@@ -77,7 +77,7 @@ def index_of(prompts: Iterable[Prompt]) -> Index:
 
 
 def finds(index: Index, messages: Sequence[Message], match: Match) -> bool:
-    """Whether the index has this question."""
+    """Return whether the index has this question."""
     if match == "exact":
         return raw_digest(messages) in index.exact
     if question_digest(messages) in index.normalised:
@@ -86,7 +86,7 @@ def finds(index: Index, messages: Sequence[Message], match: Match) -> bool:
 
 
 def measure(train_name: str, train: Iterable[Prompt], evaluation_name: str, evaluation: Sequence[Prompt]) -> Overlap:
-    """The overlap of two sets. Memory grows with the evaluation set alone."""
+    """Return the overlap of two sets. Memory grows with the evaluation set alone."""
     index = index_of(evaluation)
     exact: set[str] = set()
     equal: dict[str, str] = {}

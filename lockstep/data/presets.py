@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from lockstep.config.data import Data, Distinct, Extract, Filter, PresetName
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What is known of a data set. Sizes and columns are those of its hub page."""
+    """Known facts of a data set. Sizes and columns are those of its hub page."""
 
     name: PresetName
     source: str
@@ -34,11 +35,16 @@ class Preset:
     """Other hub ids with the same columns."""
 
 
-_VERL_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n"
-)
-_VERL_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+_VERL: Mapping[str, Any] = {
+    "prompt": "prompt",
+    "answer": "reward_model.ground_truth",
+    "response": "reward_model.ground_truth",
+    "before": "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
+    "after": '\n\nRemember to put your answer on its own line after "Answer:".',
+    "filters": (Distinct(name="repeats"),),
+}
+"""Columns of verl's data sets; each question has many copies."""
 
 PRESETS: dict[PresetName, Preset] = {
     preset.name: preset
@@ -47,23 +53,13 @@ PRESETS: dict[PresetName, Preset] = {
             "dapo-math-17k",
             "BytedTsinghua-SIA/DAPO-Math-17k",
             "competition problems with integer answers; the file has each about 100 times, of which one is kept",
-            prompt="prompt",
-            answer="reward_model.ground_truth",
-            response="reward_model.ground_truth",
-            before=_VERL_BEFORE,
-            after=_VERL_AFTER,
-            filters=(Distinct(name="repeats"),),
+            **_VERL,
         ),
         Preset(
             "aime-2024",
             "BytedTsinghua-SIA/AIME-2024",
             "the 30 problems of AIME 2024; the file has each 32 times, of which one is kept",
-            prompt="prompt",
-            answer="reward_model.ground_truth",
-            response="reward_model.ground_truth",
-            before=_VERL_BEFORE,
-            after=_VERL_AFTER,
-            filters=(Distinct(name="repeats"),),
+            **_VERL,
         ),
         Preset(
             "gsm8k",
@@ -111,7 +107,7 @@ _BY_HUB_ID = {hub_id.lower(): preset for preset in PRESETS.values() for hub_id i
 
 
 def preset_of(data: Data) -> Preset | None:
-    """The preset that is named, or that of the hub id; None if the recipe's own columns hold."""
+    """Return the preset that is named, or that of the hub id; None if the recipe names the columns itself."""
     if data.preset is not None:
         return PRESETS[data.preset]
     named = next((preset for name, preset in PRESETS.items() if name == data.source), None)
@@ -119,9 +115,9 @@ def preset_of(data: Data) -> Preset | None:
 
 
 def completed(data: Data, *, folder_exists: bool) -> Data:
-    """`data` with the hub id of its preset in place of the preset's name, and that data set's subset and split.
+    """Return `data` with its preset's hub id, subset and split in place of the preset's name.
 
-    With a local source a preset gives columns and answer format alone.
+    With a local source a preset gives only columns and answer format.
     """
     preset = preset_of(data)
     if preset is None or folder_exists:

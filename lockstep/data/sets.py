@@ -1,4 +1,4 @@
-"""The data sets of a recipe: what trains, what evaluates, and what they have in common."""
+"""The data sets of a recipe, for training and for evaluation, and their overlap."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 from lockstep.config.data import Data
 from lockstep.config.schema import FileTask, Recipe
 from lockstep.config.section import Section
+from lockstep.config.verifier import reads_rows
 from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import Overlap, measure
 from lockstep.errors import ConfigError
@@ -20,18 +21,20 @@ class DataSet:
     """One Data of a recipe. Example: DataSet("id_probe", "evaluation", "task.heldout.id_probe", Data(…), False)"""
 
     name: str
-    """What its file is called when it is built: train, id_probe, validation …"""
+    """Name of its file when it is built: train, id_probe, validation …"""
     side: Literal["train", "evaluation"]
     where: str
-    """The setting."""
+    """Path of the setting."""
     data: Data
     chats: bool
     """Rows are conversations to learn from (sft), not questions with answers."""
+    whole: bool = False
+    """The task's grader reads whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set in memory. Of a conversation the question is all but its last turn, which is the answer."""
+    """A data set in memory. In a conversation the last turn is the answer, and all others are the question."""
 
     set: DataSet
     rows: Rows
@@ -39,7 +42,7 @@ class Loaded:
 
 
 def sets_of(recipe: Recipe) -> tuple[DataSet, ...]:
-    """Every Data of the recipe that its run would read. Raises ConfigError if there is none."""
+    """Return every Data of the recipe that its run would read. Raises ConfigError if there is none."""
     if recipe.loop == "sft" and recipe.sft is not None:
         found = [DataSet("train", "train", "sft.data", recipe.sft.data, True)] if recipe.sft.data is not None else []
         if recipe.sft.validation is not None:
@@ -57,13 +60,14 @@ def sets_of(recipe: Recipe) -> tuple[DataSet, ...]:
 
 def _of_task(task: FileTask, at: str, *, several: bool) -> Iterator[DataSet]:
     place = at.removeprefix("task.").replace(".", "_") + "_" if several else ""
-    yield DataSet(f"{place}train", "train", f"{at}.data", task.data, False)
+    whole = reads_rows(task.verifier)
+    yield DataSet(f"{place}train", "train", f"{at}.data", task.data, False, whole)
     for role, data in task.heldout.items():
-        yield DataSet(f"{place}{role}", "evaluation", f"{at}.heldout.{role}", data, False)
+        yield DataSet(f"{place}{role}", "evaluation", f"{at}.heldout.{role}", data, False, whole)
 
 
 def _file_tasks(section: object, at: str) -> Iterator[tuple[str, FileTask]]:
-    """The tasks of kind file in a section: itself, or those that a mixture holds."""
+    """Yield the tasks of kind file in a section: itself, or those that a mixture holds."""
     if isinstance(section, FileTask):
         yield at, section
     elif isinstance(section, Section):
@@ -77,9 +81,9 @@ def _file_tasks(section: object, at: str) -> Iterator[tuple[str, FileTask]]:
             yield from _file_tasks(item, f"{at}.{name}")
 
 
-def load_set(one: DataSet) -> Loaded:
-    """Read a data set. Raises DataError."""
-    rows = open_rows(one.data, where=one.where)
+def load_set(one: DataSet, *, whole: bool = False) -> Loaded:
+    """Read a data set; with `whole` as the task's grader reads its rows. Raises DataError."""
+    rows = open_rows(one.data, where=one.where, whole=whole and one.whole)
     if not one.chats:
         return Loaded(one, rows, rows.prompts())
     chats = rows.conversations()
@@ -87,7 +91,7 @@ def load_set(one: DataSet) -> Loaded:
 
 
 def overlaps(loaded: Sequence[Loaded]) -> tuple[Overlap, ...]:
-    """Every train set against every evaluation set."""
+    """Measure the overlap of every train set with every evaluation set."""
     train = [one for one in loaded if one.set.side == "train"]
     evaluation = [one for one in loaded if one.set.side == "evaluation"]
     return tuple(measure(a.set.name, a.prompts, b.set.name, b.prompts) for a in train for b in evaluation)

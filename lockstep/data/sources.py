@@ -1,4 +1,4 @@
-"""Files and generators as rows, one at a time. A row that cannot be read says why; the others are still read."""
+"""Rows of files and generators, one at a time. A row that cannot be read says why; the others are still read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.errors import DataError
 from lockstep.user_code import describe, load_object
 
 BATCH_BYTES, MOST_ROWS = 256 << 20, 256
-"""Of a parquet file held at once."""
+"""Bytes and rows of a parquet file that are held at once."""
 FIELD_LIMIT = 16 << 20
 """Longest field of a csv file, in characters."""
 
@@ -24,21 +24,21 @@ class Row:
     """One row; `values` is None if it could not be read, and `problem` says why."""
 
     number: int
-    """From 1, and no two rows of a source have the same: of one file its place, over several files a running count."""
+    """Number from 1, unique in a source: the place in a single file, a running count over several files."""
     values: Mapping[str, object] | None
     problem: str = ""
     file: Path = Path()
     place: int = 0
-    """From 1: the line of a jsonl or csv file, the row of a parquet file."""
+    """Line of a jsonl or csv file, or row of a parquet file, from 1."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, one at a time. Blank lines are no rows.
+    """Yield the rows of a .jsonl, .json, .csv or .parquet file, one at a time. Blank lines are skipped.
 
     Raises DataError if the file is of another kind, or a parquet file is damaged.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise DataError("is no plain file", where=str(path), fix="write the rows into a file")
+        raise DataError("is not a regular file", where=str(path), fix="write the rows into a file")
     match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl(path)
@@ -57,7 +57,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
-    """What the function file.py:name yields when it is called with the settings: mappings of column to value.
+    """Yield the rows of a function file.py:name called with the settings: mappings of column to value.
 
     Raises DataError if it is missing or fails.
     """
@@ -108,7 +108,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects; or objects line by line, as many hub data sets call .json what is jsonl."""
+    """Yield the objects of a list, or of lines: many hub data sets give jsonl the suffix .json."""
     with path.open("rb") as file:
         start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
@@ -123,7 +123,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """The first line names the columns. All values are text; empty ones are empty text."""
+    """Yield the rows of a CSV file; its first line names the columns. All values are text; empty ones are empty text."""
     csv.field_size_limit(FIELD_LIMIT)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -177,9 +177,9 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _batch_rows(group: Any) -> int:
-    """Rows that are held at once: few enough for BATCH_BYTES, even if all have a column's largest value.
+    """Return the number of rows to hold at once: few enough for BATCH_BYTES, even if all have a column's largest value.
 
-    A dictionary stands in the file once, however many rows name one of its values: kilobytes may unfold into gigabytes.
+    A dictionary is stored once, however many rows refer to one of its values: kilobytes may expand to gigabytes.
     """
     columns = [group.column(i) for i in range(group.num_columns)]
     mean = sum(column.total_uncompressed_size for column in columns) / max(1, group.num_rows)

@@ -1,4 +1,4 @@
-"""Which rows are held out, and the proof that training does not ask them."""
+"""Held-out rows, and the proof that training does not ask them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split(prompts: Sequence[Prompt], heldout: int, where: str = "") -> Split:
 
 
 def overlap(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> tuple[tuple[Prompt, Prompt], ...]:
-    """Held-out prompts whose question training asks too, each with the first such training prompt."""
+    """Return pairs of a training prompt and a held-out prompt that ask the same question."""
     asked: dict[bytes, Prompt] = {}
     for prompt in train:
         asked.setdefault(question_digest(prompt.messages), prompt)
@@ -74,18 +74,18 @@ class Repeats:
 
     rows: int
     contrary: tuple[tuple[Prompt, Prompt], ...]
-    """Those of the same text with another answer than that earlier row, and that row before them."""
+    """Pairs of an earlier row and a later one with the same text and another answer."""
 
 
 def repeats(prompts: Sequence[Prompt]) -> Repeats:
-    """Which rows repeat a question. A question with two answers pays for one of them at random."""
+    """Count rows that repeat a question. A question with two answers rewards either of them at random."""
     first: dict[bytes, Prompt] = {}
     pairs = [(first.setdefault(question_digest(prompt.messages), prompt), prompt) for prompt in prompts]
     return Repeats(len(pairs) - len(first), tuple((one, other) for one, other in pairs if _contrary(one, other)))
 
 
 def _contrary(one: Prompt, other: Prompt) -> bool:
-    """Only where the texts are the same to the letter: case and form may be what is asked about."""
+    """Return whether exactly the same text has two answers: case and form may be what is asked about."""
     if one.answer.strip() == other.answer.strip() or raw_digest(one.messages) != raw_digest(other.messages):
         return False
     try:

@@ -14,35 +14,35 @@ PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of a set of prompts."""
+    """Lengths of a set of prompts."""
 
     percentiles: tuple[tuple[int, int], ...]
-    """(percent, tokens): the smallest length that so many percent of the prompts do not exceed."""
+    """(percent, tokens): the smallest length that this share of the prompts does not exceed."""
     mean: float
     total: int
     too_long: int
-    """Prompts above the limit."""
+    """Number of prompts above the limit."""
     longest: str
     """Id of the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often the same is asked."""
+    """Counts of equal questions and answers."""
 
     prompts: int
     distinct: int
-    """Questions that differ in more than spacing and case."""
+    """Number of questions that differ in more than spacing and case."""
     conflicting: int
-    """Questions that come with more than one answer."""
+    """Number of questions with more than one answer."""
     most: int
-    """How often the commonest question comes."""
+    """Number of times that the most frequent question occurs."""
     answers: int
-    """Different answers."""
+    """Number of different answers."""
 
 
 def lengths(prompts: Sequence[Prompt], count: Callable[[Prompt], int], limit: int | None = None) -> Lengths:
-    """Token counts by `count`. Raises ValueError for no prompts."""
+    """Measure prompts by `count`. Raises ValueError for no prompts."""
     counts = [count(prompt) for prompt in prompts]
     order = sorted(counts)
     if not order:
@@ -58,7 +58,7 @@ def lengths(prompts: Sequence[Prompt], count: Callable[[Prompt], int], limit: in
 
 
 def repeats(prompts: Sequence[Prompt]) -> Repeats:
-    """Counts of equal questions and answers."""
+    """Count equal questions and answers."""
     asked: Counter[bytes] = Counter()
     answers: dict[bytes, str] = {}
     conflicting: set[bytes] = set()

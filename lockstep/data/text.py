@@ -1,4 +1,4 @@
-"""What `lockstep data` prints. Nothing in it can act on the terminal."""
+"""Output of `lockstep data`. Nothing in it can act on the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 116
 
 
 def set_report(loaded: Loaded) -> str:
-    """Where a set is from, what was read, and what each filter dropped."""
+    """Return the report of a set: its source, the rows read, and the rows that each filter dropped."""
     from lockstep.data.stats import repeats
 
     rows, reading = loaded.rows, loaded.rows.reading
@@ -46,7 +46,7 @@ def set_report(loaded: Loaded) -> str:
 
 
 def stage_table(stages: Sequence[Stage]) -> str:
-    """Counts of each filter, and five rows that it dropped."""
+    """Return the counts of each filter, and five rows that it dropped."""
     cells = [[s.name, s.kind, str(s.before), str(s.dropped), str(s.after)] for s in stages]
     lines = [plain_table("", ["filter", "kind", "before", "dropped", "after"], cells)]
     for stage in stages:
@@ -59,7 +59,7 @@ def stage_table(stages: Sequence[Stage]) -> str:
 
 
 def overlap_table(found: Sequence[Overlap]) -> str:
-    """Evaluation questions that are in training: every train set against every evaluation set."""
+    """Return the table of evaluation questions that training has too, for every train set and evaluation set."""
     cells = [[o.train, o.evaluation, *map(str, (o.items, o.exact, o.normalised, o.ngram))] for o in found]
     title = "evaluation questions that training has too: same text, same but for spacing and case, 13 words in a row"
     lines = [plain_table(title, ["train", "evaluation", "items", "exact", "normalised", "13-gram"], cells)]
@@ -72,7 +72,7 @@ def overlap_table(found: Sequence[Overlap]) -> str:
 
 
 def lengths_text(found: Lengths, counts: Repeats, limit: int | None, model: str) -> str:
-    """Percentiles of the prompts' lengths."""
+    """Return the percentiles of the prompts' lengths."""
     cells = [
         [("shortest" if p == 0 else "longest" if p == 100 else f"p{p}"), str(tokens)] for p, tokens in found.percentiles
     ]
@@ -88,7 +88,7 @@ def lengths_text(found: Lengths, counts: Repeats, limit: int | None, model: str)
 
 
 def question(row: Row, prompt: Prompt) -> str:
-    """A row as it is asked, with its answer."""
+    """Return a row as it is asked, with its answer."""
     lines = [_head(row), *(_block(turn["role"], turn["content"]) for turn in prompt.messages)]
     lines.append(_block("answer", prompt.answer))
     lines += [f"   {one_line(name, 20)} = {one_line(repr(value), 80)}" for name, value in prompt.data.items()]
@@ -96,12 +96,12 @@ def question(row: Row, prompt: Prompt) -> str:
 
 
 def conversation(row: Row, turns: Sequence[Message]) -> str:
-    """A row as a chat."""
+    """Return a row as a chat."""
     return "\n".join([_head(row), *(_block(turn["role"], turn["content"]) for turn in turns)])
 
 
 def masked(row: Row, turns: Sequence[Message], chat: ChatFormat) -> str:
-    """A row as its tokens; lines with + are trained, those with | are not. Tokens are parted by ·.
+    """Return a row as its tokens; lines with + are trained, those with | are not. Tokens are parted by ·.
 
     Raises ChatError.
     """
@@ -118,12 +118,12 @@ def masked(row: Row, turns: Sequence[Message], chat: ChatFormat) -> str:
 
 
 def unusable(row: Row, error: Exception) -> str:
-    """A row that is no prompt or chat."""
+    """Return the line of a row that is neither prompt nor chat."""
     return f"{_head(row)} · cannot be used: {one_line(str(error), 200)}"
 
 
 def built(manifest: Manifest, folder: Path) -> str:
-    """The files that were written."""
+    """Return the table of the files that were written."""
     cells = [[o.file.file, str(o.rows), str(o.file.bytes), o.file.sha256[:16]] for o in manifest.outputs]
     lines = [plain_table(f"written to {folder}, with manifest.json", ["file", "rows", "bytes", "sha256"], cells)]
     if division := manifest.division:
@@ -135,7 +135,7 @@ def built(manifest: Manifest, folder: Path) -> str:
 
 
 def recipe_snippet(manifest: Manifest, folder: Path, names: Names) -> str:
-    """How a recipe reads the parts of a split: the largest is trained on, the first other one is held out."""
+    """Return a recipe that reads the parts of a split: the largest is trained on, the first other one is held out."""
     own = "".join(
         f", {setting}: {name}"
         for setting, name in (("prompt", names.prompt), ("answer", names.answer))
@@ -148,7 +148,7 @@ def recipe_snippet(manifest: Manifest, folder: Path, names: Names) -> str:
 
 
 def filter_table() -> str:
-    """Every filter with its settings."""
+    """Return every filter with its settings."""
     lines = []
     for section in FILTERS:
         lines.append(f"{section.model_fields['kind'].default}: {one_line(inspect.cleandoc(section.__doc__ or ''))}")
@@ -162,7 +162,7 @@ def filter_table() -> str:
 
 
 def preset_table() -> str:
-    """Every known data set."""
+    """Return every known data set."""
     from lockstep.data.presets import PRESETS
 
     lines = []

@@ -25,7 +25,7 @@ Checking: TypeAlias = Callable[[], "Check | Sequence[Check]"]
 
 
 def perform(checks: Iterable[tuple[str, Checking]]) -> Iterator[Check]:
-    """The results in order. A check that raises is itself a failed one: the others are still made."""
+    """Yield the results in order. A check that raises is itself a failed one: the others are still made."""
     for name, checking in checks:
         try:
             found = checking()
@@ -40,6 +40,6 @@ def worst(checks: Iterable[Check]) -> Verdict:
 
 
 def lines(check: Check) -> list[str]:
-    """A check as text, its fix on a line of its own."""
+    """Return a check as text, its fix on a line of its own."""
     first = f"{check.verdict:<5} {check.name:<14} {check.found}"
     return [first, f"{'':<21}to fix: {check.fix}"] if check.fix else [first]

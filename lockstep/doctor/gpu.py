@@ -31,7 +31,7 @@ PROCESS_QUERY = "pid,process_name,used_memory"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver knows it; memory in MiB."""
+    """A GPU as the driver knows it; memory in MiB."""
 
     index: int
     name: str
@@ -52,17 +52,17 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What torch was built for. Example: Build("2.11.0+cu130", "13.0", ("sm_90", "sm_100", "compute_100"), True)"""
+    """The build of torch. Example: Build("2.11.0+cu130", "13.0", ("sm_90", "sm_100", "compute_100"), True)"""
 
     version: str
     cuda: str | None
     architectures: tuple[str, ...]
     works: bool
-    """Whether it finds a GPU that it can use."""
+    """True if it finds a GPU that it can use."""
 
 
 def check_gpu(device: Literal["auto", "cpu", "cuda"] = "auto") -> list[Check]:
-    """torch, GPUs and whoever is on them. `device`: that of the recipe."""
+    """Check torch, the GPUs and the processes on them. `device`: that of the recipe."""
     try:
         gpus, processes = gpus_here(), gpu_processes()
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def check_gpu(device: Literal["auto", "cpu", "cuda"] = "auto") -> list[Check]:
 
 
 def judge_build(build: Build, gpus: Sequence[Gpu], device: Literal["auto", "cpu", "cuda"] = "auto") -> Check:
-    """Whether torch can use the GPUs that the driver knows."""
+    """Judge whether torch can use the GPUs that the driver knows."""
     found = f"torch {build.version}, {f'built for CUDA {build.cuda}' if build.cuda else 'built without CUDA'}"
     if not gpus and not build.works:
         fix = "take device=auto or device=cpu; or in a container, start it with --gpus all"
@@ -156,7 +156,7 @@ def judge_compiler(path: str | None) -> Check:
 
 
 def runs_on(architectures: Sequence[str], capability: float) -> bool:
-    """Whether code for these architectures runs on that GPU: sm_90 does on 9.0 to 9.9, compute_90 on any from 9.0 on."""
+    """Return whether code for these architectures runs on that GPU: sm_90 does on 9.0 to 9.9, compute_90 on any from 9.0 on."""
     major, minor = divmod(round(capability * 10), 10)
     for one in architectures:
         kind, _, digits = one.partition("_")
@@ -182,7 +182,7 @@ def torch_build() -> Build:
 
 
 def gpus_here() -> list[Gpu]:
-    """Those that the driver knows; none without nvidia-smi. CUDA_VISIBLE_DEVICES by number is honoured."""
+    """Return the GPUs that the driver knows; none without nvidia-smi. CUDA_VISIBLE_DEVICES by number is honoured."""
     return visible(parse_gpus(_smi(f"--query-gpu={DRIVER_QUERY}")), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -205,7 +205,7 @@ def parse_processes(text: str) -> list[Process]:
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES names by number; all if it is unset or names them otherwise."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by number; all if it is unset or names them otherwise."""
     words = [word.strip() for word in (setting or "").split(",")]
     if setting is None or not all(word.isdecimal() for word in words):
         return list(gpus)
@@ -224,7 +224,7 @@ def compiler() -> str | None:
 
 
 def broken_import(name: str) -> str:
-    """Why a package that is installed cannot be imported, tried in a process of its own; "" if it can."""
+    """Return why a package that is installed cannot be imported, tried in a process of its own; "" if it can."""
     command = [sys.executable, "-c", f"import {name}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
@@ -249,7 +249,7 @@ def judge_flash_attention(error: str) -> Check:
 
 
 def check_allocator(environment: Mapping[str, str], *, vllm: bool) -> Check:
-    """The allocator's setting under its old and its new name, and against vLLM's memory pool."""
+    """Check the allocator's setting under its old and its new name, and against vLLM's memory pool."""
     from lockstep.rollout.allocator import ALLOCATOR, SEGMENTS
     from lockstep.rollout.vllm.environment import prepare
 
@@ -264,7 +264,7 @@ def check_allocator(environment: Mapping[str, str], *, vllm: bool) -> Check:
 
 
 def _smi(query: str) -> str:
-    """What nvidia-smi prints; "" where there is none or it fails, as without a driver. Raises TimeoutExpired if it hangs."""
+    """Return the output of nvidia-smi; "" without one or a driver. Raises TimeoutExpired if it hangs."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return ""

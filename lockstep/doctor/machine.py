@@ -22,7 +22,8 @@ import psutil
 from packaging.requirements import Requirement
 
 import lockstep
-from lockstep.doctor.check import Check
+from lockstep.doctor.check import Check, Checking
+from lockstep.doctor.imports import PIP
 from lockstep.models.cache import cache_root
 
 GIB = 2**30
@@ -45,6 +46,26 @@ LIMITS = {
 }
 
 
+def machine_checks(
+    folder: Path = Path("runs"), extras: tuple[str, ...] = (), threads: int | None = None, shared: bool = False
+) -> list[tuple[str, Checking]]:
+    """Return the checks by name, for runs in `folder`. `shared`: weights pass through /dev/shm."""
+    return [
+        ("python", check_python),
+        ("packages", lambda: check_packages(extras)),
+        ("compiler", check_compiler),
+        ("threads", lambda: check_threads(threads)),
+        ("load", check_load),
+        ("memory", check_memory),
+        ("shared memory", lambda: check_shared_memory(shared)),
+        ("disk", lambda: check_disk(folder)),
+        ("cache", check_cache),
+        ("limits", check_limits),
+        ("clock", lambda: check_clock(folder)),
+        ("loopback", check_loopback),
+    ]
+
+
 # --- Python and packages --------------------------------------------------------------------------------------------
 def check_python() -> Check:
     return judge_python(sys.version_info[:2], sys.version.split()[0])
@@ -61,11 +82,13 @@ def judge_python(version: tuple[int, int], text: str) -> Check:
 
 
 def check_packages(extras: tuple[str, ...] = ()) -> Check:
-    """The installed packages against the ranges that Lockstep declares, those of the named extras included."""
+    """Check the installed packages against the ranges that Lockstep declares, those of the named extras included."""
     try:
         declared = metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
-        return Check("packages", "warn", f"{PACKAGE} is not installed, so its ranges are not known", "pip install -e .")
+        return Check(
+            "packages", "warn", f"{PACKAGE} is not installed, so its ranges are not known", f"{PIP} install -e ."
+        )
     installed = {name: _version(name) for name in {Requirement(line).name for line in declared}}
     return judge_packages(declared, installed, extras)
 
@@ -87,7 +110,7 @@ def judge_packages(declared: list[str], installed: Mapping[str, str | None], ext
             named = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
             pins.append(f"'{requirement.name}{named}{requirement.specifier}'")
     if wrong:
-        return Check("packages", "fail", ", ".join(wrong), f"pip install {' '.join(pins)}")
+        return Check("packages", "fail", ", ".join(wrong), f"{PIP} install {' '.join(pins)}")
     return Check("packages", "ok", f"all {count} within their ranges")
 
 
@@ -96,6 +119,14 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def check_compiler() -> Check:
+    """Check that the compiler named by CC is there: Triton and packages that come as sources take it."""
+    named = os.environ.get("CC", "").split()[:1]
+    if named and shutil.which(named[0]) is None:
+        return Check("compiler", "warn", f"CC = {named[0]}, which is not there", "unset CC")
+    return Check("compiler", "ok", f"CC = {named[0]}" if named else "CC is not set")
 
 
 # --- processor ------------------------------------------------------------------------------------------------------
@@ -195,7 +226,9 @@ def judge_shared_memory(free: float, needed: bool) -> Check:
     found = f"/dev/shm has {free / GIB:.2f} GiB free"
     if free >= GIB:
         return Check("shared memory", "ok", found)
-    fix = "a container takes --shm-size=8g (Docker), --ipc=host, or an emptyDir of medium Memory (Kubernetes)"
+    fix = (
+        "mount -o remount,size=8g /dev/shm  # as root; a container takes --shm-size=8g, or an emptyDir of medium Memory"
+    )
     return Check("shared memory", "fail" if needed else "warn", found, fix)
 
 
@@ -241,18 +274,22 @@ def write_speed(folder: Path) -> float:
 
 
 def check_cache() -> Check:
-    """Where converted models and those of a hub are kept."""
+    """Check the folders of converted models and of models of a hub."""
     hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     folders = {"LOCKSTEP_CACHE": cache_root(), "HF_HOME": hub}
     wrong = {name: folder for name, folder in folders.items() if not writable(existing(folder))}
     if wrong:
         found = ", ".join(f"{folder} ({name}) cannot be written" for name, folder in wrong.items())
-        return Check("cache", "warn", found, f"export {next(iter(wrong))}=/a/folder/of/yours, or fetch nothing")
+        name = next(iter(wrong))
+        place = next(one for one in (Path.home() / ".cache", Path("/var/tmp")) if writable(existing(one)))
+        return Check(
+            "cache", "warn", found, f"export {name}={place}/{'lockstep' if name == 'LOCKSTEP_CACHE' else 'huggingface'}"
+        )
     return Check("cache", "ok", ", ".join(map(str, folders.values())))
 
 
 def writable(folder: Path) -> bool:
-    """Whether a file can be made there, tried and not asked: permissions alone do not know of read-only disks."""
+    """Return whether a file can be made there, tried and not asked: permissions alone do not know of read-only disks."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-"):
             return True
@@ -261,7 +298,7 @@ def writable(folder: Path) -> bool:
 
 
 def existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that is there."""
+    """Return the folder itself, or the nearest one above that is there."""
     place = folder.absolute()
     while not place.is_dir():
         place = place.parent
@@ -297,15 +334,17 @@ def judge_clock(now: float, of_disk: float | None, newest: float) -> Check:
 
 
 def check_limits() -> Check:
-    soft = {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()}
-    return judge_limits({name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()})
+    both = {name: resource.getrlimit(number) for name, number in LIMITS.items()}
+    soft, hard = ({name: math.inf if one[i] == -1 else one[i] for name, one in both.items()} for i in (0, 1))
+    return judge_limits(soft, hard)
 
 
-def judge_limits(soft: Mapping[str, float]) -> Check:
-    """`soft` limits: open files, bytes of a file, bytes of address space, processes of this user."""
+def judge_limits(soft: Mapping[str, float], hard: Mapping[str, float] | None = None) -> Check:
+    """`soft` limits: open files, bytes of a file, bytes of address space, processes of this user; `hard`: the most for them."""
+    fixes = {name: _raise(name, soft[name], (hard or {}).get(name, math.inf)) for name in ("files", "processes")}
     files = soft["files"]
     if files < LEAST_FILES:
-        return Check("limits", "fail", f"{files:g} open files are allowed", "ulimit -n 65536")
+        return Check("limits", "fail", f"{files:g} open files are allowed", fixes["files"])
     if soft["size"] < LARGE_FILE:
         found = f"a file may have {soft['size'] / GIB:.2f} GiB: a larger checkpoint ends the run"
         return Check("limits", "fail" if soft["size"] < GIB else "warn", found, "ulimit -f unlimited")
@@ -313,14 +352,21 @@ def judge_limits(soft: Mapping[str, float]) -> Check:
         found = f"{soft['memory'] / GIB:.1f} GiB of address space are allowed; CUDA and memory maps need far more than they use"
         return Check("limits", "warn", found, "ulimit -v unlimited")
     if files < FEW_FILES:
-        return Check("limits", "warn", f"{files:g} open files are allowed", "ulimit -n 65536")
+        return Check("limits", "warn", f"{files:g} open files are allowed", fixes["files"])
     if soft["processes"] < FEW_FILES:
-        return Check("limits", "warn", f"{soft['processes']:g} processes are allowed", "ulimit -u 65536")
+        return Check("limits", "warn", f"{soft['processes']:g} processes are allowed", fixes["processes"])
     return Check("limits", "ok", f"{files:g} open files, {soft['processes']:g} processes, files of any size")
 
 
+def _raise(name: str, soft: float, hard: float) -> str:
+    if hard <= soft:
+        word = "nofile" if name == "files" else "nproc"
+        return f"ask for a higher hard limit: docker run --ulimit {word}=65536, or limits.conf"
+    return f"ulimit -S{'n' if name == 'files' else 'u'} {min(65536, hard):.0f}"
+
+
 def check_loopback() -> Check:
-    """A connection of this machine to itself, by which processes of a run talk."""
+    """Check a connection of this machine to itself, by which processes of a run talk."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2)
@@ -335,7 +381,7 @@ def check_loopback() -> Check:
             "loopback",
             "fail",
             f"127.0.0.1: {error}",
-            "bring the interface up (ip link set lo up), or mend the firewall",
+            "ip link set lo up  # as root; or correct the firewall",
         )
     verdict = "ok" if answered else "fail"
     return Check("loopback", verdict, "127.0.0.1 answers" if answered else "127.0.0.1 loses bytes")  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import (
     GymnasiumTask,
     MathVerifier,
@@ -20,17 +19,15 @@ from lockstep.config.schema import (
 )
 from lockstep.doctor.check import Check
 from lockstep.doctor.gpu import broken_import
-from lockstep.errors import DoesNotFitError, ModelError
+from lockstep.errors import ModelError
 from lockstep.models import resolve
 from lockstep.models.builtin import BUILTINS
 from lockstep.models.folder import check_weights
 from lockstep.models.resolve import HUB_ID
-from lockstep.plan.choice import plan_memory
-from lockstep.plan.disk import beside_bytes, disk_lines, free_bytes, plan_disk, require_room
-from lockstep.plan.fit import misfits
+from lockstep.plan.disk import disk_lines
 from lockstep.plan.job import GIB
-from lockstep.plan.preview import ASSUMED_PROMPT, folder_here, planned_device
-from lockstep.plan.shapes import read_shape
+from lockstep.plan.preview import ASSUMED_PROMPT, Preview, weights_here
+from lockstep.plan.refusals import refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +49,13 @@ SECTION_NEEDS: dict[type[Section], tuple[str, str]] = {
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """The extras' packages that the recipe names, each once."""
+    """Return the extras' packages that the recipe names, each once."""
     found = [Need("vllm", "vllm", "rollout.engine=vllm")] if recipe.rollout.engine == "vllm" else []
-    found += [Need(name, "trackers", "track.sinks") for name in recipe.track.sinks]
+    found += [
+        Need(sink.name, "trackers", "track.sinks")
+        for sink in recipe.track.sinks
+        if sink.mode != "off" and sink.name in ("wandb", "trackio", "tensorboard", "mlflow")
+    ]
     for section in sections(recipe.task):
         if type(section) in SECTION_NEEDS:
             module, extra = SECTION_NEEDS[type(section)]
@@ -63,7 +64,7 @@ def needs(recipe: Recipe) -> list[Need]:
 
 
 def sections(value: object) -> Iterator[Section]:
-    """A section and all sections within it."""
+    """Yield a section and all sections within it."""
     if isinstance(value, Section):
         yield value
         for name in type(value).model_fields:
@@ -74,7 +75,7 @@ def sections(value: object) -> Iterator[Section]:
 
 
 def check_extras(recipe: Recipe) -> list[Check]:
-    """Each package that the recipe needs, imported in a process of its own."""
+    """Check each package that the recipe needs, imported in a process of its own."""
     return [judge_need(need, _trouble(need)) for need in needs(recipe)]
 
 
@@ -86,15 +87,15 @@ def judge_need(need: Need, trouble: str) -> Check:
 
 
 def check_engine(recipe: Recipe) -> list[Check]:
-    """That vLLM is there if it is to sample, without importing it."""
+    """Check that vLLM is there if it is to sample, without importing it."""
     missing = [need for need in needs(recipe) if need.module == "vllm" and importlib.util.find_spec("vllm") is None]
     return [judge_need(need, "not installed") for need in missing]
 
 
 def check_model(model: Model) -> Check:
-    """That the model is here and whole, or can be fetched."""
+    """Check that the model is here and whole, or can be fetched."""
     try:
-        folder = folder_here(model)
+        folder = weights_here(model)
         if folder is None:
             return _fetched(model)
         if model.path not in BUILTINS and not HUB_ID.fullmatch(model.path):
@@ -116,66 +117,37 @@ def _fetched(model: Model) -> Check:
         resolve(model)  # says what is wrong with the name or the folder
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         found = f"{model.path} is not in the hub's cache, and HF_HUB_OFFLINE is set"
-        return Check("model", "fail", found, "unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download")
+        return Check("model", "fail", found, "unset HF_HUB_OFFLINE")
     return Check("model", "warn", f"{model.path} is not here yet: a run fetches it first", f"hf download {model.path}")
 
 
-def check_fit(recipe: Recipe) -> list[Check]:
-    """Check that the settings fit the model; nothing for a model that is not here."""
-    found = misfits(recipe)
-    if not found and _folder(recipe) is not None:
-        return [Check("settings", "ok", "layers, norms and context named in the recipe fit the model")]
-    return [
-        Check("settings", "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
-        for error in found
-    ]
-
-
-def check_memory_plan(recipe: Recipe) -> list[Check]:
-    """Check that the memory plan has room; nothing for a model that is not here."""
-    shape_folder = _folder(recipe)
-    if shape_folder is None:
-        return []
-    device, available, name = planned_device(recipe)
-    objective = build_objective(recipe)
-    passes = objective.recomputes_old or objective.needs_reference or objective.needs_values
+def check_recipe(recipe: Recipe) -> list[Check]:
+    """Make each refusal a check; without one, say what was found to fit."""
+    checks = [Check(one.name, "warn" if one.allowed else "fail", one.what, one.fix) for one in refusals(recipe)]
     try:
-        plan = plan_memory(
-            recipe, read_shape(shape_folder), device, available, prompt_tokens=ASSUMED_PROMPT, passes=passes
-        )
-    except DoesNotFitError as error:
-        return [Check("memory plan", "fail", "; ".join(error.mistakes), error.fix)]
-    found = f"{plan.needs / GIB:.1f} of {available / GIB:.1f} GiB on {name}, with prompts of {ASSUMED_PROMPT} tokens"
-    if not plan.fits:
-        fix = "take a smaller model, an adapter, or fewer tokens (rollout.max_tokens)"
-        return [Check("memory plan", "warn", f"{found}: coarse on a CPU, but this may be too much", fix)]
-    return [Check("memory plan", "ok", found)]
-
-
-def check_disk_plan(recipe: Recipe) -> list[Check]:
-    """Check that checkpoints and records have room; nothing where their size cannot be told."""
-    folder = _folder(recipe)
-    if folder is None or recipe.adapter.kind == "peft" or recipe.optimizer.kind == "python":
-        return []
-    plan = plan_disk(recipe, read_shape(folder), planned_device(recipe)[0], beside_bytes(folder))
-    where = Path(recipe.runs_dir)
-    free = free_bytes(where)
-    try:
-        require_room(plan, free, where)
-    except DoesNotFitError as error:
-        return [Check("disk plan", "fail", "; ".join(error.mistakes), error.fix)]
-    return [Check("disk plan", "ok", disk_lines(plan, free)[0].removeprefix("disk: "))]
-
-
-def _folder(recipe: Recipe) -> Path | None:
-    """Where the model is, if it is here and its sizes can be told; what is wrong with it, `check_model` says."""
-    try:
-        folder = folder_here(recipe.model)
-        if folder is not None:
-            read_shape(folder)
+        preview = Preview.of(recipe)
     except ModelError:
-        return None
-    return folder
+        return checks  # check_model says what is wrong
+    if preview is None:
+        return checks
+    names = {check.name for check in checks}
+    if not checks:
+        checks.append(Check("settings", "ok", "schedule, layers, norms and context named in the recipe fit the model"))
+    if "memory" not in names:
+        checks.append(_memory_plan(preview))
+    if "disk" not in names and preview.disk is not None:
+        line = disk_lines(preview.disk, preview.free)[0].removeprefix("disk: ")
+        checks.append(Check("disk plan", "ok", line))
+    return checks
+
+
+def _memory_plan(preview: Preview) -> Check:
+    plan = preview.memory()
+    found = f"{plan.needs / GIB:.1f} of {plan.available / GIB:.1f} GiB on {preview.name}, with prompts of {ASSUMED_PROMPT} tokens"
+    if plan.fits:
+        return Check("memory plan", "ok", found)
+    fix = "take a smaller model, an adapter, or fewer tokens (rollout.max_tokens)"
+    return Check("memory plan", "warn", f"{found}: coarse on a CPU, but this may be too much", fix)
 
 
 def _trouble(need: Need) -> str:

@@ -1,4 +1,4 @@
-"""Which checks there are, in the order in which they are shown, and the quick ones that a run makes before it starts."""
+"""The list of checks, in the order in which they are shown, and the quick ones that a run makes before it starts."""
 
 from __future__ import annotations
 
@@ -7,46 +7,35 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.config.schema import Recipe
-from lockstep.doctor import gpu, machine, recipe
+from lockstep.doctor import exercise, gpu, machine, recipe
 from lockstep.doctor.check import Check, Checking, perform
 from lockstep.errors import MachineError
 
 
 def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
-    """All checks of this machine, and of the recipe on it."""
+    """Make all checks of this machine, and of the recipe on it."""
     folder = Path("runs" if wanted is None else wanted.runs_dir)
     device = "auto" if wanted is None else wanted.device
     vllm = wanted is not None and wanted.rollout.engine == "vllm"
     extras = () if wanted is None else tuple(sorted({need.extra for need in recipe.needs(wanted)}))
     checks: list[tuple[str, Checking]] = [
-        ("python", machine.check_python),
-        ("packages", lambda: machine.check_packages(extras)),
         ("torch", lambda: gpu.check_gpu(device)),
         ("flash_attn", gpu.check_flash_attention),
         ("allocator", lambda: gpu.check_allocator(os.environ, vllm=vllm)),
-        ("threads", lambda: machine.check_threads(None if wanted is None else wanted.threads)),
-        ("load", machine.check_load),
-        ("memory", machine.check_memory),
-        ("shared memory", lambda: machine.check_shared_memory(_through_memory(wanted))),
-        ("disk", lambda: machine.check_disk(folder)),
-        ("cache", machine.check_cache),
-        ("limits", machine.check_limits),
-        ("clock", lambda: machine.check_clock(folder)),
-        ("loopback", machine.check_loopback),
+        *exercise.exercises(gpu=False),
+        *machine.machine_checks(folder, extras, None if wanted is None else wanted.threads, _through_memory(wanted)),
     ]
     if wanted is not None:
         checks += [
             ("extras", lambda: recipe.check_extras(wanted)),
             ("model", lambda: recipe.check_model(wanted.model)),
-            ("settings", lambda: recipe.check_fit(wanted)),
-            ("memory plan", lambda: recipe.check_memory_plan(wanted)),
-            ("disk plan", lambda: recipe.check_disk_plan(wanted)),
+            ("settings", lambda: recipe.check_recipe(wanted)),
         ]
     return perform(checks)
 
 
 def require_machine(wanted: Recipe) -> list[Check]:
-    """The checks that take no time and that nothing later in a run makes. Returns those that warn.
+    """Make the checks that take no time and that nothing later in a run makes. Returns those that warn.
 
     Raises MachineError with all that fail. Model, plans, trackers and tasks are refused by the parts that need them.
     """
@@ -72,7 +61,7 @@ def require_machine(wanted: Recipe) -> list[Check]:
 
 
 def _through_memory(wanted: Recipe | None) -> bool:
-    """Whether weights pass from process to process through /dev/shm."""
+    """Return whether weights pass from process to process through /dev/shm."""
     return wanted is not None and wanted.rollout.engine == "vllm" and wanted.rollout.vllm.process == "own"
 
 

@@ -54,7 +54,15 @@ def env_maker(settings: schema.Task) -> Make:
             from lockstep.envs.spiel.game import spiel_maker
 
             return spiel_maker(settings)
-        case schema.ReasoningGymTask() | schema.FileTask() | schema.PythonTask() | schema.MixedTask() | schema.NoTask():
+        case (
+            schema.ReasoningGymTask()
+            | schema.FileTask()
+            | schema.PythonTask()
+            | schema.AgentTask()
+            | schema.VerifiersTask()
+            | schema.MixedTask()
+            | schema.NoTask()
+        ):
             raise TaskError("it has no environment", where=f"task.kind = {settings.kind}", fix="report this")
         case _:
             assert_never(settings)

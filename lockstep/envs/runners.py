@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import BaseModel
 
-from lockstep.envs import wire
+from lockstep.envs import worker
+from lockstep.envs.turns import fault_of
 from lockstep.errors import TaskError
 from lockstep.types import Env, Prompt, Turn
 from lockstep.user_code import describe
+from lockstep.workers.process import START_SECONDS, Forked, Gone, Template, Work
 
 MOST = 256
 """Most processes of one task at a time; further episodes wait for one to end."""
-START_SECONDS = 120.0
-"""Time limit for the import of a task's code."""
+
+
+LARGEST = 1 << 24
+"""Most bytes of a turn; a longer one ends the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def _tried(call: Callable[[], Turn]) -> Turn | Fault:
         turn = call()
     except Exception as error:
         return Fault("error", describe(error, None))
-    fault = wire.fault_of(turn)
+    fault = fault_of(turn)
     return Fault("error", fault) if fault else turn
 
 
@@ -99,12 +97,11 @@ class _Episode:
     """Process of one environment."""
 
     key: str
-    channel: socket.socket
-    pid: int = 0
+    process: Forked
     deadline: float | None = None
     """Time by which it must have answered; None while it is idle."""
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
+    writing: bool = False
+    """A part of a call waits for room in the pipe."""
 
 
 class ProcessRunner:
@@ -116,41 +113,36 @@ class ProcessRunner:
 
     def __init__(self, settings: BaseModel, seconds: float) -> None:
         """Start the process with the task's settings. Raises TaskError if the task's code cannot be imported."""
-        self._settings, self._seconds = settings.model_dump_json(), seconds
+        arguments = {"settings": settings.model_dump_json()}
+        self._work = Work(worker.__name__, arguments, "task", seconds, stateful=True, max_answer=LARGEST)
+        self._seconds = seconds
         self._open: dict[str, _Episode] = {}
-        self._waiting: deque[tuple[str, list[bytes]]] = deque()
+        self._waiting: deque[tuple[str, list[Mapping[str, Any]]]] = deque()
         self._answers: list[Answer] = []
         self._selector = selectors.DefaultSelector()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._start()
+        self._template = self._started()
 
     # --- Runner ---------------------------------------------------------------------------------------------------
     def begin(self, key: str, prompt: Prompt, seed: int) -> None:
-        try:
-            message = wire.packed({"op": "start", "prompt": wire.prompt_to(prompt), "seed": seed})
-        except (TypeError, ValueError) as error:
-            self._answers.append((key, Fault("error", f"its prompt's data cannot be sent to a process: {error}")))
-            return
-        self._waiting.append((key, [message]))
+        self._waiting.append((key, [{"prompt": prompt, "seed": seed}]))
         self._admit()
 
     def step(self, key: str, reply: str) -> None:
-        message = wire.packed({"op": "step", "reply": reply.encode("utf-8", "replace").decode()})
-        for waiting, messages in self._waiting:
+        call = {"reply": reply.encode("utf-8", "replace").decode()}
+        for waiting, calls in self._waiting:
             if waiting == key:
-                messages.append(message)
+                calls.append(call)
                 return
         if key in self._open:
-            self._send(self._open[key], message)
+            self._send(self._open[key], call)
 
     def poll(self, seconds: float) -> list[Answer]:
         until = time.monotonic() + seconds
         while True:
             soonest = min((e.deadline for e in self._open.values() if e.deadline is not None), default=until)
             wait = 0.0 if self._answers else max(0.0, min(until, soonest) - time.monotonic())
-            for ready, events in self._selector.select(wait):
-                self._attend(ready.data, events)
+            for ready, _ in self._selector.select(wait):
+                self._attend(ready.data)
             self._end_late()
             if self._answers or time.monotonic() >= until:
                 answers, self._answers = self._answers, []
@@ -160,116 +152,90 @@ class ProcessRunner:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != key)
         episode = self._open.pop(key, None)
         if episode is not None:
-            self._selector.unregister(episode.channel)
-            episode.channel.close()
-            _kill(episode.pid)
+            self._watch(episode, writing=False)
+            self._selector.unregister(episode.process.link.answers)
+            episode.process.kill()  # with all that it has started
+            episode.process.end(grace=0.0)
         self._admit()
 
     def close(self) -> None:
         self._waiting.clear()
         for key in list(self._open):
             self.end(key)
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            try:
-                self._process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._template.end()
         self._selector.close()
 
     # --- processes ------------------------------------------------------------------------------------------------
-    def _start(self) -> None:
+    def _started(self) -> Template:
         """Start the process that the others are forked from, and wait until it has imported the task's code."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.envs.zygote", str(theirs.fileno()), self._settings],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-            )
-        self._control = ours
-        ours.settimeout(START_SECONDS)
-        found: dict[str, Any] | None = None
-        buffer = bytearray()
+        template = Template(self._work)
         try:
-            while found is None and (data := ours.recv(1 << 16)):
-                buffer += data
-                found = wire.unpack(buffer)
-        except TimeoutError:
-            self._process.kill()
+            template.start()
+        except Gone:
+            template.end()
             raise TaskError(
-                f"its code was not imported in {START_SECONDS:g} s",
+                f"the process for its environments ended while it imported their code, or took over {START_SECONDS:g} s",
                 where="task",
-                fix="import less at the file's top level",
+                fix="run the file with python to see why; import less at its top level",
             ) from None
-        if found is None:
-            raise TaskError(
-                f"the process for its environments ended with code {self._process.wait()} at the start",
-                where="task",
-                fix="see its output above",
-            )
-        if found:
-            raise TaskError(found["what"], where=found["where"], fix=found["fix"])
-        ours.settimeout(None)
+        except BaseException:
+            template.end()
+            raise
+        return template
 
     def _admit(self) -> None:
         while self._waiting and len(self._open) < MOST:
-            key, messages = self._waiting.popleft()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._hand_over(theirs)
-            ours.setblocking(False)
-            episode = self._open[key] = _Episode(key, ours)
-            self._selector.register(ours, selectors.EVENT_READ, episode)
-            for message in messages:
-                self._send(episode, message)
+            key, calls = self._waiting.popleft()
+            episode = self._open[key] = _Episode(key, self._fork())
+            self._selector.register(episode.process.link.answers, selectors.EVENT_READ, episode)
+            for call in calls:
+                self._send(episode, call)
 
-    def _hand_over(self, channel: socket.socket) -> None:
-        """Fork a process for the channel; if the forking process was killed, start a new one first."""
-        assert self._control is not None
+    def _fork(self) -> Forked:
+        """Fork a process; if the one that is forked from was killed, start a new one first."""
         try:
-            socket.send_fds(self._control, [b"."], [channel.fileno()])
-        except (BrokenPipeError, ConnectionResetError):
-            self._control.close()
-            self._start()
-            socket.send_fds(self._control, [b"."], [channel.fileno()])
+            return Forked(self._work, self._template)
+        except Gone:
+            self._template.end()
+            self._template = self._started()
+            return Forked(self._work, self._template)
 
-    def _send(self, episode: _Episode, message: bytes) -> None:
+    def _send(self, episode: _Episode, call: Mapping[str, Any]) -> None:
+        try:
+            line = episode.process.request(call)
+        except TypeError as error:
+            self._fail(episode, Fault("error", f"its prompt's data cannot be sent to a process: {error}"))
+            return
         episode.deadline = time.monotonic() + self._seconds
-        episode.unsent += message
-        self._attend(episode, selectors.EVENT_WRITE)
+        self._attend(episode, line)
 
-    def _attend(self, episode: _Episode, events: int) -> None:
+    def _attend(self, episode: _Episode, line: bytes = b"") -> None:
+        """Send what there is room for, and take what has come."""
+        link = episode.process.link
         try:
-            if events & selectors.EVENT_WRITE and episode.unsent:
-                with contextlib.suppress(BlockingIOError):
-                    del episode.unsent[: episode.channel.send(episode.unsent)]
-            if events & selectors.EVENT_READ:
-                data = episode.channel.recv(1 << 20)
-                if not data:
-                    raise ConnectionResetError
-                episode.received += data
-                while (message := wire.unpack(episode.received)) is not None:
-                    self._take(episode, message)
-        except (BrokenPipeError, ConnectionResetError):
+            link.send(line)
+            while self._open.get(episode.key) is episode and (message := link.receive()) is not None:
+                self._take(episode, message)
+        except Gone:
             self._fail(episode, Fault("error", "its process ended"))
-        except (ValueError, KeyError, TypeError) as error:
-            self._fail(episode, Fault("error", f"its process sent something other than a turn: {error}"))
         else:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if episode.unsent else 0)
             if self._open.get(episode.key) is episode:
-                self._selector.modify(episode.channel, wanted, episode)
+                self._watch(episode, writing=link.pending)
+
+    def _watch(self, episode: _Episode, *, writing: bool) -> None:
+        """Wait for room in its pipe, or no longer."""
+        if writing and not episode.writing:
+            self._selector.register(episode.process.link.requests, selectors.EVENT_WRITE, episode)
+        if episode.writing and not writing:
+            self._selector.unregister(episode.process.link.requests)
+        episode.writing = writing
 
     def _take(self, episode: _Episode, message: dict[str, Any]) -> None:
-        if "pid" in message and not episode.pid:
-            episode.pid = int(message["pid"])
+        if "ready" in message:
             return
         episode.deadline = None
-        found = Fault("error", str(message["error"])) if "error" in message else wire.turn_from(message["turn"])
-        self._answers.append((episode.key, found))
+        found = message.get("ok", message.get("error"))
+        self._answers.append((episode.key, found if isinstance(found, Turn) else Fault("error", str(found))))
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -292,10 +258,3 @@ def poll_all(runners: Sequence[Runner], seconds: float) -> list[Answer]:
         if answers or (left := until - time.monotonic()) <= 0:
             return answers
         time.sleep(min(0.005, left))
-
-
-def _kill(pid: int) -> None:
-    """Kill a process with all that it has started; a process that is gone already is not an error."""
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)

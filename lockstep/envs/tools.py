@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from lockstep.config import schema
 from lockstep.envs.calculator import calculator
 from lockstep.envs.calls import BadCall, Call
+from lockstep.envs.mcp_tools import McpServer
 from lockstep.errors import TaskError
 from lockstep.user_code import describe, load_object
 
@@ -55,15 +56,30 @@ class Result:
     failed: bool = False
 
 
-def build_tools(settings: Sequence[schema.Tool]) -> dict[str, Tool]:
-    """Return the tools by name. Raises TaskError for a missing file or function, and for two of one name."""
+def build_tools(settings: Sequence[schema.Tool | schema.McpServer]) -> dict[str, Tool]:
+    """Return the tools by name. Raises TaskError for a missing file, function or server, and for two of one name."""
     tools: dict[str, Tool] = {}
-    for one in settings:
-        tool = build_tool(one)
+    for tool in (tool for one in settings for tool in _built(one)):
         if tool.name in tools:
             raise TaskError(f"two tools are called {tool.name}", where="task.tools", fix="give one another name")
         tools[tool.name] = tool
     return tools
+
+
+def _built(settings: schema.Tool | schema.McpServer) -> list[Tool]:
+    if isinstance(settings, schema.Tool):
+        return [build_tool(settings)]
+    server, where = McpServer(settings), f"mcp: {settings.mcp}"
+    return [
+        Tool(
+            one.name,
+            " ".join((one.description or "").split()),
+            one.input_schema,
+            server.caller(one.name),
+            _by_schema(one.input_schema, f"{where}, {one.name}"),
+        )
+        for one in server.listed()
+    ]
 
 
 def build_tool(settings: schema.Tool) -> Tool:

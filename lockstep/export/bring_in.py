@@ -1,4 +1,4 @@
-"""`lockstep import`: another trainer's checkpoint as a folder that everything here takes: a model, or an adapter for PEFT."""
+"""`lockstep import`: another trainer's checkpoint as a folder that every command reads: a model, or an adapter for PEFT."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.state import read_tensors
 from lockstep.errors import CheckpointError, ConfigError, ModelError
-from lockstep.export.files import copy_model_files, in_the_making, new_folder
-from lockstep.export.shards import SHARD_BYTES, write_sharded
+from lockstep.export.files import copy_model_files, in_the_making, new_folder, write_sharded
 from lockstep.learner.adapter_files import CONFIG, TENSORS, read_adapter
 from lockstep.models.folder import check_config, check_weights, missing_weights
 from lockstep.models.foreign import Foreign, Kind
-from lockstep.models.load import structure
+from lockstep.models.load import reason_of, structure, unreadable
 from lockstep.models.torch_files import joined, module_states
 from lockstep.models.weights import named_weights
 
 RECORD = "lockstep_import.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
-"""What trainers put into the names of a state dict."""
+"""Prefixes that trainers put into the names of a state dict."""
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was written."""
+    """Facts of a finished import."""
 
     path: Path
     kind: Kind
@@ -41,7 +41,7 @@ class Imported:
     parameters: int
     dtype: str
     base: str
-    """Of an adapter: the model that it says it was made for."""
+    """Base model that an adapter says it was made for; "" for a model."""
     left: tuple[str, ...]
     """Files that only the other trainer can use."""
 
@@ -50,14 +50,14 @@ def bring_in(found: Foreign, out: Path, *, config: Path | None = None, dtype: st
     """Write `found` to the new folder `out`. `config` is a folder with config.json and tokenizer, where it has none itself.
 
     `dtype` (bf16, fp32) rounds; by default numbers stay as they were saved. Raises CheckpointError, and leaves nothing, unless
-    names and shapes are just those of the model that config.json describes and all numbers are finite; ModelError if that file
-    describes no model, there is no tokenizer, or an adapter is not PEFT's; ConfigError for what an adapter has no use for.
+    names and shapes are exactly those of the model that config.json describes and all numbers are finite; ModelError if that file
+    describes no model, there is no tokenizer, or an adapter is not PEFT's; ConfigError for options that an adapter excludes.
     """
     if found.kind is Kind.ADAPTER and (
         ignored := [name for name, given in (("--config", config), ("--dtype", dtype)) if given]
     ):
         raise ConfigError(
-            [f"{', '.join(ignored)}: {found.path} is an adapter, which is taken over as it is"], fix="leave it out"
+            [f"{', '.join(ignored)}: {found.path} is an adapter, which is copied unchanged"], fix="leave it out"
         )
     out = new_folder(out)
     with in_the_making(out) as folder:
@@ -71,7 +71,7 @@ def _adapter(found: Foreign, folder: Path, out: Path) -> Imported:
     adapter = read_adapter(found.path)
     _require_peft(found.path)
     if not adapter.weights:
-        raise CheckpointError(f"{TENSORS} holds no tensor", where=str(found.path), fix="copy the folder again")
+        raise CheckpointError(f"{TENSORS} holds no tensors", where=str(found.path), fix="copy the folder again")
     for name, tensor in adapter.weights.items():
         _require_plain(name, tensor, found.path)
     for name in (CONFIG, TENSORS):
@@ -98,9 +98,11 @@ def _model(found: Foreign, folder: Path, out: Path, config: Path | None, dtype: 
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     kinds = sorted({_name(tensor.dtype) for tensor in weights.values()})
     if len(kinds) > 1:
-        raise CheckpointError(f"weights in {' and '.join(kinds)}", where=str(found.path), fix="say one with --dtype")
+        raise CheckpointError(
+            f"the weights are in {' and '.join(kinds)}", where=str(found.path), fix="choose one with --dtype"
+        )
     copy_model_files(place, folder, kinds[0], whole=True)
-    write_sharded(folder, weights.items(), SHARD_BYTES)
+    write_sharded(folder, weights)
     check_weights(folder, str(place))
     count = sum(tensor.numel() for tensor in weights.values())
     return Imported(out, found.kind, found.path, found.step, count, kinds[0], "", found.beside)
@@ -113,35 +115,29 @@ def _read(found: Foreign) -> Mapping[str, Tensor]:
         case Kind.DEEPSPEED:
             if len(found.shards) > 1:
                 what = f"{len(found.shards)} files of model states: tensor-parallel or ZeRO 3"
-                fix = "run zero_to_fp32.py, which DeepSpeed left beside it, with --safe_serialization, and give the outcome"
+                fix = "run zero_to_fp32.py, which DeepSpeed left beside it, with --safe_serialization, and import its result"
                 raise CheckpointError(what, where=str(found.path), fix=fix)
             return module_states(found.shards[0])
         case _:
             if missing := missing_weights(found.path):
                 raise CheckpointError(f"{missing} is missing", where=str(found.path), fix="copy the whole folder again")
-            return _safetensors(found.path)
-
-
-def _safetensors(folder: Path) -> Mapping[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("model*.safetensors"))
-    try:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"its weights cannot be read: {error}", where=str(folder), fix="copy it again") from error
+            files = sorted(found.path.glob("model*.safetensors"))
+            return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 
 def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str, Tensor]:
-    """The weights by the checkpoint's names, tied ones once.
+    """Return the weights by the checkpoint's names, tied ones once.
 
-    Raises CheckpointError unless they are just those of the model that config.json describes.
+    Raises CheckpointError unless they are exactly those of the model that config.json describes.
     """
     expected, tied = _shapes(config)
     own = {_plain_name(name): tensor for name, tensor in weights.items()}
     if len(own) < len(weights):
-        raise CheckpointError("two tensors have one name once wrappers are taken off", where=str(where))
+        raise CheckpointError(
+            "two tensors have the same name without the prefixes of wrappers",
+            where=str(where),
+            fix="save the state dict of one model",
+        )
     if tied and HEAD in own and EMBEDDING in own:
         if not torch.equal(own[HEAD], own[EMBEDDING]):
             what = "head and embedding differ, but config.json says that they are one"
@@ -151,15 +147,15 @@ def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str
     if lora:
         what = f"shards of a model under an adapter ({len(lora)} tensors such as {lora[0]})"
         raise CheckpointError(
-            what, where=str(where), fix="give the folder lora_adapter beside them, which is the adapter"
+            what, where=str(where), fix="give the folder lora_adapter beside them, which holds the adapter"
         )
     for names, what in (
-        (expected.keys() - own.keys(), "lacks"),
-        (own.keys() - expected.keys(), "has, which the model has not,"),
+        (expected.keys() - own.keys(), "are missing"),
+        (own.keys() - expected.keys(), "do not belong to the model"),
     ):
         if names:
             raise CheckpointError(
-                f"it {what} {len(names)} tensors such as {sorted(names)[0]}",
+                f"{len(names)} tensors {what}, such as {sorted(names)[0]}",
                 where=str(where),
                 fix="give the config.json of the model that was trained, with --config",
             )
@@ -191,22 +187,19 @@ def _require_peft(folder: Path) -> None:
         if PeftConfig.from_pretrained(str(folder)).peft_type is None:
             raise ValueError("peft_type is missing")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        what = f"{CONFIG} describes no adapter of PEFT: {type(error).__name__}: {error}"
+        what = f"{CONFIG} does not describe an adapter of PEFT: {type(error).__name__}: {error}"
         raise ModelError(what, where=str(folder), fix="give a folder that PEFT's save_pretrained wrote") from error
 
 
 def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Names and shapes of the model's published checkpoints, tied weights once; and whether head and embedding are one."""
-    from huggingface_hub.errors import StrictDataclassError
+    """Return names and shapes of the model's published checkpoints, tied weights once, and whether head and embedding are one."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    wrong = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
     try:
         model: Any = structure(config)
-    except (*wrong, StrictDataclassError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    except unreadable() as error:
         raise ModelError(
-            f"config.json describes no model that transformers can make: {reason}",
+            f"config.json describes no model that transformers can build: {reason_of(error)}",
             where=str(config),
             fix="give the config.json of the model that was trained, with --config",
         ) from error

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import lockstep
 from lockstep.config.adapter import adapter_name
-from lockstep.evaluate.records import read_brief
-from lockstep.evaluate.table import estimate_line
+from lockstep.evaluation.records import read_brief
+from lockstep.evaluation.table import estimate_line
 from lockstep.export.prompt import asking_code, kind_of_load, prompt_section
 from lockstep.export.verify import Verified
 from lockstep.scoring.targets import Target
@@ -20,7 +20,7 @@ LIBRARIES = {"model": "transformers", "adapter": "peft", "gguf": "gguf"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an export comes from."""
+    """Origin of an export."""
 
     label: str
     base: str
@@ -29,12 +29,12 @@ class Source:
     loop: str
     adapter: str
     numerics: str
-    """In which training computed."""
+    """Precision of training."""
     weights: str
     """Fingerprint of the trained weights, adapters apart from the base, as the checkpoint has it; "" for an untrained model."""
     architecture: str
     lineage: tuple[str, ...]
-    """What the run started from, newest first."""
+    """Runs that this one started from, newest first."""
 
 
 def source_of(target: Target, architecture: str) -> Source:
@@ -67,7 +67,7 @@ def _lineage(run: Path | None) -> list[str]:
 def model_card(
     target: Target, source: Source, verified: Verified, kind: Literal["model", "adapter", "gguf"], dtype: str
 ) -> str:
-    """README.md of the folder."""
+    """Return the README.md of the folder."""
     sections = [
         _front(source, kind),
         f"# {target.run.name if target.run else Path(target.label).name}",
@@ -87,7 +87,7 @@ def model_card(
         f"{verified.line}.",
         how,
     ]
-    if formula := _formula(target.run):
+    if target.run is not None and (formula := RunDirectory.open(target.run).manifest().get("formula")):
         sections += ["## Objective", f"```\n{formula}\n```"]
     return "\n\n".join(sections) + "\n"
 
@@ -112,7 +112,7 @@ def _about(source: Source, dtype: str) -> list[str]:
 
 
 def _scores(target: Target, first: str) -> list[str]:
-    """Scores of these very weights that the run has on record, with those of its step 0 beside them: its base, or its start."""
+    """Return the scores on record of exactly these weights, beside those of step 0: of the base, or of the run's start."""
     folder = target.run / "scores" if target.run else None
     if folder is None or not folder.is_dir():
         return ["None on record. `lockstep eval` measures it."]
@@ -130,10 +130,6 @@ def _scores(target: Target, first: str) -> list[str]:
     if not rows:
         return [f"None on record for step {target.step}. `lockstep eval` measures it."]
     return ["\n".join([f"| task | mode | numerics | {first} | this model |", "|---|---|---|---|---|", *rows])]
-
-
-def _formula(run: Path | None) -> str:
-    return str(RunDirectory.open(run).manifest().get("formula", "")) if run is not None else ""
 
 
 _HOW_VERIFIED = (

@@ -1,8 +1,8 @@
-"""The other side of an export's proof: what plain transformers, or PEFT over it, makes of the folder, in a process of its own.
+"""Reader's side of an export's proof: plain transformers, with PEFT for an adapter, loads the folder in a process of its own.
 
     python -m lockstep.export.check REQUEST.json ANSWER.json
 
-Of Lockstep nothing is used but the fingerprint and what it covers: model, tokenizer and adapter are loaded as any reader of
+It uses nothing of Lockstep but the fingerprint and the codec: model, tokenizer and adapter are loaded as any reader of
 the folder loads them.
 """
 
@@ -12,40 +12,42 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lockstep.codec import from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be looked at."""
+    """Folder to load, and inputs to measure it with."""
 
     folder: str
     base: str
     """Folder of the model under an adapter; empty for a whole model."""
     dtype: str
-    """Of the base, as it was in training: float32 or bfloat16."""
+    """Precision of the base in training: float32 or bfloat16."""
     device: str
     sequences: tuple[tuple[int, ...], ...]
     text: str
-    """To be turned into ids."""
+    """Text to tokenize."""
     chat: str
-    """The user's message of a chat, to be rendered and turned into ids; empty if the model has no template."""
+    """User message of a chat to render and tokenize; empty if the model has no template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a plain reader sees."""
+    """Measurements of a plain reader."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Of each token but the first, computed in fp32 with the weights as they are in the files."""
+    """Log-probability of each token but the first, computed in fp32 with the weights as they are in the files."""
     parameters: int
-    """Of the model without adapters; tied weights once."""
+    """Number of parameters without adapters; tied weights once."""
     tied: bool
-    """The head's matrix is the embedding's."""
+    """True if the head's matrix is the embedding's."""
     fingerprint: str
-    """Of the model's weights (without adapters) after they were loaded."""
+    """Fingerprint of the model's weights (without adapters) after loading."""
     dtype: str
     complaints: tuple[str, ...]
     """Tensors that are missing, left over or of another shape."""
@@ -68,7 +70,7 @@ def answer(request: Request) -> Answer:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     said = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config().tie_word_embeddings
-    if bool(said) != tied:  # transformers looks at the values and passes over it; other engines believe the config
+    if bool(said) != tied:  # transformers looks at the values and ignores it; other engines trust the config
         complaints.append(f"config.json says tie_word_embeddings: {said}, the weights say {tied}")
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -85,7 +87,7 @@ def answer(request: Request) -> Answer:
         logprobs=_logprobs(model.float(), request.sequences),
         complaints=tuple(complaints),
         ids=tuple(tokenizer(request.text)["input_ids"]),
-        chat_ids=tuple(_rendered(tokenizer, request.chat)) if request.chat else (),
+        chat_ids=tuple(rendered(tokenizer, request.chat)) if request.chat else (),
         **facts,
     )
 
@@ -104,7 +106,7 @@ def _with_adapter(model: Any, folder: str) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False).eval()
     told = [str(one.message) for one in caught if "adapter keys" in str(one.message)]
-    # Buffers that a method makes of the base again (DeLoRA's norms) are in no file; a missing parameter is another matter.
+    # Buffers that a method computes from the base (DeLoRA's norms) are in no file; a missing parameter is a fault.
     return adapted, [
         f"PEFT misses {name}" for name, _ in adapted.named_parameters() if any(f"'{name}'" in t for t in told)
     ]
@@ -123,18 +125,18 @@ def _logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[tuple[flo
     return tuple(rows)
 
 
-def _rendered(tokenizer: Any, chat: str) -> Sequence[int]:
+def rendered(tokenizer: Any, chat: str) -> list[int]:
+    """Return the ids of a chat with one user turn."""
     messages = [{"role": "user", "content": chat}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def main(request: Path, reply: Path) -> None:
     """Read a Request, write an Answer, both as JSON."""
-    fields = json.loads(request.read_text(encoding="utf-8"))
-    fields["sequences"] = tuple(tuple(row) for row in fields["sequences"])
-    reply.write_text(json.dumps(asdict(answer(Request(**fields)))), encoding="utf-8")
+    asked = from_json(Request, json.loads(request.read_text(encoding="utf-8")))
+    reply.write_text(json.dumps(to_json(answer(asked))), encoding="utf-8")
 
 
 if __name__ == "__main__":

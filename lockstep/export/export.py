@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,12 +20,10 @@ from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.adapter import Lora
 from lockstep.errors import ConfigError, ExportError
-from lockstep.export.as_gguf import into_gguf
 from lockstep.export.card import Source, model_card, source_of
-from lockstep.export.check import Request
-from lockstep.export.files import copy_model_files, in_the_making, new_folder
+from lockstep.export.check import Request, rendered
+from lockstep.export.files import SHARD_BYTES, copy_model_files, in_the_making, new_folder, tensor_names, write_sharded
 from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noise, wide_logprobs
-from lockstep.export.shards import SHARD_BYTES, tensor_names, write_sharded
 from lockstep.export.verify import Check, Expected, Verified, in_fresh_process, verify
 from lockstep.learner.adapter_files import CONFIG, TENSORS, save_adapter
 from lockstep.learner.adapter_start import has_residual_base
@@ -33,25 +32,30 @@ from lockstep.learner.learner import base_model
 from lockstep.learner.merge import merged_weights
 from lockstep.models import load_model, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
+from lockstep.models.convert import convert_gguf
+from lockstep.models.folder import read_json
+from lockstep.models.gguf_writer import folder_tensors, write_gguf
 from lockstep.models.resolve import Source as From
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.scoring.targets import Target, read_adapter_folder, read_checkpoint
 from lockstep.sync.fingerprint import fingerprint
 
 RECORD = "lockstep_export.json"
+GGUF_FILE = "model.gguf"
+BOUNDARIES = ("bos_token", "eos_token", "pad_token")
 ROUNDED = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """Facts of a finished export."""
 
     path: Path
     kind: Literal["model", "adapter", "gguf"]
     dtype: str
     bytes: int
     fingerprint: str
-    """Of the weights in the files (for gguf, of the folder that it was made of); of an adapter's folder that of its base."""
+    """Fingerprint of the weights in the files; for gguf of the folder it was made from, for an adapter of its base."""
     verified: Verified
     config_changes: tuple[str, ...]
     source: Source
@@ -66,7 +70,7 @@ class _Written:
 
 
 def choice_note(name: str, step: int | None) -> str:
-    """A line that says which checkpoint of several is taken when none was named; "" where there is no choice."""
+    """Return a line that says which checkpoint of several is taken when none was named; "" where there is no choice."""
     path = Path(name)
     if step is not None or not (path / "manifest.json").is_file() or (path / COMMIT).is_file():
         return ""
@@ -88,8 +92,8 @@ def export(
 ) -> Exported:
     """Write `target` to the new folder `out`: a plain model, with `adapter` PEFT's layout, or with `gguf` one file for llama.cpp.
 
-    Everything is written beside `out`, read back by `check`, and renamed when it was found to be the model that trained. Raises
-    ExportError, and leaves nothing, if it is not; ModelError if GGUF cannot say it.
+    Everything is written beside `out`, read back by `check`, and renamed once it is proven to be the model that trained. Raises
+    ExportError, and leaves nothing, if it is not; ModelError if GGUF cannot express it.
     """
     _refuse(target, adapter=adapter)
     out = new_folder(out)
@@ -107,7 +111,8 @@ def export(
             out, "gguf" if gguf else "adapter" if adapter else "model", written.expected.dtype, written.bytes,
             written.expected.fingerprint, verified, () if gguf else tuple(written.config_changes), source,
         )  # fmt: skip
-        (folder / RECORD).write_text(_record(exported), encoding="utf-8")
+        facts = asdict(exported) | {"path": str(out), "equals_base": verified.equals_base}
+        (folder / RECORD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(model_card(target, source, verified, exported.kind, exported.dtype), "utf-8")
     return exported
 
@@ -120,7 +125,9 @@ def _refuse(target: Target, *, adapter: bool) -> None:
         raise ConfigError([f"--adapter: {target.label} has no adapter: all weights were trained"], fix="leave it out")
     if base := base_of(find_parent(target.recipe)):
         raise ConfigError(
-            [f"--adapter: the base of {target.label} is what {base.run or base.info.path} trained, no published model"],
+            [
+                f"--adapter: the base of {target.label} was trained by {base.run or base.info.path}: not a published model"
+            ],
             fix="export it merged (--merge)",
         )
     if isinstance(settings, Lora) and settings.base == "nf4":
@@ -131,7 +138,7 @@ def _refuse(target: Target, *, adapter: bool) -> None:
 
 # --- writing --------------------------------------------------------------------------------------------------------
 def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> _Written:
-    """Files, and what the trained model is; the model is gone when this returns."""
+    """Write the files and measure the trained model, which is freed on return."""
     policy = _trained(target)
     model, source = policy.model, policy.resolved.path
     dtype = "bfloat16" if policy.numerics == "bf16" else "float32"
@@ -151,21 +158,21 @@ def _write(target: Target, folder: Path, *, adapter: bool, shard_bytes: int) -> 
     chat = TEXT if getattr(tokenizer, "chat_template", None) else ""
     expected = Expected(
         trained, (), noise, 0, False, frozenset(), identity, dtype,
-        tuple(tokenizer(TEXT)["input_ids"]), tuple(_rendered(tokenizer, chat)) if chat else (),
+        tuple(tokenizer(TEXT)["input_ids"]), tuple(rendered(tokenizer, chat)) if chat else (),
     )  # fmt: skip
     request = Request(str(folder), str(source) if adapter else "", dtype, device, sequences, TEXT, chat)
     return _Written(expected, request, total, changes)
 
 
 def _write_model(model: nn.Module, folder: Path, shard_bytes: int) -> tuple[str, int]:
-    """Fingerprint and bytes of the merged weights."""
+    """Write the merged weights; returns their fingerprint and bytes."""
     merged = dict(merged_weights(model))
     identity = fingerprint(iter(merged.items())).combined
-    return identity, write_sharded(folder, _published(base_model(model), merged).items(), shard_bytes)
+    return identity, write_sharded(folder, _published(base_model(model), merged), shard_bytes)
 
 
 def _trained(target: Target) -> Policy:
-    """The model with the target's weights in place, proven to be those that were saved."""
+    """Build the policy with the target's weights in place, proven to be those that were saved."""
     policy = build_policy(target.recipe, replaced=target.whole)
     if target.checkpoint is not None:
         saved = read_checkpoint(policy, target.checkpoint)
@@ -176,19 +183,19 @@ def _trained(target: Target) -> Policy:
     load_weights(policy.model, iter(saved.weights.items()))
     found = fingerprint(named_weights(policy.model)).combined
     if found != saved.fingerprint:
-        raise ExportError(f"in memory are weights {found}, saved were {saved.fingerprint}", where=target.label)
+        raise ExportError(f"the weights in memory are {found}, those saved {saved.fingerprint}", where=target.label)
     return policy
 
 
 def _published(plain: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the family's published checkpoints name and shape them: transformers joins experts when it loads."""
+    """Return the tensors as the family's published checkpoints name and shape them: transformers joins experts on loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(plain, weights))
 
 
 def _write_adapter(policy: Policy, target: Target, folder: Path) -> tuple[str, int]:
-    """Fingerprint of the base, bytes of the adapter."""
+    """Write the adapter; returns the base's fingerprint and the adapter's bytes."""
     facts = facts_of(policy.model)
     assert facts is not None
     save_adapter(folder, policy.model, target.recipe.adapter, facts.base)
@@ -201,7 +208,7 @@ def _write_adapter(policy: Policy, target: Target, folder: Path) -> tuple[str, i
 
 
 def _with_base(expected: Expected, target: Target, request: Request) -> Expected:
-    """What the model that the recipe names says, loaded anew: names, size and tying of weights, and its log-probabilities."""
+    """Add facts of the recipe's own model, loaded again: names, size and tying of weights, and its log-probabilities."""
     resolved = resolve(target.recipe.model)
     dtype = resolve_dtype("bf16" if request.dtype == ROUNDED else "fp32", request.device)
     base: nn.Module = load_model(resolved, dtype=dtype, device=request.device, attention=ATTENTION)
@@ -215,19 +222,39 @@ def _with_base(expected: Expected, target: Target, request: Request) -> Expected
     )
 
 
-def _rendered(tokenizer: Any, chat: str) -> list[int]:
-    messages = [{"role": "user", "content": chat}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _record(exported: Exported) -> str:
-    facts = asdict(exported) | {"path": str(exported.path), "equals_base": exported.verified.equals_base}
-    return json.dumps(facts, indent=2) + "\n"
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+def into_gguf(folder: Path, back: Path, expected: Expected, request: Request) -> tuple[Expected, Request]:
+    """Replace the model in `folder` by GGUF_FILE; the empty `back` becomes the plain fp32 model that our reader makes from it.
+
+    Returns the facts that `back` must have, and the request that measures it. Raises ModelError for a model or tokenizer that
+    the format cannot express, ExportError if a special token did not come back.
+    """
+    wide = fingerprint((name, tensor.float()) for name, tensor in folder_tensors(folder)).combined
+    write_gguf(folder, folder / GGUF_FILE)
+    convert_gguf(folder / GGUF_FILE, back)
+    _require_boundaries(folder, back)
+    for path in folder.iterdir():
+        if path.name != GGUF_FILE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return replace(expected, dtype="float32", fingerprint=wide), replace(request, folder=str(back))
+
+
+def _require_boundaries(folder: Path, back: Path) -> None:
+    before, after = (_boundaries(place) for place in (folder, back))
+    if wrong := [f"{name}: {after[name]} instead of {before[name]}" for name in before if before[name] != after[name]]:
+        raise ExportError(f"GGUF lost special tokens: {'; '.join(wrong)}", where=str(folder), fix="export to hf")
+
+
+def _boundaries(folder: Path) -> dict[str, str | None]:
+    said = read_json(folder / "tokenizer_config.json")
+    found = {}
+    for name in BOUNDARIES:
+        token = said.get(name)
+        found[name] = token.get("content") if isinstance(token, dict) else token
+    return found

@@ -1,39 +1,45 @@
-"""The folder of an export, and what stands there beside weights: the model's own config, tokenizer and chat template."""
+"""The folder of an export: weights in files of limited size, and the model's own config, tokenizer and chat template."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.state import write_tensors
 from lockstep.errors import ConfigError, ExportError
 from lockstep.models.folder import IMPLEMENTATIONS, INDEX, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 NOT_OURS = (
     INDEX, "adapter_config.json", "adapter_base.json", "state.json", "COMMIT.json", "manifest.json", "trainer_state.json",
     "lockstep_export.json", "lockstep_import.json",
 )  # fmt: skip
-"""Weights' index and other folders' records."""
+"""Index of the weights, and records of other folders."""
+SHARD_BYTES = 5 * 10**9
+"""Size of transformers' own shards."""
 TOKENIZER = ("token", "vocab", "merges", "special", "chat_template", "spiece", "tekken")
 """Beginnings of the names of a tokenizer's files."""
 
 
 def new_folder(out: Path) -> Path:
-    """`out` with a name of its own. Raises ConfigError if something is there already."""
-    # A link that stands at this very place is not followed.
+    """Return `out` as an absolute path. Raises ConfigError if it exists already."""
+    # A link at this place is not followed.
     out = out.resolve() if out.name in ("", "..") else out.parent.resolve() / out.name
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()) or out == Path.cwd())):
-        raise ConfigError([f"{out} is there already"], fix="name a new folder")
+        raise ConfigError([f"{out} exists already"], fix="name a new folder")
     return out
 
 
 @contextmanager
 def in_the_making(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, which is `out` afterwards; after an error nothing is left.
+    """Give a folder that becomes `out` at the end; after an error nothing is left.
 
     Raises ConfigError if it cannot be made there.
     """
@@ -73,12 +79,12 @@ def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool, own
 
 
 def _change(config: dict[str, Any], dtype: str, own_code: bool) -> list[str]:
-    """What the written weights make necessary, and nothing else."""
+    """Change what the written weights require, and nothing else; returns the changes."""
     if "auto_map" in config and own_code:
         raise ExportError(
             "the model comes with Python code of its own, which is not exported",
             where="config.json",
-            fix="copy the checkpoint's weights beside that code by hand, once you have read it",
+            fix="copy the checkpoint's weights into a folder with that code yourself, once you have read it",
         )
     changed = []
     if config.pop("auto_map", None) is not None:
@@ -94,3 +100,36 @@ def _change(config: dict[str, Any], dtype: str, own_code: bool) -> list[str]:
     if config.pop("quantization_config", None) is not None:
         changed.append("quantization_config: removed, the weights are plain")
     return changed
+
+
+def write_sharded(folder: Path, weights: Mapping[str, Tensor], limit: int = SHARD_BYTES) -> int:
+    """Write weights into files of at most `limit` bytes (a larger tensor has one of its own); returns the bytes of all tensors.
+
+    One file is named model.safetensors; several are model-00001-of-00002.safetensors and so on, with their index.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory as split
+
+    plan = split(
+        dict(weights),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        write_tensors(folder / file, {name: weights[name] for name in names})
+        (folder / file).chmod(0o644)  # safetensors makes files for their owner alone
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return int(plan.metadata["total_size"])
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names in the safetensors files of a folder's model."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names

@@ -1,4 +1,4 @@
-"""What an export is compared with: log-probabilities of the trained model and of its base, on fixed random sequences."""
+"""Measurements that an export is compared with: log-probabilities of the trained model and its base on random sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET = 4096
 
 
 def probe_sequences(model: nn.Module, special: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Random ids of the model's whole vocabulary, special ones left out."""
+    """Draw ids of the model's whole vocabulary, special ones left out; always the same."""
     vocab = int(base_model(model).config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(SEED)
     allowed = torch.tensor(sorted(set(range(vocab)) - set(special)))
@@ -28,14 +28,14 @@ def probe_sequences(model: nn.Module, special: list[int]) -> tuple[tuple[int, ..
 
 
 def wide_logprobs(model: nn.Module, sequences: tuple[tuple[int, ...], ...]) -> Logprobs:
-    """By the forward pass of training in fp32: the model is made wide, which changes none of its numbers."""
+    """Compute log-probabilities by training's forward pass in fp32; widening the model changes none of its numbers."""
     return plain_logprobs(model.float(), sequences, BUDGET)
 
 
 def rounding_noise(model: nn.Module, sequences: tuple[tuple[int, ...], ...]) -> Difference:
-    """How far the log-probabilities of a wide model with an adapter move when its adapted weights are off as bf16 rounds them.
+    """Measure how far the log-probabilities of a wide model with an adapter move when its adapted weights are rounded to bf16.
 
-    The errors are drawn, not those of any merge, so that a wrong merge cannot excuse itself.
+    The errors are random, not those of a merge, so that a wrong merge cannot hide in them.
     """
     before = plain_logprobs(model, sequences, BUDGET)
     with _jittered([layer.get_base_layer() for layer in adapter_layers(model).values()]):
@@ -60,13 +60,13 @@ def _jittered(layers: list[Any]) -> Iterator[None]:
 
 
 def spacing(weights: Tensor) -> Tensor:
-    """Of the bf16 numbers around each weight: 2^(e-8) for |w| = m·2^e, m in [0.5, 1)."""
+    """Return the distance of the bf16 numbers around each weight: 2^(e-8) for |w| = m·2^e, m in [0.5, 1)."""
     _, exponent = torch.frexp(weights.float())
     return torch.ldexp(torch.ones_like(weights, dtype=torch.float32), exponent - 8)
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the head's matrix is the embedding's."""
+    """Return whether the head's matrix is the embedding's."""
     plain = base_model(model)
     head = plain.get_output_embeddings()
     return head is not None and head.weight is plain.get_input_embeddings().weight

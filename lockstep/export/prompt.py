@@ -1,4 +1,4 @@
-"""How an exported model is to be asked: the prompt that it was trained and scored with, and code that asks so."""
+"""Prompt of an exported model: the one that it was trained and scored with, and code that uses it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SINGLE = ("reasoning_gym", "file", "python", "none")
 
 
 def prompt_section(recipe: Recipe, numerics: str) -> str:
-    """What stood around each question in training and evaluation, and how replies were drawn."""
+    """Return the text around each question in training and evaluation, and the sampling of replies."""
     chat, budget = recipe.chat, recipe.eval.max_tokens or recipe.rollout.max_tokens
     scored = [
-        f"{mode.name} (temperature {mode.temperature:g}, {mode.samples} a question)" for mode in recipe.eval.modes
+        f"{mode.name} (temperature {mode.temperature:g}, {mode.samples} a question)" for _, mode in recipe.eval.pairs
     ]
     trained = f"sampled at temperature {recipe.rollout.temperature:g}" if recipe.loop == "rl" else "none (supervised)"
     rows = [
@@ -50,7 +50,7 @@ def prompt_section(recipe: Recipe, numerics: str) -> str:
 
 
 def asking_code(recipe: Recipe, run: Path | None, load: str) -> str:
-    """A Python program that asks the exported model as it was trained. `load` defines `model`, from FOLDER."""
+    """Return a Python program that asks the exported model as it was trained. `load` defines `model`, from FOLDER."""
     chat = recipe.chat
     examples = "".join(f"    ({example.user!r}, {example.assistant!r}),\n" for example in chat.examples)
     ends = list(_format(recipe).stop_ids)
@@ -84,7 +84,7 @@ print(ask({_question(run)!r}))"""
 
 
 def kind_of_load(kind: Literal["model", "adapter"], base: str) -> str:
-    """The lines that load the model."""
+    """Return the lines that load the model."""
     if kind == "model":
         return 'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")'
     return (
@@ -101,7 +101,7 @@ def _format(recipe: Recipe) -> ChatFormat:
 
 
 def _question(run: Path | None) -> str:
-    """A question of the run's last stored step; a stand-in where none is stored."""
+    """Return a question of the run's last stored step; a stand-in where none is stored."""
     if run is None:
         return "YOUR QUESTION"
     directory = RunDirectory.open(run)

@@ -1,4 +1,4 @@
-"""Whether what a plain reader sees in an exported folder is the model that trained."""
+"""Comparison of an exported folder, as a plain reader sees it, with the model that trained."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import lockstep
+from lockstep.codec import from_json, to_json
 from lockstep.errors import ExportError
 from lockstep.export.check import Answer, Request
 
 EXACT = 1e-4
 """Largest difference of a log-probability, in nats, of the same weights by two implementations in fp32."""
 FACTOR_MEAN, FACTOR_MAX = 2.0, 3.0
-"""A rounded model may be so many times as far off as the same model under random rounding errors was measured to be."""
+"""Tolerance for a rounded model, as a multiple of the difference measured under random rounding errors."""
 SAME = 1e-6
-"""A mean difference from the base below this is none."""
+"""Mean difference from the base up to which the two count as equal."""
 Check: TypeAlias = Callable[[Request], Answer]
 Logprobs: TypeAlias = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between the log-probabilities of two models on the probe, in nats."""
+    """Difference of two models' log-probabilities on the probe, in nats."""
 
     mean: float
     max: float
@@ -36,19 +37,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the model in training was, measured before anything was read back."""
+    """Facts of the model in training, measured before anything is read back."""
 
     trained: Logprobs
     base: Logprobs
-    """Of the model that the recipe names, before any training."""
+    """Log-probabilities of the recipe's model before any training."""
     rounding: Difference | None
-    """How far random rounding errors of the adapted weights move the trained model; None if nothing was rounded."""
+    """Difference that random rounding errors of the adapted weights make; None if nothing was rounded."""
     parameters: int
     tied: bool
     names: frozenset[str]
-    """Of the tensors that the files must hold; empty for an adapter's folder."""
+    """Names of the tensors that the files must hold; empty for an adapter's folder."""
     fingerprint: str
-    """Of the weights that were written; of the base for an adapter's folder."""
+    """Fingerprint of the weights that were written; for an adapter's folder, of the base."""
     dtype: str
     ids: tuple[int, ...]
     chat_ids: tuple[int, ...]
@@ -91,7 +92,7 @@ def in_fresh_process(request: Request) -> Answer:
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(asdict(request)), encoding="utf-8")
+        asked.write_text(json.dumps(to_json(request)), encoding="utf-8")
         command = [sys.executable, "-m", "lockstep.export.check", str(asked), str(answered)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not answered.is_file():
@@ -101,18 +102,16 @@ def in_fresh_process(request: Request) -> Answer:
                 where=request.folder,
                 fix="report this with the model's config.json; nothing was exported",
             )
-        fields = json.loads(answered.read_text(encoding="utf-8"))
-    lists = {name: tuple(fields[name]) for name in ("complaints", "ids", "chat_ids")}
-    return Answer(**(fields | lists | {"logprobs": tuple(map(tuple, fields["logprobs"]))}))
+        return from_json(Answer, json.loads(answered.read_text(encoding="utf-8")))
 
 
 def verify(expected: Expected, found: Answer, names: set[str], where: str) -> Verified:
-    """Compare. Raises ExportError with everything that is wrong."""
+    """Compare both sides. Raises ExportError with everything that is wrong."""
     problems = [*found.complaints]
     if expected.names and names != expected.names:
         lacks, extra = sorted(expected.names - names), sorted(names - expected.names)
         problems += [f"the files lack {_some(lacks)}"] if lacks else []
-        problems += [f"the files have {_some(extra)}, which the model has not"] if extra else []
+        problems += [f"the files have {_some(extra)}, which the model does not have"] if extra else []
     for what, one, other in (
         ("parameters", found.parameters, expected.parameters),
         ("tied head", found.tied, expected.tied),
@@ -143,7 +142,7 @@ def verify(expected: Expected, found: Answer, names: set[str], where: str) -> Ve
 
 
 def difference(one: Logprobs, other: Logprobs) -> Difference:
-    """nan, which passes no test, if either has one or the lengths differ."""
+    """Return the difference; nan, which passes no test, if either has nan or the lengths differ."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return Difference(float("nan"), float("nan"))
     gaps = [abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]

@@ -1,5 +1,5 @@
-"""Applies the rules to a run's metrics, step by step. Pure: what it says depends on the recipe and the metrics alone, so a
-resumed run that has read the records of the steps before says what an unbroken one says."""
+"""Applies the rules to a run's metrics, step by step. Pure: the alarms depend on the recipe and the metrics alone, so a resumed
+run that has read the records of the steps before raises those of an unbroken one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from lockstep.config.health import HealthRule
+from lockstep.config.metric import Rule
 from lockstep.config.schema import Recipe
-from lockstep.health.rules import MAGNIFIED, QUANTISED, RECENT, RULES, SPARE_GIB, START, Rule
-from lockstep.track.catalogue import baseline
+from lockstep.health.rules import MAGNIFIED, QUANTISED, RECENT, SPARE_GIB, START
+from lockstep.health.trends import Trends
+from lockstep.track.catalogue import applies, baseline
 
 SHOWN = 10
 """Values of the last steps that an alarm names."""
@@ -20,7 +22,7 @@ SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Where a rule's range ends in a step. Example: Limit(100.0, "100 (100 times optimizer.max_grad_norm = 1)")"""
+    """The end of a rule's range in a step. Example: Limit(100.0, "100 (100 times optimizer.max_grad_norm = 1)")"""
 
     value: float
     text: str
@@ -64,7 +66,7 @@ class Alarm:
 class _History:
     seen: deque[Seen]
     earlier: list[float] = field(default_factory=list)
-    """Values that the run's own baseline is made of."""
+    """Values for the run's own baseline."""
     broken: bool = False
 
 
@@ -73,26 +75,31 @@ class HealthJudge:
 
     def __init__(self, recipe: Recipe, checkpoint_gib: float = 0.0) -> None:
         self._recipe, self._checkpoint_gib = recipe, checkpoint_gib
-        settings = recipe.health.rules
         loss = recipe.algorithm.loss.kind
         self._rules = [
-            (rule, settings[rule.name])
-            for rule in RULES
-            if settings[rule.name].tier != "off" and loss not in rule.no_loss
+            (rule, setting)
+            for rule, setting in recipe.health.in_force()
+            if setting.tier != "off" and loss not in rule.not_for
         ]
+        self._trends = Trends(recipe)
         self._past = {rule.name: _History(deque(maxlen=setting.window)) for rule, setting in self._rules}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """The rules that this step breaks: of those that stop each time, of those that warn when it begins.
+        """Return the rules that this step breaks: those that stop each time, those that warn when it begins.
 
         A rule whose metric is absent neither counts the step nor forgets those before it.
         """
+        metrics = {**metrics, **self._trends.step(step, metrics)}
         return [
             alarm for rule, setting in self._rules if (alarm := self._apply(rule, setting, step, metrics)) is not None
         ]
 
     def _apply(self, rule: Rule, setting: HealthRule, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        if rule.metric not in metrics or (rule.needs and metrics.get(rule.needs, 0.0) <= 0):
+        if rule.metric not in metrics or (setting.until is not None and step > setting.until):
+            return None
+        if not applies(rule.metric, metrics):
+            return None
+        if rule.needs and not any(metrics.get(name, 0.0) > 0 for name in rule.needs):
             return None
         past, value = self._past[rule.name], metrics[rule.metric]
         limit = self._limit(rule, setting.limit, past.earlier)
@@ -108,20 +115,24 @@ class HealthJudge:
         return Alarm(rule, setting, limit, tuple(past.seen), context)
 
     def _limit(self, rule: Rule, factor: float, earlier: list[float]) -> Limit | None:
-        """None while the run has too short a past, or one that was mostly 0."""
+        """Return the end of the range; None while the run has too short a past, or one that was mostly 0."""
         recipe = self._recipe
-        match rule.against:
+        match rule.when.against:
             case "fixed":
                 return Limit(factor, f"{factor:g}")
             case "clip":
                 norm = recipe.optimizer.max_grad_norm
                 return Limit(factor * norm, f"{factor * norm:g} ({factor:g} times optimizer.max_grad_norm = {norm:g})")
+            case "lr":
+                return Limit(
+                    factor * recipe.lr, f"{factor * recipe.lr:g} ({factor:g} times optimizer.lr = {recipe.lr:g})"
+                )
             case "start" | "recent":
-                drift = START if rule.against == "start" else RECENT
+                drift = START if rule.when.against == "start" else RECENT
                 base = baseline(drift, earlier)
                 over = (
                     f"mean of the first {drift.steps}"
-                    if rule.against == "start"
+                    if rule.when.against == "start"
                     else f"median of the last {drift.steps}"
                 )
                 return None if not base else Limit(factor * base, f"{factor:g} times {base:.4g}, the {over} steps")
@@ -132,11 +143,11 @@ class HealthJudge:
                 value = factor * self._checkpoint_gib + SPARE_GIB
                 return Limit(value, f"{value:.2f} GiB ({factor:g} checkpoints and {SPARE_GIB} GiB)")
             case _:
-                assert_never(rule.against)
+                assert_never(rule.when.against)
 
 
 def _differing(recipe: Recipe) -> tuple[float, str]:
-    """Factor by which rollouts and updates may differ more than usual, and the reason."""
+    """Return the factor by which rollouts and updates may differ more than usual, and the reason."""
     numerics = recipe.numerics
     if numerics.four_bit_inputs("rollout", "train"):
         return MAGNIFIED, " (activations in four bits magnify rounding)"
@@ -146,7 +157,7 @@ def _differing(recipe: Recipe) -> tuple[float, str]:
 
 
 def outside(rule: Rule, value: float, limit: float) -> bool:
-    """A value that is no number is outside."""
+    """Return whether the value is unhealthy; one that is no number is."""
     return math.isnan(value) or (value > limit if rule.side == "above" else value < limit)
 
 
@@ -162,7 +173,7 @@ def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], chec
 
 def _window(rule: Rule, values: list[float]) -> list[float]:
     """Select the finite values that the rule's baseline needs."""
-    match rule.against:
+    match rule.when.against:
         case "start":
             return values[: START.steps]
         case "recent":

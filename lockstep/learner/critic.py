@@ -6,7 +6,8 @@ Legend: R tokens with loss of a micro-batch, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
@@ -17,9 +18,10 @@ from lockstep.errors import CheckpointError, LearnerError
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.learner import base_model, hidden_states
 from lockstep.learner.oom import run_or_halve, score_or_halve
-from lockstep.learner.packing import Packed, number_tokens, pack, streams
+from lockstep.learner.packing import Packed, microbatches, number_tokens, pack
+from lockstep.learner.ranks import Ranks, deal
 from lockstep.learner.recompute import set_recompute
-from lockstep.learner.value_head import ValueHead, ValueTraining
+from lockstep.learner.value_head import CriticShare, ValueHead, ValueTraining, critic_metrics
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.weights import clean_name
 from lockstep.types import Batch, Metrics, TrainSequence
@@ -28,8 +30,10 @@ _WEIGHT = "weight."
 """Prefix of a weight's name among `tensors`; the optimizer's names begin with master., exp_avg., exp_avg_sq. and step."""
 
 
-def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None = None) -> TorchCritic:
-    """Return the critic of recipe.algorithm.critic, at its start: every value is 0. `plan` is the same as the learner's.
+def build_critic(
+    policy_model: nn.Module, recipe: Recipe, plan: Execution | None = None, ranks: Ranks | None = None
+) -> TorchCritic:
+    """Return the critic of recipe.algorithm.critic, at its start: every value is 0. `plan` and `ranks` are the learner's.
 
     Build it from the policy's model as loaded, before anything else changes that. Raises LearnerError if the recipe has none.
     """
@@ -49,13 +53,15 @@ def build_critic(policy_model: nn.Module, recipe: Recipe, plan: Execution | None
                 fuse_layers(decoder)
             set_recompute(decoder, execution.recompute)
             trained |= {clean_name(name): p for name, p in decoder.named_parameters() if p.requires_grad}
-            training = ValueTraining(head, trained, settings, recipe, coef=1.0)
+            training = ValueTraining(head, trained, settings, recipe, coef=1.0, ranks=ranks)
         case "shared":
-            training = ValueTraining(head, trained, settings, recipe, coef=settings.coef)
+            training = ValueTraining(head, trained, settings, recipe, coef=settings.coef, ranks=ranks)
         case _:
             assert_never(settings.backbone)
     joint = settings.backbone == "shared"
-    return TorchCritic(decoder, training, execution, joint=joint, share_prompts=recipe.update.share_prompts)
+    return TorchCritic(
+        decoder, training, execution, joint=joint, share_prompts=recipe.update.share_prompts, ranks=ranks
+    )
 
 
 def trained_copy(module: Any) -> Any:
@@ -71,7 +77,14 @@ class TorchCritic:
     """
 
     def __init__(
-        self, decoder: nn.Module, training: ValueTraining, execution: Execution, *, joint: bool, share_prompts: bool
+        self,
+        decoder: nn.Module,
+        training: ValueTraining,
+        execution: Execution,
+        *,
+        joint: bool,
+        share_prompts: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.decoder, self._training = decoder, training
         """The decoder. Frozen parameters are the policy's own, in the same memory; with a shared backbone all of them are."""
@@ -80,12 +93,16 @@ class TorchCritic:
         backbone's.
         """
         self._share, self._budget = share_prompts, execution.tokens_per_microbatch
+        self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._device = next(decoder.parameters()).device
         self.joint = training if joint else None
         """The part that the learner trains together with the policy; None with an own backbone."""
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
-        """Return the value before each response token, 0 where not trained: the value of the state that predicts the token."""
+        """Return the value before each response token, 0 where not trained: the value of the state that predicts the token.
+
+        One of several ranks returns () for the sequences of the others.
+        """
 
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(sequences, chosen, prefix)
@@ -94,14 +111,22 @@ class TorchCritic:
             return score_or_halve(packed, lambda part: self._training.head(hidden_states(self.decoder, part)), repack)
 
         with torch.no_grad():
-            return number_tokens(sequences, self._streams(sequences, prefix), value)
+            streams = (
+                self._pack(sequences, own, prefix) for own in self._chunks(sequences, prefix)[self._rank :: self._ranks]
+            )
+            return number_tokens(sequences, streams, value)
 
     def update(self, batch: Batch) -> Metrics:
         """Make one optimizer step towards the returns, in as many micro-batches as the token budget needs.
 
         A non-finite gradient changes nothing. Raises LearnerError after too many of those in a row, or without returns.
         """
-        collected, splits = self._training.optimizer.collected, 0
+        share = self.update_share(batch)
+        return critic_metrics([share]) | {"critic/oom_splits": float(share.splits)}
+
+    def update_share(self, batch: Batch) -> CriticShare:
+        """Make this rank's share of an update; of a single rank that is all of it."""
+        optimizer, splits = self._training.optimizer, 0
         self._training.forget()
 
         def run(packed: Packed) -> None:
@@ -110,16 +135,21 @@ class TorchCritic:
             if hidden_RH.shape[0]:
                 part = self._training.loss(hidden_RH, [batch.sequences[i] for i in packed.order])
                 if part.loss.requires_grad:
+                    optimizer.before_backward()
                     part.loss.backward()
                 self._training.record(part)
 
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(batch.sequences, chosen, batch.prefix)
 
-        for packed in self._streams(batch.sequences, batch.prefix):
-            collected.clear()
-            splits += run_or_halve(packed, run, repack, lambda: list(collected))
-        return self._training.step() | {"critic/oom_splits": float(splits)}
+        for number, chunks in enumerate(deal(self._chunks(batch.sequences, batch.prefix), self._ranks)):
+            if self._rank < len(chunks):
+                optimizer.collected.clear()
+                self._training.begin(number * self._ranks + self._rank)
+                packed = repack(chunks[self._rank])
+                splits += run_or_halve(packed, run, repack, lambda: list(optimizer.collected))
+            optimizer.exchange(len(chunks))
+        return replace(self._training.step(), splits=splits)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def weights(self) -> dict[str, Tensor]:
@@ -153,5 +183,6 @@ class TorchCritic:
     def _pack(self, sequences: Sequence[TrainSequence], chosen: Sequence[int], prefix: int) -> Packed:
         return pack(sequences, chosen, share_prompts=self._share, device=self._device, prefix=prefix)
 
-    def _streams(self, sequences: Sequence[TrainSequence], prefix: int) -> Iterator[Packed]:
-        return streams(sequences, self._budget, share_prompts=self._share, device=self._device, prefix=prefix)
+    def _chunks(self, sequences: Sequence[TrainSequence], prefix: int) -> list[list[int]]:
+        """Return the micro-batches of all ranks."""
+        return microbatches(sequences, self._budget, share_prompts=self._share, prefix=prefix)

@@ -63,11 +63,20 @@ class Kernels:
 
 
 def flash_attention(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, parts: Sequence[Part], scale: float, kernels: Kernels
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    kernels: Kernels,
+    tiles: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once."""
+    """Compute attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once.
+
+    With `tiles` the forward pass is that of models.ordered_attention, and the parts' kernels compute gradients alone.
+    """
     function: Any = _FlashAttention
-    output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, tuple(parts), scale, kernels)
+    output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, tuple(parts), scale, kernels, tiles)
     return output_THD
 
 
@@ -81,9 +90,15 @@ class _FlashAttention(torch.autograd.Function):
         parts: tuple[Part, ...],
         scale: float,
         kernels: Kernels,
+        tiles: Tensor | None,
     ) -> Tensor:
-        output_THD, lse_HT = kernels.forward(query_THD, key_TKD, value_TKD, parts[0], scale)
-        for part in parts[1:]:
+        if tiles is None:
+            output_THD, lse_HT = kernels.forward(query_THD, key_TKD, value_TKD, parts[0], scale)
+        else:
+            from lockstep.models.ordered_attention import stream_attention  # Triton
+
+            output_THD, lse_HT = stream_attention(query_THD, key_TKD, value_TKD, tiles, scale)
+        for part in parts[1:] if tiles is None else ():
             query, key, value = query_THD[part.queries], key_TKD[part.keys], value_TKD[part.keys]
             merge_(output_THD[part.queries], lse_HT[:, part.queries], *kernels.forward(query, key, value, part, scale))
         ctx.save_for_backward(query_THD, key_TKD, value_TKD, output_THD, lse_HT)
@@ -115,7 +130,7 @@ class _FlashAttention(torch.autograd.Function):
             grad_query[part.queries] += more_query
             grad_key[part.keys] += more_key
             grad_value[part.keys] += more_value
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None
 
 
 def merge_(output_QHD: Tensor, lse_HQ: Tensor, more_QHD: Tensor, more_lse_HQ: Tensor) -> None:

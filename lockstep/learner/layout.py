@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from lockstep.learner.flash import FLASH, Kernels, Part, flash_attention
-from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+from lockstep.models import exact
+from lockstep.models.attention import AttentionKind, causal_attention
+from lockstep.models.ordered import Piece, tiles_of
+from lockstep.models.states import Run, State, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,48 @@ class PackedLayout:
         self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
         self._gathers: list[_Gather] = []
         self._parts: dict[int, tuple[Part, ...]] = {}
+        self._in_order: tuple[int, Tensor] | None = None
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        if not self._flash_serves(query_HTD, kind):
+        if not self._flash_serves(query_HTD, value_KTD, kind):
             return self._dense(query_HTD, key_KTD, value_KTD, kind)
         tokens = query_HTD.shape[1]
         if tokens not in self._parts:  # the same for every layer of the stream
             self._parts[tokens] = self._plan(tokens - self._used)
         query, key, value = (x.transpose(0, 1).contiguous() for x in (query_HTD, key_KTD, value_KTD))
-        return flash_attention(query, key, value, self._parts[tokens], kind.scale, self._kernels)
+        tiles = self._tiles(tokens) if exact.enabled() else None
+        return flash_attention(query, key, value, self._parts[tokens], kind.scale, self._kernels, tiles)
+
+    def mix(self, layer: int, hidden_TH: Tensor, run: Run) -> Tensor:
+        """Run root, prompts and responses apart, each from the state behind what it continues; responses of a prompt together."""
+        pieces: dict[int, Tensor] = {}
+        root: State | None = None
+        if self._root:
+            output_1TH, root = run(hidden_TH[None, : self._root], None)
+            pieces[0] = output_1TH[0]
+        for branch, gather, prompt, tail in zip(
+            self._branches, self._gathered(), self.prompt_starts, self.tail_starts, strict=True
+        ):
+            alone = len(branch.responses) == 1 and tail == prompt + branch.prompt
+            end = tail + branch.tail if alone else prompt + branch.prompt
+            output_1TH, state = run(hidden_TH[None, prompt:end], root)
+            pieces[prompt] = output_1TH[0]
+            if not alone and gather.longest:
+                rows_GQH = gather.pad(hidden_TH[None, tail : tail + branch.tail])[:, 0]
+                output_GQH, _ = run(rows_GQH, rows_of(state, len(branch.responses)))
+                pieces[tail] = gather.unpad(output_GQH[:, None])[:, 0]
+        padding = hidden_TH.shape[0] - self._used
+        return torch.cat(
+            [*(pieces[start] for start in sorted(pieces)), hidden_TH.new_zeros(padding, hidden_TH.shape[1])]
+        )
 
     # --- flash ----------------------------------------------------------------------------------------------------
-    def _flash_serves(self, query_HTD: Tensor, kind: AttentionKind) -> bool:
+    def _flash_serves(self, query_HTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> bool:
         narrow = kind.window is not None and kind.window < self._longest
         plain = kind.softcap is None and kind.sinks_H is None and not narrow
         ordered = self._prompts_first or all(len(branch.responses) <= 1 for branch in self._branches)
-        return plain and ordered and self._kernels.serves(query_HTD)
+        even = query_HTD.shape[-1] == value_KTD.shape[-1]
+        return plain and ordered and even and self._kernels.serves(query_HTD)
 
     def _plan(self, padding: int) -> tuple[Part, ...]:
         """Return the kernel calls. Padding is a segment of its own, so that every row is defined."""
@@ -93,17 +122,30 @@ class PackedLayout:
             parts.append(Part.of(slice(root, self._used), slice(0, root), [rest], [root], self._device))
         return tuple(parts)
 
+    def _tiles(self, tokens: int) -> Tensor:
+        """Return the queries in tiles for models.ordered_attention: root, prompts, responses, padding."""
+        if self._in_order is None or self._in_order[0] != tokens:
+            root = self._root
+            pieces = [Piece(0, root, 0)]
+            for branch, prompt, tail in zip(self._branches, self.prompt_starts, self.tail_starts, strict=True):
+                pieces.append(Piece(prompt, branch.prompt, root, ((root, 0),)))
+                for length in branch.responses:
+                    seen = ((root, 0), (root + branch.prompt, prompt))
+                    pieces.append(Piece(tail, length, root + branch.prompt, seen))
+                    tail += length
+            pieces.append(Piece(self._used, tokens - self._used, 0))
+            self._in_order = tokens, tiles_of(pieces, self._device)
+        return self._in_order[1]
+
     # --- dense ----------------------------------------------------------------------------------------------------
     def _dense(self, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         """Compute attention branch by branch, for everything that the kernels do not support: CPUs, fp32, narrow windows, caps,
         sinks.
         """
-        if not self._gathers:
-            self._gathers = [_Gather.of(branch.responses, self._device) for branch in self._branches]
         prompts_THD: list[Tensor] = []
         tails_THD: list[Tensor] = []
         for branch, gather, start, tail in zip(
-            self._branches, self._gathers, self.prompt_starts, self.tail_starts, strict=True
+            self._branches, self._gathered(), self.prompt_starts, self.tail_starts, strict=True
         ):
             rows = slice(start, start + branch.prompt), slice(tail, tail + branch.tail)
             prompt_THD, tail_THD = self._branch(branch, gather, *rows, query_HTD, key_KTD, value_KTD, kind)
@@ -114,11 +156,16 @@ class PackedLayout:
             pieces_THD = [piece for pair in zip(prompts_THD, tails_THD, strict=True) for piece in pair]
         if self._root:
             query, key, value = (x[None, :, : self._root] for x in (query_HTD, key_KTD, value_KTD))
-            pieces_THD.insert(0, dense_attention(query, key, value, None, kind)[0].transpose(0, 1))
+            pieces_THD.insert(0, causal_attention(query, key, value, kind)[0].transpose(0, 1))
         if self._used < query_HTD.shape[1]:
-            heads, tokens, size = query_HTD.shape
-            pieces_THD.append(query_HTD.new_zeros(tokens - self._used, heads, size))
+            heads, tokens = query_HTD.shape[:2]
+            pieces_THD.append(query_HTD.new_zeros(tokens - self._used, heads, value_KTD.shape[-1]))
         return torch.cat(pieces_THD)
+
+    def _gathered(self) -> list[_Gather]:
+        if not self._gathers:
+            self._gathers = [_Gather.of(branch.responses, self._device) for branch in self._branches]
+        return self._gathers
 
     def _branch(
         self,
@@ -135,21 +182,19 @@ class PackedLayout:
         query, key, value = (x[None, :, prompt] for x in (query_HTD, key_KTD, value_KTD))
         if self._root:
             key, value = (torch.cat([x[None, :, : self._root], y], 2) for x, y in ((key_KTD, key), (value_KTD, value)))
-        mask = causal_mask(branch.prompt, key.shape[2], kind.window, key.device) if self._root else None
         if len(branch.responses) == 1 and tail.start == prompt.stop and not self._root:  # one stretch: causal, no mask
             whole = slice(prompt.start, tail.stop)
             query, key, value = (x[None, :, whole] for x in (query_HTD, key_KTD, value_KTD))
-            whole_THD = dense_attention(query, key, value, None, kind)[0].transpose(0, 1)
+            whole_THD = causal_attention(query, key, value, kind)[0].transpose(0, 1)
             return whole_THD[: branch.prompt], whole_THD[branch.prompt :]
-        prompt_THD = dense_attention(query, key, value, mask, kind)[0].transpose(0, 1)
+        prompt_THD = causal_attention(query, key, value, kind)[0].transpose(0, 1)
         if not gather.longest:
             return prompt_THD, prompt_THD[:0]
         count = len(branch.responses)
         keys_GKSD = torch.cat([key.expand(count, -1, -1, -1), gather.pad(key_KTD[:, tail])], 2)
         values_GKSD = torch.cat([value.expand(count, -1, -1, -1), gather.pad(value_KTD[:, tail])], 2)
-        # One mask serves all responses: their padding is at the end, where causality already hides it.
-        mask = causal_mask(gather.longest, keys_GKSD.shape[2], kind.window, key.device)
-        output_GHQD = dense_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, mask, kind)
+        # All responses at once: their padding is at the end, where causality already hides it.
+        output_GHQD = causal_attention(gather.pad(query_HTD[:, tail]), keys_GKSD, values_GKSD, kind)
         return prompt_THD, gather.unpad(output_GHQD)
 
 

@@ -5,10 +5,10 @@ Legend: T tokens of the stream, R tokens with loss, N sequences, H hidden, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,38 +21,30 @@ from lockstep.learner.adapters import as_reference, describe, facts_of
 from lockstep.learner.execution import Execution, execution_of
 from lockstep.learner.oom import memory_for_step, run_or_halve, score_or_halve
 from lockstep.learner.optimizer import MasterOptimizer
-from lockstep.learner.packing import Packed, as_sequence, number_tokens, pack, per_token, streams
+from lockstep.learner.packing import Packed, as_sequence, microbatches, number_tokens, pack, per_token, streams
+from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
+from lockstep.learner.ranks import Ranks, deal
 from lockstep.learner.recompute import recomputing, set_recompute
 from lockstep.learner.schedule import learning_rate
+from lockstep.learner.sharded import ShardedOptimizer, build_optimizer
 from lockstep.learner.statistics import UpdateStatistics
-from lockstep.models.attention import require_attention_only
+from lockstep.models import exact
+from lockstep.models.attention import prepare_layers
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.models.heads import Head, head_of, token_logprobs
 from lockstep.models.host import on_device
+from lockstep.models.routing import Routing, follow_routes
 from lockstep.models.weights import clean_name, frozen_names, named_weights
 from lockstep.noise.apply import require_clean
 from lockstep.numerics.apply import settle
 from lockstep.sync.fingerprint import Fingerprints, fingerprint
-from lockstep.types import Batch, LearnerFacts, Loss, LossInput, Metrics, TokenIds, TrainSequence, WeightStream
+from lockstep.types import Batch, LearnerFacts, Loss, LossInput, Metrics, Scored, TokenIds, TrainSequence, WeightStream
 
 if TYPE_CHECKING:
     from lockstep.learner.value_head import ValueTraining
 
 STREAM_MULTIPLE = 16
 """Streams are padded to a multiple of this many tokens, which matrix kernels prefer."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerState:
-    """A learner's part of a checkpoint."""
-
-    file: Literal["model.safetensors", "adapter_model.safetensors"]
-    weights: Mapping[str, Tensor]
-    """Weights in the layout of the file: Hugging Face's, or PEFT's for an adapter."""
-    texts: Mapping[str, str]
-    """Text files beside the weights: name → content."""
-    optimizer: Mapping[str, Tensor]
-    counters: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +73,27 @@ class TorchLearner:
         reference: nn.Module | None = None,
         value: ValueTraining | None = None,
         plan: Execution | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take the model. `reference` is a frozen copy for the KL penalty; with adapters none is needed, the base is the
         reference.
 
         `value` is TorchCritic.joint: a value head on this model's own hidden states, whose loss joins each update. `plan` is
-        the memory plan's choice for settings that the recipe leaves open.
+        the memory plan's choice for settings that the recipe leaves open. With `ranks` the learners of all ranks train
+        together: each is called with the same arguments and does its share of the micro-batches.
         """
         self.version = 0
+        self._ranks = ranks
         self.model = model
         self.optimizer_step = 0
         self.skipped = 0
+        self.scored: tuple[Scored, ...] = ()
         self._skipped_in_a_row = 0
         self._settings, self._plan, self._reference = recipe.optimizer, UpdatePlan.of(recipe), reference
         self._adapter = recipe.adapter
         self._value = value
         base = base_model(model)
-        require_attention_only(base)
+        prepare_layers(base)
         self._device = next(base.parameters()).device
         self.execution = execution_of(recipe.update, self._device, plan)
         self.notes: tuple[str, ...] = ()
@@ -109,6 +105,9 @@ class TorchLearner:
                 f"{self.execution.tokens_per_microbatch} tokens per micro-batch, recompute {self.execution.recompute}"
             )
             self.notes = (fuse_layers(base).line, update)
+        self._routing = Routing.of(base) if recipe.update.replay_routing else None
+        if exact.line():
+            self.notes = (*self.notes, exact.line())
         set_recompute(base.get_decoder(), self.execution.recompute)
         self.numerics = settle(model, recipe.numerics)
         if reference is not None:
@@ -118,7 +117,7 @@ class TorchLearner:
             raise LearnerError(
                 "no parameter is trained", fix="choose an adapter or train all weights (adapter.kind: none)"
             )
-        self.optimizer = MasterOptimizer(self.trainable, recipe.optimizer)
+        self.optimizer = build_optimizer(self.trainable, recipe.optimizer, ranks)
         if self.optimizer.note:
             self.notes = (*self.notes, self.optimizer.note)
 
@@ -137,7 +136,10 @@ class TorchLearner:
     def response_logprobs(
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
-        """Return the log-probability of each response token (0 where not trained), under the policy or the reference model."""
+        """Return the log-probability of each response token (0 where not trained), under the policy or the reference model.
+
+        One of several ranks returns () for the sequences of the others.
+        """
         require_clean(self.model, "response_logprobs")
 
         def repack(chosen: Sequence[int]) -> Packed:
@@ -156,13 +158,27 @@ class TorchLearner:
         The gradient is that of Σ_i weight_i Σ_t loss_it, so the split has no effect on it. Raises LearnerError after too many
         steps in a row with a non-finite gradient; such a step changes no weight.
         """
+        share = self.update_share(batch, loss)
+        self.scored = scored_by([share])
+        return update_metrics([share])
+
+    def update_share(self, batch: Batch, loss: Loss) -> Share:
+        """Make this rank's share of an update; of a single rank that is all of it."""
         require_clean(self.model, "an update")
         statistics, splits = UpdateStatistics(), 0
         self.optimizer.forget()  # left by an update that failed between its micro-batches
         if self._value is not None:
             self._value.forget()
-        for packed in self._streams(batch.sequences, batch.prefix):
-            splits += self._train(packed, batch, loss, statistics)
+        rank, size = self._place
+        for number, chunks in enumerate(deal(self._chunks(batch.sequences, batch.prefix), size)):
+            if rank < len(chunks):
+                packed = self._pack(batch.sequences, chunks[rank], batch.prefix)
+                statistics.begin(number * size + rank)
+                if self._value is not None:
+                    self._value.begin(number * size + rank)
+                splits += self._train(packed, batch, loss, statistics)
+            for optimizer in self._optimizers:
+                optimizer.exchange(len(chunks))
         lr = learning_rate(self._settings, self._plan.peak_lr, self.optimizer_step, self._plan.optimizer_steps)
         with memory_for_step(f"optimizer step {self.optimizer_step}"):
             outcome = self.optimizer.step(lr)
@@ -170,18 +186,8 @@ class TorchLearner:
         self.optimizer_step += 1
         self._count_skip(outcome.skipped, outcome.norm)
         self.version += 1
-        value = {} if self._value is None else self._value.step()
-        return (
-            statistics.metrics()
-            | value
-            | {
-                "batch/oom_splits": float(splits),
-                "grad/norm": outcome.norm,
-                "grad/clipped": float(outcome.clipped),
-                "grad/skipped": float(self.skipped),
-                "lr": lr,
-            }
-        )
+        critic = None if self._value is None else self._value.step()
+        return Share(statistics.pieces(), outcome.norm, outcome.clipped, self.skipped, lr, splits, critic)
 
     def weights(self) -> WeightStream:
         """Return the live weights. Raises EngineError while an engine's noise is on them."""
@@ -193,11 +199,16 @@ class TorchLearner:
         """Return facts for the log and the manifest."""
         facts = facts_of(self.model)
         lines = (*describe(self._adapter, self.model).splitlines(), *self.notes)
-        return LearnerFacts(str(self._device), lines, facts.base.fingerprint if facts else "")
+        trained = sum(parameter.numel() for parameter in self.trainable.values())
+        return LearnerFacts(str(self._device), lines, facts.base.fingerprint if facts else "", trained)
 
-    def fingerprint(self, *, frozen: bool = False) -> Fingerprints:
-        """Return fingerprints of all weights, or of those that training must not change."""
-        names = frozen_names(self.model) if frozen else None
+    def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
+        """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
+        return self.numerics.prepare(numeric), tuple(self.numerics.excluded)
+
+    def fingerprint(self, *, frozen: bool = False, only: Collection[str] = ()) -> Fingerprints:
+        """Return fingerprints of all weights, of those that training must not change, or of `only` these."""
+        names = frozen_names(self.model) if frozen else frozenset(only) or None
         return fingerprint((n, w) for n, w in self.weights() if names is None or n in names)
 
     def save(self) -> LearnerState:
@@ -223,17 +234,33 @@ class TorchLearner:
         self.skipped, self._skipped_in_a_row = counters["skipped"], counters["skipped_in_a_row"]
 
     # --- inner ----------------------------------------------------------------------------------------------------
-    def _streams(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> Iterator[Packed]:
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Rank of this learner, and the number of ranks."""
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+
+    @property
+    def _optimizers(self) -> list[MasterOptimizer | ShardedOptimizer]:
+        return [self.optimizer, *([self._value.optimizer] if self._value else [])]
+
+    def _chunks(self, sequences: Sequence[TrainSequence], prefix: int) -> list[list[int]]:
+        """Return the micro-batches of all ranks."""
         share, budget = self._plan.share_prompts, self.execution.tokens_per_microbatch
-        return streams(sequences, budget, share_prompts=share, device=self._device, prefix=prefix)
+        return microbatches(sequences, budget, share_prompts=share, prefix=prefix)
+
+    def _streams(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> Iterator[Packed]:
+        """Yield this rank's micro-batches."""
+        rank, size = self._place
+        for chosen in self._chunks(sequences, prefix)[rank::size]:
+            yield self._pack(sequences, chosen, prefix)
 
     def _pack(self, sequences: Sequence[TrainSequence], chosen: Sequence[int], prefix: int) -> Packed:
-        return pack(sequences, chosen, share_prompts=self._plan.share_prompts, device=self._device, prefix=prefix)
+        row, share = None if self._routing is None else self._routing.row, self._plan.share_prompts
+        return pack(sequences, chosen, share_prompts=share, device=self._device, prefix=prefix, row=row)
 
     def _train(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> int:
         """Run the forward and backward pass of a micro-batch, in halves if it does not fit. Returns how often it was split."""
-        optimizers = [self.optimizer] + ([self._value.optimizer] if self._value else [])
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             optimizer.collected.clear()
 
         def run(part: Packed) -> None:
@@ -242,7 +269,7 @@ class TorchLearner:
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(batch.sequences, chosen, batch.prefix)
 
-        return run_or_halve(packed, run, repack, lambda: [p for o in optimizers for p in o.collected])
+        return run_or_halve(packed, run, repack, lambda: [p for o in self._optimizers for p in o.collected])
 
     def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
         sequences = [batch.sequences[i] for i in packed.order]
@@ -252,11 +279,17 @@ class TorchLearner:
             return
         inputs = _loss_input(sequences, packed, logprobs_R, entropy_R, batch)
         output = loss(inputs)
+        if self._routing is not None:
+            differ, total = self._routing.differing()
+            share_R = (differ / total.clamp(min=1)).expand_as(logprobs_R)
+            output = replace(output, means={**output.means, "routes/differ": share_R})
         weight_N = on_device(np.array([s.weight for s in sequences]), self._device).to(logprobs_R.dtype)
         policy = (weight_N[packed.sequence_R] * output.loss_T).sum()
         value = None if self._value is None else self._value.loss(hidden_RH, sequences)
         total = policy if value is None else policy + value.loss
         if total.requires_grad:
+            for optimizer in self._optimizers:
+                optimizer.before_backward()
             total.backward()
         statistics.add(inputs, output, policy.detach(), packed.tokens)
         if self._value is not None and value is not None:
@@ -288,7 +321,7 @@ def base_model(model: nn.Module) -> Any:
 
 def hidden_states(decoder: Any, packed: Packed) -> Tensor:
     """Return final hidden states of a transformers decoder, [R, H]: those that predict the tokens with loss."""
-    padding = -packed.tokens % STREAM_MULTIPLE
+    padding = -packed.tokens % (exact.STREAM_MULTIPLE if exact.enabled() else STREAM_MULTIPLE)
     ids_1T = nn.functional.pad(packed.ids_T, (0, padding))[None]
     positions_1T = nn.functional.pad(packed.positions_T, (0, padding))[None]
     with recomputing(decoder):
@@ -305,6 +338,7 @@ def _forward(
     Without `entropy` the second is empty.
     """
     base = base_model(model)
+    follow_routes(base, packed.routes_TX)
     hidden_RH = hidden_states(base.get_decoder(), packed)
     head: Head = head_of(base)
     return *token_logprobs(head, hidden_RH, packed.targets_R, temperature, entropy=entropy), hidden_RH
@@ -356,4 +390,5 @@ def _loss_input(
         count,
         ref_R,
         batch.kl_coef,
+        packed.order,
     )

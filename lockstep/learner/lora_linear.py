@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.numerics.apply import operands
 
 
@@ -35,7 +36,8 @@ class LoraLinear(Linear):
         flat_TI = x.reshape(-1, x.shape[-1])
         used = operands(base, x)
         used_x, weight = (x, base.weight) if used is None else used
-        wide_OY = beside(weight, b) if x.is_cuda and used is None and weight.shape[0] > weight.shape[1] else None
+        widens = weight.shape[0] > weight.shape[1] or exact.enabled()
+        wide_OY = beside(weight, b) if x.is_cuda and used is None and widens else None
         if wide_OY is not None:
             together: Any = WideLora
             widened: Tensor = together.apply(flat_TI, wide_OY, base.bias, a, b, self.scaling[name])
@@ -127,14 +129,19 @@ class WideLora(torch.autograd.Function):
         ctx: Any, x_TI: Tensor, wide_OY: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scaling: float
     ) -> Tensor:
         (tokens, inputs), (rank, columns) = x_TI.shape, (b_OR.shape[1], wide_OY.shape[1])
-        down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
+        if exact.enabled():
+            down_TR = x_TI.new_empty(tokens, rank)
+            exact.adapter_into(down_TR, x_TI, a_RI, scaling)
+        else:
+            down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
         wide_TY = x_TI.new_empty(tokens, columns)
         wide_TY[:, :inputs] = x_TI
         wide_TY[:, inputs : columns - rank] = 0  # the weights there may be any finite numbers; they add nothing
         wide_TY[:, columns - rank :] = down_TR
         ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
         ctx.scaling = scaling
-        return torch.nn.functional.linear(wide_TY, wide_OY, bias_O)
+        linear = exact.linear if exact.enabled() else torch.nn.functional.linear
+        return linear(wide_TY, wide_OY, bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

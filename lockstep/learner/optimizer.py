@@ -37,8 +37,16 @@ class MasterOptimizer:
     recipe chooses the optimizer that makes the steps (learner.optimizers).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Build the optimizer. Raises LearnerError for a user's optimizer that cannot be used."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Optimizer,
+        whole: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """Build the optimizer. Raises LearnerError for a user's optimizer that cannot be used.
+
+        With `whole`, all parameters of the run, these are one rank's: their summed gradients come by `take_gradient`.
+        """
         self._parameters = dict(parameters)
         self._max_grad_norm = settings.max_grad_norm
         wide = (torch.float32, torch.float64)
@@ -47,27 +55,50 @@ class MasterOptimizer:
         }
         self.collected: list[nn.Parameter] = []
         """Parameters whose gradient of a backward pass is complete, since this was last cleared."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._parameters.items() if whole is None else ():
             if self._masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_collector(self._masters[name]))
             parameter.register_post_accumulate_grad_hook(_noter(self.collected))
-        self._inner = build_inner(settings, self._masters)
+        self._inner = build_inner(settings, self._masters, whole)
         self._of = {name: inner for inner in self._inner for name in inner.names}
         self.note = describe_inner(self._inner, self._masters)
         """Line for the log, unless it is plain AdamW."""
 
+    def before_backward(self) -> None:
+        """Do nothing: nothing is being sent (see ShardedOptimizer)."""
+
+    def exchange(self, senders: int) -> None:
+        """Do nothing: all gradients are here already."""
+
+    def take_gradient(self, name: str, total: Tensor) -> None:
+        """Set the summed gradient of a parameter."""
+        self._masters[name].grad = total
+
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """Clip and apply the summed gradients, then clear them. A non-finite gradient changes nothing."""
+        norms = torch.stack(list(self.norms().values()))
+        result = self.apply(float(torch.linalg.vector_norm(norms)), lr)  # the only wait for the device
+        self.forget()
+        return result
+
+    def norms(self) -> dict[str, Tensor]:
+        """Return the norm of each summed gradient, float64."""
         for master in self._masters.values():
             if master.grad is None:  # no loss reached it: its gradient is zero, and the moments still decay
                 master.grad = torch.zeros_like(master)
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
-        norm = float(torch.linalg.vector_norm(norms))  # the only wait for the device
+        if not grads:
+            return {}
+        return dict(zip(self._masters, (norm.double() for norm in torch._foreach_norm(grads)), strict=True))
+
+    @torch.no_grad()
+    def apply(self, norm: float, lr: float) -> StepResult:
+        """Clip by the norm of all gradients, and apply them. A non-finite norm changes nothing."""
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
         limit = self._max_grad_norm
         if math.isfinite(norm):
-            if norm > limit:
+            if norm > limit and grads:
                 torch._foreach_mul_(grads, limit / (norm + 1e-6))
             for inner in self._inner:
                 inner.step(lr)
@@ -76,7 +107,6 @@ class MasterOptimizer:
                 torch._foreach_copy_(
                     [self._parameters[name] for name in narrow], [self._masters[name] for name in narrow]
                 )
-        self.forget()
         return StepResult(norm, math.isfinite(norm) and norm > limit, not math.isfinite(norm))
 
     def forget(self) -> None:

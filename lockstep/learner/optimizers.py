@@ -70,13 +70,18 @@ class Inner:
             raise LearnerError(what, where=self.path, fix="correct the class") from error
 
 
-def build_inner(settings: Optimizer, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
-    """Return the optimizers of a recipe over all masters. Raises LearnerError for a class that cannot be used."""
+def build_inner(
+    settings: Optimizer, masters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter] | None = None
+) -> tuple[Inner, ...]:
+    """Return the optimizers of a recipe over these masters. Raises LearnerError for a class that cannot be used.
+
+    `whole`: all parameters of the run, if the masters are one rank's.
+    """
     match settings:
         case AdamW():
             return (_adamw(settings, masters),)
         case Muon():
-            return _muon(settings, masters)
+            return _muon(settings, masters, whole or masters)
         case PythonOptimizer():
             return (_python(settings, masters),)
         case _:
@@ -117,22 +122,24 @@ def _adamw(settings: AdamW, masters: Mapping[str, nn.Parameter]) -> Inner:
     return Inner(optimizer, frozenset(masters), ADAMW_KEYS[settings.states])
 
 
-def _muon(settings: Muon, masters: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
+def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
     """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon."""
+    if not any(is_hidden_matrix(name, p) for name, p in whole.items()):
+        raise LearnerError("no matrix is trained that Muon is meant for", where="optimizer.kind", fix="choose adamw")
     matrices = {name: m for name, m in masters.items() if is_hidden_matrix(name, m)}
     rest = {name: m for name, m in masters.items() if name not in matrices}
-    if not matrices:
-        raise LearnerError("no matrix is trained that Muon is meant for", where="optimizer.kind", fix="choose adamw")
-    muon = torch.optim.Muon(
-        matrices.values(),
-        lr=0.0,
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        ns_steps=settings.iterations,
-        adjust_lr_fn=settings.scale,
-    )
-    found = [Inner(muon, frozenset(matrices), MUON_KEYS)]
+    found = []
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices.values(),
+            lr=0.0,
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            ns_steps=settings.iterations,
+            adjust_lr_fn=settings.scale,
+        )
+        found.append(Inner(muon, frozenset(matrices), MUON_KEYS))
     if rest:
         groups = _groups(rest, settings.weight_decay)
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
@@ -145,7 +152,9 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
     found = load_object(settings.path, LearnerError)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         what = f"it is {found!r:.80}, not a subclass of torch.optim.Optimizer"
-        raise LearnerError(what, where=settings.path, fix="name a class that derives from torch.optim.Optimizer")
+        raise LearnerError(
+            what, where=f"optimizer.path = {settings.path}", fix="name a subclass of torch.optim.Optimizer"
+        )
     given = checked_settings(found, settings)
     groups = _groups(masters, settings.weight_decay)
     if not settings.weight_decay:

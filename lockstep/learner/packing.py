@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.errors import LearnerError
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.models.host import on_device
+from lockstep.models.routing import NONE, Row
 from lockstep.types import TokenIds, TrainSequence
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -36,6 +37,8 @@ class Packed:
     """Index of each token's sequence in the micro-batch."""
     order: tuple[int, ...]
     """The micro-batch's sequences, as indices into the packed list."""
+    routes_TX: Tensor | None = None
+    """Recorded experts of each token, of all routers; models.routing.NONE where there are none."""
 
     @property
     def tokens(self) -> int:
@@ -47,21 +50,23 @@ def microbatches(
 ) -> list[list[int]]:
     """Split sequences into micro-batches of at most `budget` tokens each; a single longer sequence gets its own.
 
-    Sequences of one group stay together if they fit, so that their prompt is processed once.
+    Sequences of one group with equal prompts stay together if they fit, so that their prompt is processed once.
     """
     prefix = prefix if share_prompts else 0
     chunks: list[list[int]] = []
-    tokens, group = 0, -1
-    for index in sorted(range(len(sequences)), key=lambda i: sequences[i].group):
+    first: dict[tuple[int, TokenIds], int] = {}
+    shared = [first.setdefault((one.group, one.prompt_ids), place) for place, one in enumerate(sequences)]
+    tokens, before = 0, -1
+    for index in sorted(range(len(sequences)), key=lambda i: (sequences[i].group, shared[i])):
         sequence = sequences[index]
         response = _fed(sequence)
         whole = response + len(sequence.prompt_ids) - prefix
-        cost = response if share_prompts and sequence.group == group else whole
+        cost = response if share_prompts and shared[index] == before else whole
         if not chunks or tokens + cost > budget:
             chunks.append([])
             tokens, cost = prefix, whole
         chunks[-1].append(index)
-        tokens, group = tokens + cost, sequence.group
+        tokens, before = tokens + cost, shared[index]
     return chunks
 
 
@@ -83,12 +88,14 @@ def pack(
     device: torch.device,
     prefix: int = 0,
     prompts_first: bool | None = None,
+    row: Row | None = None,
 ) -> Packed:
-    """Return the stream of one micro-batch: `chosen` are indices into `sequences`; adjacent ones of one group share their
-    prompt.
+    """Return the stream of one micro-batch: `chosen` are indices into `sequences`; adjacent ones of one group with
+    equal prompts share it.
 
     The first `prefix` tokens, which all of them share, are processed once. The order of the stream is PackedLayout's; None
-    chooses by device. Raises LearnerError if sequences of a group or of a prefix differ in it.
+    chooses by device. `row`: experts were recorded in this form. Raises LearnerError if a sequence does not begin with the
+    prefix, or for a record that is not its own.
     """
     members = [sequences[index] for index in chosen]
     root = members[0].prompt_ids[:prefix] if share_prompts else ()
@@ -109,6 +116,7 @@ def pack(
         ids[prompt:end], positions[prompt:end] = shared[i].prompt, np.arange(len(root), len(root) + end - prompt)
 
     rows, targets, owner = _Column(), _Column(), _Column()
+    routes = np.full((tokens, row.numbers if row else 0), NONE, np.int64)
     places = ((i, fed, n == 0) for i, one in enumerate(shared) for n, fed in enumerate(one.fed))
     first = 0
     for place, (sequence, (i, fed, begins)) in enumerate(zip(members, places, strict=True)):
@@ -122,10 +130,35 @@ def pack(
         rows.add(predicting[trained])
         targets.add(response[trained])
         owner.add(np.full(int(trained.sum()), place))
+        if row is not None:
+            known = _record(sequence, fed, row)
+            if begins:
+                prompt, size = starts[i][0], len(sequence.prompt_ids)
+                routes[prompt : prompt + size - len(root)] = known[len(root) : size]
+                routes[: len(root)] = known[: len(root)]
+            routes[first : first + fed] = known[len(sequence.prompt_ids) :]
         first += fed
     columns = (on_device(array, device) for array in (ids, positions, rows.all(), targets.all(), owner.all()))
     ids_T, positions_T, rows_R, targets_R, sequence_R = columns
-    return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen))
+    routes_TX = None if row is None else on_device(routes, device)
+    return Packed(ids_T, positions_T, layout, rows_R, targets_R, sequence_R, tuple(chosen), routes_TX)
+
+
+def _record(sequence: TrainSequence, fed: int, row: Row) -> Ints:
+    """Return the experts of every token that is fed, NONE for tokens behind the record, which only untrained ones may follow.
+
+    Raises LearnerError for a record that cannot be this sequence's.
+    """
+    tokens, size = len(sequence.prompt_ids) + fed, row.numbers * row.kind().itemsize
+    known: Ints = np.full((tokens, row.numbers), NONE, np.int64)
+    recorded = len(sequence.routes) // size
+    needed = len(sequence.prompt_ids) + max((i for i, on in enumerate(sequence.trained) if on), default=-tokens)
+    if needed > 0 and not needed <= recorded <= tokens:
+        what = f"routes of {recorded} tokens for a sequence of {tokens} of which {needed} must have some"
+        raise LearnerError(what, where="update.replay_routing", fix="the record is of another sequence: report this")
+    if needed > 0:
+        known[:recorded] = row.unpack(sequence.routes, recorded)
+    return known
 
 
 class _Column:
@@ -144,14 +177,11 @@ class _Column:
 def _shared(
     members: Sequence[TrainSequence], chosen: Sequence[int], root: TokenIds, share_prompts: bool
 ) -> list[_Shared]:
-    """Put adjacent sequences of one group together; without sharing each is alone."""
+    """Put adjacent sequences of one group with equal prompts together; without sharing each is alone."""
     result: list[_Shared] = []
     group, prompt = None, root
     for index, sequence in zip(chosen, members, strict=True):
-        if share_prompts and sequence.group == group:
-            if sequence.prompt_ids != prompt:
-                raise LearnerError(f"sequence {index} has another prompt than the others of its group {group}")
-        else:
+        if not share_prompts or sequence.group != group or sequence.prompt_ids != prompt:
             if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
                 raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
             group, prompt = sequence.group, sequence.prompt_ids

@@ -14,10 +14,11 @@ def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> fl
     wsd is warm-up, stable, decay (MiniCPM, arXiv 2404.06395): the peak until the last `decay_share` of all steps, then linear
     to the floor. All schedules would reach their floor at step `total`.
     """
-    if step < settings.warmup_steps:
-        return peak * (step + 1) / settings.warmup_steps
+    warmup = settings.warmup(total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
     floor = peak * settings.min_lr_ratio
-    done = min(1.0, (step - settings.warmup_steps) / max(1, total - settings.warmup_steps))
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
     match settings.schedule:
         case "constant":
             return peak
@@ -26,7 +27,7 @@ def learning_rate(settings: Optimizer, peak: float, step: int, total: int) -> fl
         case "cosine":
             return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
         case "wsd":
-            start = max(total - round(total * settings.decay_share), settings.warmup_steps)
+            start = max(total - round(total * settings.decay_share), warmup)
             return peak + (floor - peak) * min(1.0, max(0, step - start) / max(1, total - start))
         case _:
             assert_never(settings.schedule)

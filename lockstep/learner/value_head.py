@@ -13,9 +13,10 @@ from lockstep.config.algorithm import Critic
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
 from lockstep.learner.oom import memory_for_step
-from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.packing import per_token
+from lockstep.learner.ranks import Ranks
 from lockstep.learner.schedule import learning_rate
+from lockstep.learner.sharded import build_optimizer
 from lockstep.types import Metrics, TrainSequence
 
 
@@ -40,6 +41,43 @@ class ValueHead(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class ValuePiece:
+    """Values of one micro-batch, or of half of one; plain numbers, so that another process can combine them."""
+
+    number: int
+    """Place of the micro-batch in the update."""
+    columns: bytes
+    """Value, return and undivided loss of each token, float64 [3, R]."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticShare:
+    """One rank's part of an update of the critic."""
+
+    pieces: tuple[ValuePiece, ...]
+    norm: float
+    """Norm of the whole gradient, the same on every rank."""
+    lr: float
+    skipped: int
+    """Skipped steps so far."""
+    splits: int = 0
+    """Micro-batches that were run in halves."""
+
+
+def critic_metrics(shares: Sequence[CriticShare]) -> Metrics:
+    """Return the metrics of an update of the critic; they do not depend on the number of ranks."""
+    if not shares:
+        return {}
+    pieces = sorted((piece for share in shares for piece in share.pieces), key=lambda piece: piece.number)
+    columns = [torch.frombuffer(bytearray(one.columns), dtype=torch.float64).view(3, -1) for one in pieces]
+    return (_report(torch.cat(columns, 1)) if columns else {}) | {
+        "critic/grad_norm": shares[0].norm,
+        "critic/lr": shares[0].lr,
+        "critic/skipped": float(shares[0].skipped),
+    }
+
+
+@dataclass(frozen=True, slots=True)
 class ValueLoss:
     """A micro-batch's part of an update."""
 
@@ -59,16 +97,24 @@ class ValueTraining:
     """
 
     def __init__(
-        self, head: ValueHead, trained: Mapping[str, nn.Parameter], settings: Critic, recipe: Recipe, *, coef: float
+        self,
+        head: ValueHead,
+        trained: Mapping[str, nn.Parameter],
+        settings: Critic,
+        recipe: Recipe,
+        *,
+        coef: float,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Set up training. `trained` are all parameters that `step` changes, including the head's."""
+        """Set up training. `trained` are all parameters that `step` changes, including the head's; `ranks` as TorchLearner's."""
         self.head, self.trained = head, dict(trained)
-        self.optimizer = MasterOptimizer(self.trained, recipe.optimizer)
+        self.optimizer = build_optimizer(self.trained, recipe.optimizer, ranks)
         self.optimizer_step, self.skipped, self._skipped_in_a_row = 0, 0, 0
         self._settings, self._schedule, self._coef = settings, recipe.optimizer, coef
         self._optimizer_steps = recipe.steps * recipe.updates_per_step
         self._max_skipped = recipe.update.max_skipped
-        self._recorded: list[Tensor] = []
+        self._recorded: list[tuple[int, Tensor]] = []
+        self._number = 0
 
     def loss(self, hidden_RH: Tensor, sequences: Sequence[TrainSequence]) -> ValueLoss:
         """Return a micro-batch's part of the update's loss. `sequences` in the order in which they were packed.
@@ -87,11 +133,15 @@ class ValueTraining:
         self.optimizer.forget()
         self._recorded = []
 
+    def begin(self, number: int) -> None:
+        """Set the place in the update of the micro-batch that is recorded next."""
+        self._number = number
+
     def record(self, part: ValueLoss) -> None:
         """Count a micro-batch in the metrics of `step`."""
-        self._recorded.append(part.columns_3R)
+        self._recorded.append((self._number, part.columns_3R))
 
-    def step(self) -> Metrics:
+    def step(self) -> CriticShare:
         """Make one optimizer step on the gradients since the last; a non-finite gradient changes nothing and is counted.
 
         Raises LearnerError after too many of those in a row.
@@ -109,11 +159,8 @@ class ValueTraining:
                 where=f"optimizer step {self.optimizer_step} of the critic",
                 fix="check that the rewards are numbers of ordinary size, or lower algorithm.critic.lr",
             )
-        return (_report(torch.cat(recorded, 1)) if recorded else {}) | {
-            "critic/grad_norm": outcome.norm,
-            "critic/lr": lr,
-            "critic/skipped": float(self.skipped),
-        }
+        pieces = tuple(ValuePiece(number, columns.double().cpu().numpy().tobytes()) for number, columns in recorded)
+        return CriticShare(pieces, outcome.norm, lr, self.skipped)
 
     def counters(self) -> dict[str, int]:
         return {

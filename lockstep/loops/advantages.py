@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
 from lockstep.algorithms.build import Objective
 from lockstep.algorithms.kl import Estimator, reward_penalties
 from lockstep.algorithms.overlong import overlong_penalty
+from lockstep.algorithms.samples import by_sample
 from lockstep.config.schema import Recipe
-from lockstep.types import Batch, FinishReason, Group, Rollout, TrainSequence
+from lockstep.types import Batch, FinishReason, Group, Rollout, TokenIds, TrainSequence
 
 
 def make_batch(groups: Sequence[Group], recipe: Recipe, kl_coef: float) -> Batch:
     """Return all samples of a step as one batch, group by group, without advantages yet.
 
     Sequences without a trained token (unscored, or left out as truncated) carry no loss and count in no denominator. Weights
-    are 0 until the batch is split into updates.
+    are 0 until the batch is split into updates. Each row of an episode is a sequence.
     """
-    sequences = tuple(
-        TrainSequence(
-            rollout.prompt_ids,
-            rollout.ids,
-            rollout.trained if learnable(rollout, recipe) else (False,) * len(rollout.ids),
-            rollout.logprobs,
-            (0.0,) * len(rollout.ids),
+    sequences: list[TrainSequence] = []
+    sample = 0
+    for index, group in enumerate(groups):
+        for rollout in group.rollouts:
+            sequences += _sequences(rollout, group.rollouts[0].prompt_ids, recipe, index, sample)
+            sample += 1
+    return Batch(tuple(sequences), recipe.rollout.temperature, common_prefix(groups), kl_coef)
+
+
+def _sequences(rollout: Rollout, opening: TokenIds, recipe: Recipe, group: int, sample: int) -> Iterator[TrainSequence]:
+    """Yield the rows of a rollout. A row that begins with the group's first prompt shares it; the rest of its own prompt, which
+    may hold tokens that an earlier row trains, moves to the response as context.
+    """
+    learns = learnable(rollout, recipe)
+    for number, row in enumerate(rollout.rows):
+        head = len(opening) if row.prompt_ids[: len(opening)] == opening else len(row.prompt_ids)
+        context = row.prompt_ids[head:]
+        ids, zeros = (*context, *row.ids), (0.0,) * len(context)
+        yield TrainSequence(
+            row.prompt_ids[:head],
+            ids,
+            (*(False for _ in context), *row.trained) if learns else (False,) * len(ids),
+            (*zeros, *row.logprobs),
+            (0.0,) * len(ids),
             0.0,
-            group=index,
+            group=group,
             reward=shaped_reward(rollout, recipe),
-            turn_rewards=rollout.turn_rewards,
+            turn_rewards=() if number else tuple((t + len(context), part) for t, part in rollout.turn_rewards),
+            sample=sample,
+            routes=b"" if number else rollout.routes,
         )
-        for index, group in enumerate(groups)
-        for rollout in group.rollouts
-    )
-    return Batch(sequences, recipe.rollout.temperature, common_prefix(groups), kl_coef)
 
 
 def common_prefix(groups: Sequence[Group]) -> int:
     """Return the number of leading prompt tokens that all samples share, among those that their own prompts share with others.
 
-    Prompts of several tasks may begin with tools or system texts of their own.
+    Prompts of several tasks may begin with tools or system texts of their own, and so may the rows of an episode.
     """
     size = min((rollout.prefix for group in groups for rollout in group.rollouts), default=0)
+    rows = [branch for group in groups for rollout in group.rollouts for branch in rollout.branches]
+    size = min([size, *(len(row.prompt_ids) - 1 for row in rows)])
     heads = {group.rollouts[0].prompt_ids[:size] for group in groups if group.rollouts}
+    heads |= {row.prompt_ids[:size] for row in rows}
     return next((i for i, column in enumerate(zip(*heads, strict=True)) if len(set(column)) > 1), size)
 
 
@@ -81,7 +100,8 @@ def with_advantages(objective: Objective, recipe: Recipe, batch: Batch) -> Batch
 
 def advantage_rows(groups: Sequence[Group], batch: Batch) -> list[tuple[float, ...]]:
     """Return one number per reply, group by group: the mean advantage of its trained tokens, 0 if it has none."""
-    means = iter([_mean_advantage(sequence) for sequence in batch.sequences])
+    rows = by_sample(batch.sequences)
+    means = iter([_mean_advantage([batch.sequences[place] for place in places]) for places in rows])
     return [tuple(next(means) for _ in group.rollouts) for group in groups]
 
 
@@ -111,8 +131,8 @@ def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.
     )
 
 
-def _mean_advantage(sequence: TrainSequence) -> float:
-    values = [value for value, trained in zip(sequence.advantages, sequence.trained, strict=True) if trained]
+def _mean_advantage(rows: Sequence[TrainSequence]) -> float:
+    values = [value for row in rows for value, trained in zip(row.advantages, row.trained, strict=True) if trained]
     if not values:
         return 0.0
     return values[0] if min(values) == max(values) else fmean(values)

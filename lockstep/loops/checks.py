@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.config.health import Tier
 from lockstep.config.schema import Recipe
 from lockstep.data.questions import data_hash, question_digest
 from lockstep.errors import DataError, HealthStop, LearnerError, TaskError
@@ -62,6 +63,24 @@ def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:
                 fix="fix the verifier, or the reference answer; no score since the last test can be trusted",
             )
     return len(tried)
+
+
+def check_garbage(task: BuiltTask, prompts: Sequence[Prompt], step: int, tier: Tier) -> str:
+    """Return a warning if garbage is rewarded at least as much as the reference for every prompt tried.
+
+    Raises HealthStop instead if `tier` is stop.
+    """
+    found = [task.garbage(prompt) for prompt in prompts[:TESTED_SLOW]] if tier != "off" else [""]
+    if not all(found):
+        return ""
+    what = f"the grader rewards garbage like a right reply: {found[0]}"
+    if tier == "warn":
+        return what
+    raise HealthStop(
+        what,
+        where=f"step {step}",
+        fix="let the grader look at the answer; if it is meant to reward anything, set health.garbage=warn",
+    )
 
 
 def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after: tuple[Prompt, ...]) -> None:

@@ -4,7 +4,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from lockstep.rollout.precision import computing
 from lockstep.seeds import seed_for
 from lockstep.sync.fingerprint import TensorPrint, fingerprint
 from lockstep.sync.proof import Remote
-from lockstep.types import ForwardReport, Metrics, NormNoise, RolloutEngine, WeightStream
+from lockstep.types import ForwardReport, Metrics, NormNoise, RolloutEngine
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]
     if not stage.sigma:
         yield _metrics(stage, ForwardReport())
         return
-    clean = _prints(parts.learner.weights(), targets)
+    clean = dict(parts.learner.fingerprint(only=targets.names).tensors)
     seed = seed_for(recipe.seed, "noise", parts.learner.version)
     noise = NormNoise(stage.sigma, seed, targets.names, targets.scales)
     with computing(engine, replace(engine.forward, noise=noise)) as report:
@@ -46,22 +46,22 @@ def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]
 def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets: Targets) -> None:
     """Check that the engine's norms equal the learner's again."""
     if isinstance(engine, Remote):
-        tensors = engine.fingerprints().tensors
-        found = {name: tensors[name] for name in targets.names if name in tensors}
+        found = _named(engine.fingerprints().tensors, targets)
     else:
-        found = _prints(engine.weights(), targets)
+        wanted = frozenset(targets.names)
+        found = dict(fingerprint((name, w) for name, w in engine.weights() if name in wanted).tensors)
     wrong = [name for name in targets.names if found.get(name) != clean.get(name)]
     if engine.forward.noise is not None or wrong:
         raise SyncError(
-            f"noise remains on {len(wrong)} of {len(targets.names)} norms" + (f", first {wrong[0]}" if wrong else ""),
-            where="noise",
-            fix="use no score of this engine; resume from the last checkpoint and report the norms named",
+            f"the rollout engine's noise was not removed: {len(wrong)} of {len(targets.names)} normalisation weights differ "
+            "from the learner's" + (f", the first is {wrong[0]}" if wrong else ""),
+            where="noise after a rollout",
+            fix="use no score of this engine; resume from the last checkpoint, and report this",
         )
 
 
-def _prints(weights: WeightStream, targets: Targets) -> dict[str, TensorPrint]:
-    wanted = frozenset(targets.names)
-    return dict(fingerprint((name, tensor) for name, tensor in weights if name in wanted).tensors)
+def _named(prints: Mapping[str, TensorPrint], targets: Targets) -> dict[str, TensorPrint]:
+    return {name: prints[name] for name in targets.names if name in prints}
 
 
 def _metrics(stage: Stage, report: ForwardReport) -> Metrics:

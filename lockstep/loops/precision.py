@@ -37,16 +37,17 @@ def numerics_lines(parts: Parts, recipe: Recipe) -> list[str]:
         del phases["rollout"]
     if not any(settings.of(phase) for phase in phases):
         return []
-    numerics, lines = parts.learner.numerics, []
+    excluded: tuple[str, ...] = ()
+    lines = []
     for phase, name in phases.items():
         if phase == "train":
-            count = numerics.prepare(settings.of(phase))
+            count, excluded = parts.learner.prepare_numerics(settings.of(phase))
         else:
             with computing(parts.engine, Forward(settings.of(phase))):
                 count = parts.engine.set_forward(parts.engine.forward).quantised_layers
         lines.append(f"numerics: {name} in {settings.label(phase, weights)}, {count} linear layers quantised")
-    if numerics.excluded:
-        lines.append(f"numerics: {len(numerics.excluded)} linear layers left alone: {_some(numerics.excluded)}")
+    if excluded:
+        lines.append(f"numerics: {len(excluded)} linear layers left alone: {_some(excluded)}")
     if recipe.adapter.kind != "none":
         lines.append("numerics: adapters see the input as it is and compute in the precision of the weights")
     if "rollout" in phases and settings.of("rollout") != settings.of("train"):

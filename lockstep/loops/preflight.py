@@ -5,24 +5,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.algorithms.build import build_objective
 from lockstep.build.build import prepare_for_engine
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
 from lockstep.doctor.check import Check
 from lockstep.errors import LockstepError
-from lockstep.evaluate.plan import eval_plan
-from lockstep.evaluate.runner import heldout_items
+from lockstep.evaluation.plan import eval_plan
+from lockstep.evaluation.runner import heldout_items
 from lockstep.learner.device import choose_device
 from lockstep.loops.checks import check_purity
 from lockstep.loops.rollouts import check_pool, check_prompts
+from lockstep.loops.sampling import round_prompts
 from lockstep.loops.sft_data import Material, read_material, refuse_asked, with_steps
 from lockstep.models import load_tokenizer, resolve
-from lockstep.plan.preview import folder_here
+from lockstep.models.decoder import context_of
+from lockstep.models.load import read_config
+from lockstep.plan.epochs import with_steps_of_epochs
+from lockstep.plan.preview import weights_here
+from lockstep.run.callbacks import load_callbacks
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
 from lockstep.track.rundir import refuse_taken
@@ -38,20 +43,31 @@ class Ready:
     material: Material | None
     """Rows of supervised fine-tuning."""
     notes: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
+    """Prompts of the first step."""
+    heldout: tuple[Prompt, ...]
+    """Held-out items of all evaluations."""
 
 
 def preflight(recipe: Recipe) -> Ready:
     """Check a recipe whose steps are known. Raises LockstepError for the first thing that would end the run."""
     prepare_for_engine(recipe)  # before anything asks for a GPU
     choose_device(recipe.device)
+    build_objective(recipe)  # it tries a user's own loss and estimator
+    load_callbacks(recipe.health.callbacks)
     folder = resolve(recipe.model).path
     material = read_material(recipe, recipe.sft) if recipe.sft is not None else None
     task, notes = ready_task(recipe)
     held = ready_items(recipe, task)
     if material is not None:
         refuse_asked(material, held)
-    ready_prompts(recipe, task, held, folder)
-    return Ready(task, material, tuple(notes))
+    prompts = ready_prompts(recipe, task, held, folder)
+    return Ready(task, material, tuple(notes), tuple(prompts), tuple(held))
+
+
+def with_known_steps(recipe: Recipe) -> Recipe:
+    """Return the recipe with the number of steps that its epochs mean. Raises ConfigError, DataError, RunDirectoryError."""
+    return with_steps(recipe) if recipe.loop == "sft" else with_steps_of_epochs(recipe)
 
 
 def ready_task(recipe: Recipe) -> tuple[BuiltTask, list[str]]:
@@ -68,24 +84,32 @@ def ready_items(recipe: Recipe, task: BuiltTask) -> list[Prompt]:
     return [prompt for plan in plans for prompt in heldout_items(task, plan)]
 
 
-def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: Path) -> None:
-    """Raise ChatError for a prompt that the model's chat template refuses, or that leaves no room for a reply."""
+def ready_prompts(recipe: Recipe, task: BuiltTask, held: list[Prompt], folder: Path) -> list[Prompt]:
+    """Return the prompts of the first step. Raises ChatError for a prompt of training or evaluation that the model's chat
+    template refuses, or that leaves no room for a reply.
+    """
     chat = ChatFormat(load_tokenizer(resolve(recipe.model)), recipe.chat, None)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    context = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    context = context_of(read_config(folder, recipe.model.trust_remote_code))
+    prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
+    check_prompts(chat, prompts, recipe.rollout.max_tokens, context)
     if recipe.loop == "rl":
-        check_prompts(chat, task.batch(0, recipe.prompts_per_step), recipe.rollout.max_tokens, context)
         check_pool(chat, task, recipe.rollout.max_tokens, context)
     check_prompts(chat, held, recipe.eval.max_tokens or recipe.rollout.max_tokens, context)
+    return prompts
 
 
 # --- as checks of the doctor ----------------------------------------------------------------------------------------
 def start_checks(recipe: Recipe) -> list[Check]:
     """Make the same checks for the doctor. Each source is read once; nothing is fetched or written."""
     path = Path(recipe.runs_dir) / recipe.name
+    sinks = [sink.name for sink in recipe.track.sinks]
     found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
     found.append(
-        _tried("trackers", lambda: check_installed(recipe.track), ", ".join(recipe.track.sinks) or "none asked")
+        _tried(
+            "trackers",
+            lambda: check_installed(recipe.track),
+            ", ".join(sinks) or "none asked",
+        )
     )
     found.append(_tried("device", lambda: choose_device(recipe.device), recipe.device))
     if recipe.sft is not None:
@@ -112,7 +136,7 @@ def _task_checks(recipe: Recipe) -> list[Check]:
         return f"{len(held)} held-out items" if recipe.eval.enabled else "off (eval.enabled: false)"
 
     found.append(_tried("evaluation", items))
-    folder = folder_here(recipe.model)
+    folder = weights_here(recipe.model)
     if folder is not None and found[-1].verdict == "ok":
         room = lambda: ready_prompts(recipe, tasks[0], held, folder)  # noqa: E731
         found.append(_tried("prompts", room, "the chat template takes them, and they leave room for a reply"))
@@ -120,7 +144,7 @@ def _task_checks(recipe: Recipe) -> list[Check]:
 
 
 def _rows(recipe: Recipe) -> str:
-    fixed = with_steps(recipe)
+    fixed = with_known_steps(recipe)
     assert fixed.sft is not None
     return "; ".join(read_material(fixed, fixed.sft).notes)
 

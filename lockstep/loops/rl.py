@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
-from lockstep.loops.checks import check_grading
+from lockstep.loops.checks import check_garbage, check_grading
+from lockstep.loops.floor import StepFloor
 from lockstep.loops.noise import noisy_rollouts
 from lockstep.loops.precision import probe_lines
 from lockstep.loops.sampling import draw_groups, round_prompts, spread
 from lockstep.loops.step_metrics import rollout_metrics
+from lockstep.loops.token_log import TokenLog
 from lockstep.loops.update import improve
 from lockstep.rollout.precision import computing
 from lockstep.run.logger import RunLogger
@@ -22,25 +24,35 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
 
     Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop if the run must stop.
     """
+    tokens = TokenLog() if recipe.track.tokens else None
     with Session(parts, recipe, logger, start) as session:
         for line in probe_lines(parts, recipe):
             logger.note(line)
         session.measure_start()
+        floor = StepFloor(parts, recipe)
         for step in session.steps():
             clock = session.clock
+            parts.rank_seconds()  # what the last evaluation took
             with session.before_update(step):
                 if step == start or step % recipe.health.selftest_every == 0:
                     with clock("selftest"):
-                        check_grading(parts.task, round_prompts(parts.task, recipe, step, 0, (), 0), step + 1)
+                        asked = round_prompts(parts.task, recipe, step, 0, (), 0)
+                        check_grading(parts.task, asked, step + 1)
+                        if found := check_garbage(parts.task, asked, step + 1, recipe.health.garbage):
+                            logger.warn(found, step=step + 1)
                 with (
                     computing(parts.engine, Forward(recipe.numerics.of("rollout"))),
                     noisy_rollouts(parts, recipe, step) as noise,
                 ):
                     groups, kept, metrics = draw_groups(parts, recipe, logger, step, clock)
             with clock("update"):
-                advantages, update_metrics = improve(parts, recipe, [groups[index] for index in kept], step)
+                advantages, update_metrics = improve(
+                    parts, recipe, [groups[index] for index in kept], step, session.spikes, tokens
+                )
             metrics |= rollout_metrics(groups, recipe) | noise | update_metrics
-            metrics |= session.sync()
+            metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
+            learned = tokens.take() if tokens else None
             if (step + 1) % recipe.track.rollouts_every == 0:
-                write_rollouts(logger.run, step + 1, groups, spread(groups, kept, advantages))
+                write_rollouts(logger.run, step + 1, groups, spread(groups, kept, advantages), learned)
             session.finish(step, metrics)
+            logger.replies(step + 1, groups)

@@ -16,7 +16,7 @@ from lockstep.rollout.grading import AsyncGrader
 from lockstep.run.logger import Clock
 from lockstep.tasks.file import FileRows
 from lockstep.tasks.mixed import Mixed
-from lockstep.types import Group, Metrics, Prompt, Rollout, Sampling, Task
+from lockstep.types import Group, Metrics, NativeRollouts, Prompt, Rollout, RolloutEngine, Sampling, Task
 
 
 def sampling_of(recipe: Recipe) -> Sampling:
@@ -34,6 +34,7 @@ def sample_groups(
     """
     grader = AsyncGrader(parts.task)
     seed = (recipe.seed, "rollout", step)
+    before = _processed(parts.engine)
     with clock("rollout"):
         groups = make_rollouts(
             parts.engine,
@@ -45,10 +46,19 @@ def sample_groups(
             seed,
             parts.learner.version,
             grader,
+            clock.progress("rollout"),
         )
     clock.move(grader.held, "rollout", "grade")
     clock.add(grader.metrics)
-    return groups, episode_metrics([rollout for group in groups for rollout in group.rollouts])
+    found = episode_metrics([rollout for group in groups for rollout in group.rollouts])
+    if found and before is not None:
+        now = _processed(parts.engine) or before
+        found |= {"env/tokens_processed": float(now[0] - before[0]), "env/tokens_reused": float(now[1] - before[1])}
+    return groups, found
+
+
+def _processed(engine: RolloutEngine) -> tuple[int, int] | None:
+    return (engine.processed, engine.reused) if isinstance(engine, NativeRollouts) else None
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -59,8 +69,9 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return {
         "env/episodes": float(len(episodes)),
         "env/turns": fmean(one.turns for one in episodes),
-        "env/tokens_sampled": float(sum(sum(one.trained) for one in rollouts)),
-        "env/tokens_observed": fmean(len(one.ids) - sum(one.trained) for one in episodes),
+        "env/tokens_sampled": float(sum(one.sampled for one in rollouts)),
+        "env/tokens_observed": fmean(sum(len(row.ids) for row in one.rows) - one.sampled for one in episodes),
+        "env/branches": fmean(len(one.rows) for one in episodes),
         "env/out_of_turns": fmean(one.cut == "turns" for one in episodes),
         "env/tool_errors": fmean(one.grade.metrics.get("tool_errors", 0.0) for one in episodes),
         "env/timeouts": float(sum(one.cut == "timeout" for one in episodes)),

@@ -44,6 +44,8 @@ class Given:
     messages: tuple[Message, ...]
     sampled: Sampled | None = None
     """The sampled ids, if the reply is from another run."""
+    tools: str = ""
+    """Functions that its replies may call."""
 
     @property
     def question(self) -> bytes:
@@ -79,7 +81,7 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
     """Return all rows of the recipe, split by question. Raises DataError, or RunDirectoryError for a run without rollouts."""
     if sft.data is not None:
         rows = open_rows(sft.data, where="sft.data")
-        given = [Given(one.id, tuple(one.messages)) for one in rows.conversations()]
+        given = [Given(one.id, tuple(one.messages), tools=one.tools) for one in rows.conversations()]
         origin, content_hash = rows.origin, rows.content_hash
         notes = [f"{len(given)} rows from {origin}"]
     else:
@@ -88,7 +90,7 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
         origin, content_hash = sft.rollouts.run, ""
     if sft.validation is not None:
         held = open_rows(sft.validation, where="sft.validation")
-        validation = [Given(one.id, tuple(one.messages)) for one in held.conversations()]
+        validation = [Given(one.id, tuple(one.messages), tools=one.tools) for one in held.conversations()]
         train, repeated = _apart(given, {one.question for one in validation})
     else:
         train, validation, repeated = _held_out(given, sft.validation_rows)
@@ -262,7 +264,9 @@ class _Maker:
             if not all(sampled.trained):
                 raise ChatError("an episode of several turns cannot be tokenised again for another chat format")
             self.again += 1
-        ids, trained = self._chat.trained_mask(given.messages, last_only=self._sft.train_on == "last")
+        ids, trained = self._chat.trained_mask(
+            given.messages, last_only=self._sft.train_on == "last", tools=given.tools
+        )
         end = max((i + 1 for i, on in enumerate(trained) if on), default=0)
         return ids[:end], trained[:end]
 

@@ -2,77 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
-from lockstep.build.build import build_parts
 from lockstep.build.disk import check_disk
 from lockstep.build.opponents import load_opponents, pinned_opponents
 from lockstep.build.parts import Parts
 from lockstep.build.warm_start import Parent, pinned, read_weights
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, set_aside
+from lockstep.cluster.build import place_parts, restarts
 from lockstep.config.load import dump, load
 from lockstep.config.numerics import PHASES
-from lockstep.config.schema import Recipe, Sft
+from lockstep.config.schema import Allowable, Recipe, Sft
 from lockstep.data.questions import data_hash
 from lockstep.doctor.check import Check
 from lockstep.doctor.run import require_machine
-from lockstep.errors import CheckpointError, HealthStop, LockstepError, StorageError
-from lockstep.evaluate.plan import eval_plan, plan_lines
-from lockstep.evaluate.runner import heldout_items
+from lockstep.errors import CheckpointError, HealthStop, LockstepError, StorageError, WorkerLost
+from lockstep.evaluation.plan import plan_lines
 from lockstep.health.rules import health_lines
 from lockstep.loops import sft
 from lockstep.loops.checks import questions_hash, require_same_data, require_unchanged
 from lockstep.loops.precision import numerics_lines
-from lockstep.loops.preflight import Ready, preflight
+from lockstep.loops.preflight import Ready, preflight, with_known_steps
 from lockstep.loops.rl import train
-from lockstep.loops.rollouts import check_pool, check_prompts
-from lockstep.loops.sampling import round_prompts
-from lockstep.loops.sft_data import Material, SftRows, preview, refuse_asked, tokenised, with_steps
+from lockstep.loops.sft_data import Material, SftRows, preview, tokenised
 from lockstep.loops.step_metrics import grading_line
 from lockstep.noise.describe import noise_lines
-from lockstep.plan.batch import batch_lines
-from lockstep.plan.fit import require_fit
-from lockstep.plan.schedule import rate_lines
+from lockstep.plan.batch import batch_lines, rate_lines
+from lockstep.plan.refusals import require_allowed
 from lockstep.report.html import write_report
 from lockstep.run.evaluation import final_table
+from lockstep.run.extend import EXTENDED, began_with, extend, lengths
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
 from lockstep.run.state import recipe_hash, require_own_recipe, require_own_rows, restore
+from lockstep.track.provenance import keep_sources
 from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
 from lockstep.track.sinks import check_installed
 from lockstep.track.writer import read_events, read_metrics
-from lockstep.types import Prompt
 
 
 def start_run(recipe: Recipe) -> RunDirectory:
     """Train a recipe from the beginning in a new run directory. Raises LockstepError; the run directory records the reason."""
+    return _restarting(lambda: _start(recipe), Path(recipe.runs_dir) / recipe.name, restarts(recipe))
+
+
+def _start(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
     warned = require_machine(recipe)
-    require_fit(recipe)
+    allowed = [refusal.line for refusal in require_allowed(recipe)]
     refuse_taken(Path(recipe.runs_dir) / recipe.name)
-    recipe = with_steps(pinned_opponents(pinned(recipe)))
+    recipe = with_known_steps(pinned_opponents(pinned(recipe)))
     ready = preflight(recipe)  # a failure here costs no run directory
-    facts = {**manifest_facts(), "recipe": recipe_hash(recipe)}
+    facts = {**manifest_facts(), "recipe": recipe_hash(recipe)} | ({"allowed": allowed} if allowed else {})
     run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
     with run:
         _run(run, recipe, None, warned, ready)
     return run
 
 
-def resume_run(path: Path, health: Sequence[str] = (), *, allow_fallback: bool = False) -> RunDirectory:
+def resume_run(
+    path: Path,
+    health: Sequence[str] = (),
+    *,
+    allow: Sequence[Allowable] = (),
+    allow_fallback: bool = False,
+    steps: int | None = None,
+) -> RunDirectory:
     """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
 
-    `health`: overrides of health settings, which change no number of the run; they are stored with it.
+    `health`: overrides of health and placement settings; `allow`: refusals that are let through. They change no number of the
+    run and are stored with it, and what was let through before stays so. `steps`: the step to end at, beyond the one that the
+    run was started with.
     """
-    _own_recipe(RunDirectory.open(path), health)  # a mistake must not cost an attempt
+    found = RunDirectory.open(path)
+    own = _own_recipe(found, health)  # a mistake must not cost an attempt
+    if steps is not None:
+        extend(own, steps, found)
+    return _restarting(lambda: _resume(path, health, allow, allow_fallback, steps), path, restarts(own))
+
+
+def _restarting(attempt: Callable[[], RunDirectory], path: Path, left: int) -> RunDirectory:
+    """Make an attempt; if a worker is lost, go on from the newest checkpoint, at most `left` times."""
+    try:
+        return attempt()
+    except WorkerLost:
+        if not left:
+            raise
+    return _restarting(lambda: _resume(path), path, left - 1)
+
+
+def _resume(
+    path: Path,
+    health: Sequence[str] = (),
+    allow: Sequence[Allowable] = (),
+    allow_fallback: bool = False,
+    steps: int | None = None,
+) -> RunDirectory:
     run = RunDirectory.resume(path, manifest_facts())
     with run:
         recipe = _own_recipe(run, health)
-        if health:
+        recipe = recipe.model_copy(update={"allow": sorted({*recipe.allow, *allow})})
+        if steps is not None:
+            before, recipe = recipe.steps, extend(recipe, steps, run)
+            run.add_to_manifest({EXTENDED: [*(lengths(run) or [before]), steps]})
+        if health or allow or steps is not None:
             run.replace_recipe(dump(recipe))
         _run(run, recipe, _newest(run, allow_fallback), require_machine(recipe))
     return run
@@ -105,13 +142,15 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
 def _run(
     run: RunDirectory, recipe: Recipe, info: CheckpointInfo | None, machine: list[Check], ready: Ready | None = None
 ) -> None:
-    logger = RunLogger(run, recipe)
+    logger, stack = RunLogger(run, recipe, info.step if info else 0), ExitStack()
     try:
         if run.replaced:
             logger.say(f"{run.path} held a run that had stopped before its first step; it was replaced")
         for check in machine:
             logger.say(f"machine: {check.name}: {check.found}; {check.fix}")
         start = info.step if info else 0
+        for warning in keep_sources(run, recipe.model_dump(mode="json"), recipe.runs_dir):
+            logger.warn(warning, step=start)
         with_health = {"health": recipe.health.model_dump(mode="json")}
         logger.event("start" if run.attempt == 1 else "resume", f"at step {start}", step=start, **with_health)
         began = run.manifest().get("cwd", "")
@@ -119,13 +158,15 @@ def _run(
             logger.say(
                 f"the run began in {began} and continues in {Path.cwd()}: relative paths of its recipe now refer to the latter"
             )
+        for line in run.manifest().get("allowed", ()):
+            logger.warn(f"let through: {line}")
         for note in info.notes if info else ():
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
             logger.warn(f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are repeated")
         ready = ready or preflight(recipe)
         material = ready.material
-        parts = _build(recipe, logger, info, ready)
+        parts = _build(recipe, logger, info, ready, stack)
         frozen = parts.learner.fingerprint(frozen=True)
         if material is None or recipe.sft is None:
             train(parts, recipe, logger, start)
@@ -144,10 +185,11 @@ def _run(
             logger.say(f"report: {write_report(run.path)}")
         raise
     finally:
+        stack.close()
         logger.close()
 
 
-def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready: Ready) -> Parts:
+def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready: Ready, stack: ExitStack) -> Parts:
     task = ready.task
     load_opponents(task, recipe)
     task.keep_in(logger.run.path)
@@ -155,37 +197,24 @@ def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready
         logger.note(line)
     check_disk(recipe, logger.run.path, logger.note)
     weights, state = read_weights(info) if info else (None, None)
-    parts = build_parts(recipe, task, weights, logger.note)
+    parts = place_parts(recipe, task, logger.run.path, stack, weights, logger.note)
     if state is not None:
-        restore(parts, state, recipe)
+        restore(parts, state, recipe, lengths(logger.run))
         logger.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
     elif parts.policy.parent is not None:
         _say_parent(parts, parts.policy.parent, logger)
-    prompts = round_prompts(task, recipe, 0, 0, (), 0) if recipe.loop == "rl" else []
-    check_prompts(parts.policy.chat, prompts, recipe.rollout.max_tokens, parts.policy.context)
-    if recipe.loop == "rl" and info is None:
-        check_pool(parts.policy.chat, task, recipe.rollout.max_tokens, parts.policy.context)
-    reply = recipe.eval.max_tokens or recipe.rollout.max_tokens
-    check_prompts(parts.policy.chat, _heldout(parts, recipe), reply, parts.policy.context)
-    _describe(parts, recipe, logger, prompts)
+    _describe(parts, recipe, logger, ready)
     return parts
 
 
-def _heldout(parts: Parts, recipe: Recipe) -> list[Prompt]:
-    if not recipe.eval.enabled:
-        return []
-    plans = [eval_plan(recipe, parts.policy.numerics, chosen=chosen) for chosen in recipe.eval.sets]
-    return [prompt for plan in plans for prompt in heldout_items(parts.task, plan)]
-
-
-def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Prompt]) -> None:
+def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, ready: Ready) -> None:
     """Report what a reader must know to judge the run, on the console and in the manifest."""
     policy, learner = parts.policy, parts.learner.describe()
     batch, rates = batch_lines(recipe), rate_lines(recipe)
     logger.say(f"model {policy.resolved.name} in {policy.numerics} on {learner.device}")
     for line in (*learner.lines[:1], batch[0], *rates, *parts.task.notes[:3], *numerics_lines(parts, recipe)):
         logger.say(line)
-    shown = [policy.chat.preview(one.messages, one.tools) for one in prompts[:1]]
+    shown = [policy.chat.preview(one.messages, one.tools) for one in ready.prompts[:1]]
     details = [
         *parts.task.notes,
         *policy.chat.notes,
@@ -204,8 +233,8 @@ def _describe(parts: Parts, recipe: Recipe, logger: RunLogger, prompts: list[Pro
         "formula": parts.objective.formula,
         "batch": "\n".join(batch),
         "template_hash": policy.chat.template_hash,
-        "questions_hash": questions_hash(parts.task, recipe),
-        "heldout_hash": data_hash(_heldout(parts, recipe)),
+        "questions_hash": questions_hash(parts.task, began_with(recipe, logger.run)),
+        "heldout_hash": data_hash(ready.heldout),
         "numerics": policy.numerics,
         "computes": {phase: recipe.numerics.label(phase, policy.numerics) for phase in PHASES},
         "task_notes": list(parts.task.notes),
@@ -228,7 +257,6 @@ def _say_parent(parts: Parts, parent: Parent, logger: RunLogger) -> None:
 
 def _sft_rows(parts: Parts, recipe: Recipe, settings: Sft, material: Material, logger: RunLogger) -> SftRows:
     """Return the rows as tokens, and report on them on the console and in the manifest."""
-    refuse_asked(material, _heldout(parts, recipe))
     rows = tokenised(material, parts.policy.chat, settings, parts.policy.context)
     lines = [*material.notes, *rows.notes, f"first row, ⟦what carries loss⟧:\n{preview(rows, parts.policy.chat)}"]
     for line in lines:

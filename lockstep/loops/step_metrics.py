@@ -16,7 +16,7 @@ from lockstep.types import Batch, Group, Metrics, Rollout
 def rollout_metrics(groups: Sequence[Group], recipe: Recipe) -> Metrics:
     """Return metrics of all replies of a step, whether they are trained on or not."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [sum(rollout.trained) for rollout in rollouts]  # sampled tokens only: observations are not the policy's
+    lengths = [rollout.sampled for rollout in rollouts]  # sampled tokens only: observations are not the policy's
     metrics: Metrics = {
         "reward/unscored": fmean(not rollout.grade.scored for rollout in rollouts),
         "reward/zero_std_groups": fmean(_all_equal(group, recipe) for group in groups),
@@ -67,9 +67,8 @@ def _all_equal(group: Group, recipe: Recipe) -> bool:
 
 
 def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
-    sampled = [
-        logprob for rollout in rollouts for logprob, own in zip(rollout.logprobs, rollout.trained, strict=True) if own
-    ]
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    sampled = [logprob for row in rows for logprob, own in zip(row.logprobs, row.trained, strict=True) if own]
     return {"entropy/sampled": -fmean(sampled)} if sampled else {}
 
 
@@ -84,6 +83,8 @@ def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "reward/max": max(rewards),
         "reward/p90": float(np.quantile(rewards, 0.9)),
     }
+    if (share := _high_but_wrong(rollouts)) is not None:
+        metrics["reward/high_but_wrong"] = share
     values: dict[str, list[float]] = {}
     tasks = {rollout.prompt.task for rollout in rollouts}
     for rollout in rollouts:
@@ -94,6 +95,17 @@ def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
             if len(tasks) > 1 and "correct" in rollout.grade.metrics:
                 values.setdefault(f"task/{rollout.prompt.task}/correct", []).append(rollout.grade.metrics["correct"])
     return metrics | {name: fmean(column) for name, column in values.items()}
+
+
+def _high_but_wrong(rollouts: Sequence[Rollout]) -> float | None:
+    """Return the share of replies that are wrong and got at least the least reward of a right one; None without a right one."""
+    graded = [
+        (rollout.grade.reward, rollout.grade.metrics["correct"] >= 1)
+        for rollout in rollouts
+        if rollout.grade.reward is not None and "correct" in rollout.grade.metrics
+    ]
+    right = [reward for reward, correct in graded if correct]
+    return fmean(not correct and reward >= min(right) for reward, correct in graded) if right else None
 
 
 def _overlong_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:

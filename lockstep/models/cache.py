@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 
 def cache_root() -> Path:
-    """LOCKSTEP_CACHE, or else ~/.cache/lockstep (XDG_CACHE_HOME is honoured). An empty variable counts as unset."""
+    """Return LOCKSTEP_CACHE, or else ~/.cache/lockstep (XDG_CACHE_HOME is honoured). An empty variable counts as unset."""
     if own := os.environ.get("LOCKSTEP_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -26,7 +26,7 @@ def cache_root() -> Path:
 
 
 def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, checked against its manifest; built first if it is not there.
+    """Return `folder`, checked against its manifest; built first if it does not exist.
 
     `build` fills an empty temporary folder beside it, which is then renamed: no reader sees half a folder, and of
     several processes only one builds. The whole content is hashed on each use: 540 MB take half a second, and the
@@ -74,7 +74,7 @@ def _verify(folder: Path) -> None:
         raise ModelError(
             f"{wrong} is not the file that was written: the cached model is damaged",
             where=str(folder),
-            fix="delete that folder; it is made anew at the next use",
+            fix="delete that folder; it is made again at the next use",
         )
 
 
@@ -93,6 +93,6 @@ def _wrong_file(folder: Path) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits."""
+    """Return the SHA-256 of a file, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
 """A model in a GGUF file (Llama, Qwen2, Qwen3) → a clean Hugging Face folder with fp32 safetensors. Needs no torch.
 
-transformers can read GGUF files too, but the outcome differs from the published model, so this goes its own way:
+transformers can read GGUF files too, but its result differs from the published model:
  - it marks the model as quantised and refuses to save it, although the weights were dequantised;
  - its tokenizer ignores `tokenizer.ggml.pre`: without the split at digits, blanks and line ends before a number
    become other tokens than those that the model was trained with;
@@ -33,14 +33,14 @@ BOUNDARIES = ("bos", "eos", "pad")
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What a GGUF file holds. Example: fields["llama.block_count"] == 30, number("block_count") == 30"""
+    """Content of a GGUF file. Example: fields["llama.block_count"] == 30, number("block_count") == 30"""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, NDArray[np.float32]]
     """GGUF name → values, dequantised; rows × columns as in torch."""
 
     def number(self, name: str) -> Any:
-        """A field of the model's own family."""
+        """Return a field of the model's own family."""
         return self.fields[f"{self.fields['general.architecture']}.{name}"]
 
 
@@ -59,13 +59,13 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """All fields and dequantised tensors of a GGUF file."""
+    """Read all fields and dequantised tensors of a GGUF file."""
     from gguf import GGUFReader, dequantize
 
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError) as error:
-        raise ModelError(f"not a GGUF file: {error}", where=str(path)) from error
+        raise ModelError(f"not a GGUF file: {error}", where=str(path), fix="fetch it again") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return GgufModel(fields, {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors})
 
@@ -86,7 +86,7 @@ def _refuse_others(model: GgufModel, path: Path) -> None:
 
 
 def config_of(model: GgufModel) -> dict[str, object]:
-    """config.json as transformers wants it."""
+    """Return config.json as transformers wants it."""
     number, family = model.number, model.fields["general.architecture"]
     heads, width = number("attention.head_count"), number("embedding_length")
     config = {
@@ -116,13 +116,13 @@ def config_of(model: GgufModel) -> dict[str, object]:
 
 
 def boundary_ids(model: GgufModel) -> dict[str, object]:
-    """What generation_config.json holds: the ids that begin, end and pad."""
+    """Return the content of generation_config.json: the ids that begin, end and pad."""
     fields = model.fields
     return {f"{name}_token_id": fields.get(f"tokenizer.ggml.{SPECIAL_TOKENS[name]}_token_id") for name in BOUNDARIES}
 
 
 def _write_tokenizer(folder: Path, model: GgufModel) -> None:
-    """Byte-level BPE that cuts text as `tokenizer.ggml.pre` says."""
+    """Write a byte-level BPE tokenizer that splits text as `tokenizer.ggml.pre` says."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     fields = model.fields

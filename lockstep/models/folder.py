@@ -1,4 +1,4 @@
-"""Whether a folder holds a model that can be loaded safely. Reads JSON only; loads no torch."""
+"""Checks of a model's folder before it is loaded. Reads JSON only; loads no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MXFP4 = "mxfp4"
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """Settings of the machine that wrote a config.json: they say how to compute, not what, and are not followed."""
 MOST = {"layers": 10_000, "layer": 10_000, "blocks": 10_000, "experts": 100_000}
-"""Of what a config counts, by the last word of the name: each becomes objects in memory before a size is looked at."""
+"""Limits of what a config counts, by the last word of the name: each becomes objects in memory before a size is checked."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
-    """What can be told from the JSON files alone, before the weights are fetched.
+    """Check what the JSON files alone can tell, before the weights are fetched.
 
     Raises:
         ModelError: no config.json, or it asks for code of its own or for quantised weights.
@@ -60,7 +60,7 @@ def _refuse_countless(config: dict[str, Any], where: str) -> None:
 
 
 def check_weights(folder: Path, where: str) -> None:
-    """That safetensors and tokenizer files are all there.
+    """Check that all safetensors and tokenizer files are there.
 
     Raises:
         ModelError: names what is missing.
@@ -83,24 +83,30 @@ def check_weights(folder: Path, where: str) -> None:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """Name of the first weight file that should be there and is not."""
+    """Return the name of the first weight file that should be there and is not."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ModelError("weight_map is missing or wrong: not an index of weight files", where=str(folder / INDEX))
+            raise ModelError(
+                "weight_map is missing or wrong: not an index of weight files",
+                where=str(folder / INDEX),
+                fix="fetch the model again",
+            )
         shards = sorted(set(weight_map.values()))
         return next((shard for shard in shards if not (folder / shard).is_file()), None)
     return None if (folder / "model.safetensors").is_file() else "model.safetensors"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file whose top level is a mapping. Raises ModelError otherwise."""
+    """Read a JSON file whose top level is a mapping. Raises ModelError otherwise."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read as JSON: {error}", where=str(path)) from error
+        raise ModelError(f"cannot be read as JSON: {error}", where=str(path), fix="fetch or write it again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"holds a {type(content).__name__}, not a mapping", where=str(path))
+        raise ModelError(
+            f"holds a {type(content).__name__}, not a mapping", where=str(path), fix="fetch or write it again"
+        )
     return content
 
 
@@ -116,7 +122,7 @@ def _no_config(folder: Path, where: str) -> ModelError:
 
 
 def _known_to_transformers(model_type: object) -> bool:
-    """Whether transformers has a class of its own for it; then the model's code is not run, even if there is some."""
+    """Return whether transformers has a class of its own for it; then the model's code is not run, even if there is some."""
     from transformers import CONFIG_MAPPING
 
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING

@@ -1,4 +1,4 @@
-"""Folders that other trainers leave, and where in them the weights are. Reads names and JSON only; loads no torch.
+"""Folders of other trainers, and the place of their weights. Reads names and JSON only; loads no torch.
 
     verl       global_step_29/actor/{model_world_size_4_rank_0.pt …, fsdp_config.json, huggingface/, lora_adapter/}
     OpenRLHF   the folder of --save_path, or ckpt/_actor/{latest, global_step20/…_model_states.pt, global_step20_hf/}
@@ -20,11 +20,11 @@ from lockstep.models.folder import ADAPTER_TENSORS, INDEX, read_json
 SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 STEP = re.compile(r"(?:global_step_?|checkpoint-)(\d+)(_hf)?")
 LEFT = ("optim_", "extra_state_", "optimizer", "scheduler", "rng_")
-"""Beginnings of the names of what only the trainer itself can use."""
+"""Beginnings of names of files that only the trainer itself can use."""
 
 
 class Kind(StrEnum):
-    """What the weights are stored as."""
+    """Storage of the weights."""
 
     FSDP = "FSDP shards of verl"
     ADAPTER = "an adapter in PEFT's layout"
@@ -46,11 +46,11 @@ class Foreign:
     shards: tuple[Path, ...] = ()
     """FSDP: by rank. DeepSpeed: the one file of model states."""
     beside: tuple[str, ...] = ()
-    """What else is there and is not taken."""
+    """Other files there, which are not imported."""
 
 
 def find_foreign(path: Path, step: int | None = None) -> Foreign:
-    """What of another trainer is in `path`: a step's folder, one inside of it, or the folder of all steps.
+    """Find another trainer's weights in `path`: a step's folder, one inside it, or the folder of all steps.
 
     Raises CheckpointError, listing the steps, if there are several and none is asked for; or if nothing is known there.
     """
@@ -69,20 +69,20 @@ def find_foreign(path: Path, step: int | None = None) -> Foreign:
             return found
     names = ", ".join(sorted(one.name for one in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"no checkpoint of verl, OpenRLHF or TRL is known by its files ({names})",
+        f"not a checkpoint of verl, OpenRLHF or TRL, by the names of its files ({names})",
         where=str(path),
         fix="give the folder of a step, such as global_step_29, global_step_29/actor or checkpoint-100",
     )
 
 
 def step_of(path: Path) -> int:
-    """From the names of the folder and those around it; 0 if they say nothing."""
+    """Return the step from the names of the folder and those around it; 0 if they say nothing."""
     found = [int(match[1]) for part in path.resolve().parts if (match := STEP.fullmatch(part))]
     return found[-1] if found else 0
 
 
 def _steps(path: Path) -> dict[int, Path]:
-    """Folders of steps. OpenRLHF's Hugging Face copy of a step is preferred to its DeepSpeed states."""
+    """Return the folders of steps. OpenRLHF's Hugging Face copy of a step is preferred to its DeepSpeed states."""
     steps: dict[int, Path] = {}
     for inner in sorted(path.iterdir()) if path.is_dir() else []:
         match = STEP.fullmatch(inner.name)
@@ -93,9 +93,9 @@ def _steps(path: Path) -> dict[int, Path]:
 
 def _chosen(path: Path, steps: dict[int, Path], step: int | None) -> Path:
     listed = ", ".join(map(str, sorted(steps)))
-    fix = f"say which with --step, such as --step {max(steps)}"
+    fix = f"choose one with --step, such as --step {max(steps)}"
     if step is None and len(steps) > 1:
-        raise CheckpointError(f"{len(steps)} steps: {listed}", where=str(path), fix=fix)
+        raise CheckpointError(f"there are {len(steps)} steps: {listed}", where=str(path), fix=fix)
     wanted = step if step is not None else next(iter(steps))
     if wanted not in steps:
         raise CheckpointError(f"no step {wanted}; there are {listed}", where=str(path), fix="choose one of them")
@@ -124,12 +124,12 @@ def _in(place: Path, step: int) -> Foreign | None:
 
 
 def _shards(place: Path) -> tuple[Path, ...]:
-    """All ranks' files in order. Raises CheckpointError if one is missing or two world sizes are mixed."""
+    """Return all ranks' files in order. Raises CheckpointError if one is missing or two world sizes are mixed."""
     found = {(int(m[1]), int(m[2])): p for p in place.iterdir() if (m := SHARD.fullmatch(p.name))}
     worlds = {world for world, _ in found}
     if len(worlds) > 1:
         raise CheckpointError(
-            f"shards of {len(worlds)} world sizes: {sorted(worlds)}", where=str(place), fix="keep one run's"
+            f"shards of {len(worlds)} world sizes: {sorted(worlds)}", where=str(place), fix="keep the shards of one run"
         )
     world = worlds.pop()
     said = read_json(place / "fsdp_config.json").get("world_size") if (place / "fsdp_config.json").is_file() else world

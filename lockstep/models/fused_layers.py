@@ -22,18 +22,18 @@ _MARK = "lockstep_fused_layers"
 
 @dataclass(frozen=True, slots=True)
 class FusedLayers:
-    """What was replaced in a model."""
+    """Layers that were replaced in a model."""
 
     norms: int = 0
     gates: int = 0
     rotary: int = 0
     """Attention modules whose rotary embedding is fused."""
     reason: str = ""
-    """Why nothing was."""
+    """Reason if nothing was replaced."""
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """Summary for the log."""
         if self.reason:
             return f"fused layers: none, {self.reason}"
         counts = (
@@ -61,7 +61,7 @@ def fuse_layers(model: nn.Module) -> FusedLayers:
 
 
 def gated_forward(module: Any, x: Tensor) -> Tensor:
-    """A gated MLP whose activation is the function that `set_gate` gave it."""
+    """Run a gated MLP whose activation is the function given to `set_gate`."""
     result: Tensor = module.down_proj(module.lockstep_gate(module.gate_proj(x), module.up_proj(x)))
     return result
 
@@ -74,12 +74,12 @@ def set_gate(module: nn.Module, gate: Callable[[Tensor, Tensor], Tensor]) -> Non
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether the module is a norm or a gated MLP with a fused kernel, which keeps only its inputs for the backward pass."""
+    """Return whether the module is a norm or gated MLP with a fused kernel, which keeps only its inputs for the backward pass."""
     return getattr(module, "lockstep_fused", False)
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Whether the module computes down(act(gate_proj(x)) * up_proj(x))."""
+    """Return whether the module computes down(act(gate_proj(x)) * up_proj(x))."""
     return _same(type(module).forward, _reference("llama", "LlamaMLP").forward)
 
 
@@ -186,7 +186,7 @@ def _reference(family: str, layer: str) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions do the same: equal code up to names of locals and texts."""
+    """Return whether two functions are equal up to names of locals and texts."""
     codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
     return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's GGUF files call things: families, tensors, tokenizers. Used to read them and to write them."""
+"""Names in llama.cpp's GGUF files: families, tensors, tokenizers. Used to read and to write them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HEAD_COUNTS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How text is cut before byte-level BPE, as tokenizer.json has it."""
+    """Split of text before byte-level BPE, as in tokenizer.json."""
 
     steps: tuple[Mapping[str, Any], ...]
     ignore_merges: bool = False
@@ -77,7 +77,7 @@ SPLITS = {
 
 
 def find_split(tokenizer: Mapping[str, Any]) -> str | None:
-    """The name in SPLITS of what a tokenizer.json says; None if it has none."""
+    """Return the name in SPLITS of a tokenizer.json's split; None if it has none."""
     given = tokenizer.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers") if given.get("type") == "Sequence" else [given]
     # trim_offsets moves no boundary between tokens.

@@ -1,6 +1,6 @@
 """A Hugging Face folder → one GGUF file that llama.cpp loads: weights, config, tokenizer and chat template.
 
-What cannot be said in the format is refused, never approximated. Sources: convert_hf_to_gguf.py and src/llama-vocab.cpp of
+What the format cannot express is refused, never approximated. Sources: convert_hf_to_gguf.py and src/llama-vocab.cpp of
 llama.cpp, and the gguf library, which writes the bytes.
 """
 
@@ -34,7 +34,7 @@ def write_gguf(folder: Path, path: Path) -> None:
     Matrices keep their precision; vectors are fp32, as llama.cpp wants them. One tensor is in memory at a time.
 
     Raises:
-        ModelError: the family, a setting of its config, or the tokenizer cannot be said in the format.
+        ModelError: the family, a setting of its config, or the tokenizer cannot be expressed in the format.
     """
     from gguf import GGUFWriter
 
@@ -58,14 +58,12 @@ def write_gguf(folder: Path, path: Path) -> None:
 
 
 def _refuse(where: Path, what: str) -> NoReturn:
-    raise ModelError(
-        f"GGUF: {what}: that cannot be said in the format, or not by this program", where=str(where), fix=FIX
-    )
+    raise ModelError(f"GGUF: {what}: the format, or this program, cannot express it", where=str(where), fix=FIX)
 
 
 # --- config ---------------------------------------------------------------------------------------------------------
 def _config(folder: Path) -> Any:
-    """config.json as transformers reads it, once nothing in it would be lost."""
+    """Return config.json as transformers reads it. Raises ModelError for settings that would be lost."""
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -127,17 +125,17 @@ def _vocabulary(folder: Path, config: Any) -> _Vocabulary:
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in tokenizer["model"]["vocab"].items()}
     for added in tokenizer.get("added_tokens", ()):
         if any(added.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
-            _refuse(path, f"the token {added['content']!r}, which takes blanks around it or whole words alone")
+            _refuse(path, f"the token {added['content']!r}, which strips spaces or matches whole words only")
         tokens[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     if max(tokens) >= config.vocab_size:
-        _refuse(path, f"token {max(tokens)} of a model with {config.vocab_size} of them")
+        _refuse(path, f"token {max(tokens)} of a model with {config.vocab_size} tokens")
     begins = _begins(folder, {token: i for i, (token, _) in tokens.items()})
     named = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(config.vocab_size)]
     return _Vocabulary(tuple(text for text, _ in named), tuple(kind for _, kind in named), split, begins)
 
 
 def _require_known(tokenizer: Mapping[str, Any], path: Path) -> str:
-    """The name of how it cuts text; all else must be byte-level BPE."""
+    """Return the name of its split of text; all else must be byte-level BPE."""
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or (tokenizer.get("decoder") or {}).get("type") != "ByteLevel":
         _refuse(path, f"a tokenizer of type {model.get('type')} that is not byte-level BPE")
@@ -149,22 +147,22 @@ def _require_known(tokenizer: Mapping[str, Any], path: Path) -> str:
         _refuse(path, f"a normalizer of type {normalizer.get('type')}")
     split = find_split(tokenizer)
     if split is None:
-        _refuse(path, "a way to cut text before BPE that llama.cpp has no name for")
+        _refuse(path, "a split of text before BPE that llama.cpp has no name for")
     return split
 
 
 def _begins(folder: Path, ids: Mapping[str, int]) -> bool:
-    """Whether a text begins with bos. Anything else around a text is refused, and tokens that get other ids when it is loaded."""
+    """Return whether a text begins with bos; refuse anything else around a text, and tokens whose ids change on loading."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if wrong := sorted(token for token, i in tokenizer.get_vocab().items() if ids.get(token) != i):
-        _refuse(folder, f"{len(wrong)} tokens, such as {wrong[0]!r}, whose ids are not those that tokenizer.json says")
+        _refuse(folder, f"{len(wrong)} tokens, such as {wrong[0]!r}, whose ids differ from those in tokenizer.json")
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     if whole == bare:
         return False
     if tokenizer.bos_token_id is None or whole != [tokenizer.bos_token_id, *bare]:
-        _refuse(folder, f"a tokenizer that makes {whole} of {bare}")
+        _refuse(folder, f"a tokenizer that turns {bare} into {whole}")
     return True
 
 
@@ -182,7 +180,7 @@ def _add_vocabulary(writer: GGUFWriter, vocabulary: _Vocabulary, folder: Path) -
 
 # --- weights --------------------------------------------------------------------------------------------------------
 def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder's model, one at a time."""
+    """Yield the tensors of a folder's model, one at a time."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("model*.safetensors")):
@@ -192,7 +190,7 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gguf_name(name: str) -> str:
-    """Example: "blk.3.attn_q.weight" of "model.layers.3.self_attn.q_proj.weight"."""
+    """Return a tensor's GGUF name. Example: "blk.3.attn_q.weight" of "model.layers.3.self_attn.q_proj.weight"."""
     short = {long: short for short, long in TENSOR_NAMES.items()}
     stem, _, part = name.rpartition(".")
     prefix = ""
@@ -205,7 +203,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _add_tensor(writer: GGUFWriter, config: Any, name: str, tensor: Tensor) -> str | None:
-    """Announce it; returns the precision of a matrix, None for a vector."""
+    """Announce a tensor; returns the precision of a matrix, None for a vector."""
     from gguf import GGMLQuantizationType
 
     values = _values(config, name, tensor)
@@ -216,7 +214,7 @@ def _add_tensor(writer: GGUFWriter, config: Any, name: str, tensor: Tensor) -> s
 
 
 def _values(config: Any, name: str, tensor: Tensor) -> Any:
-    """As the file holds it: rows reordered where the format wants that, bf16 as its bits."""
+    """Return a tensor as the file holds it: rows reordered where the format wants that, bf16 as its bits."""
     import torch
 
     if tensor.ndim == 1:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.mm import add_product_
 
 TILE_BYTES = 2**31
@@ -27,15 +28,17 @@ ROWS = 128
 """Tiles have a multiple of this many rows."""
 BLOCK = 8192
 """Vocabulary entries that a program holds at once."""
+CHUNK = 4096
+"""Vocabulary entries of one program of `summaries`."""
 
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile of logits."""
+    """Return the number of rows of a tile of logits."""
     return max(ROWS, TILE_BYTES // (vocabulary * dtype.itemsize) // ROWS * ROWS)
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
-    """Of heads.token_logprobs, for one head whose logits are cap(scale · (hidden @ weight.T + bias)) / temperature."""
+    """Fused heads.token_logprobs for one head whose logits are cap(scale · (hidden @ weight.T + bias)) / temperature."""
 
     @staticmethod
     def forward(
@@ -55,8 +58,12 @@ class FusedTokenLogprobs(torch.autograd.Function):
         logits_RV = None
         for rows in _tiles(count, tile_rows(weight_VH.shape[0], hidden_RH.dtype)):
             logits_RV = None  # before the next is made
-            logits_RV = torch.nn.functional.linear(hidden_RH[rows], weight_VH, bias_V)
+            logits_RV = _logits(hidden_RH[rows], weight_VH, bias_V)
             _summarise(logits_RV, targets_R[rows], lse_R[rows], logprobs_R[rows], entropy_R[rows], *ctx.shape)
+            if exact.enabled():
+                temperature_R = lse_R.new_full(logits_RV.shape[:1], temperature)
+                peak_RC, mass_RC, _ = summaries(logits_RV, temperature_R)
+                pick_logprobs(logits_RV, targets_R[rows], temperature_R, peak_RC, mass_RC, logprobs_R[rows])
         if any(ctx.needs_input_grad[:3]):
             ctx.kept = logits_RV
             ctx.save_for_backward(hidden_RH, weight_VH, bias_V, targets_R, lse_R, entropy_R)
@@ -73,7 +80,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         logits_RV, ctx.kept = ctx.kept, None  # it is overwritten: a second backward pass would have to make it again
         for rows in reversed(_tiles(hidden_RH.shape[0], tile_rows(weight_VH.shape[0], hidden_RH.dtype))):
             if logits_RV is None:
-                logits_RV = torch.nn.functional.linear(hidden_RH[rows], weight_VH, bias_V)
+                logits_RV = _logits(hidden_RH[rows], weight_VH, bias_V)
             saved = targets_R[rows], lse_R[rows], entropy_R[rows]
             _differentiate(logits_RV, *saved, grad_logprobs_R[rows], grad_entropy_R[rows], *ctx.shape)
             if hidden is not None:
@@ -87,10 +94,60 @@ class FusedTokenLogprobs(torch.autograd.Function):
         return hidden, *(None if grad is None else grad.to(like.dtype) for grad, like in wide), None, None, None, None
 
 
+def _logits(hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    if not exact.enabled():
+        return torch.nn.functional.linear(hidden_RH, weight_VH, bias_V)
+    logits_RV = hidden_RH.new_empty(hidden_RH.shape[0], weight_VH.shape[0])
+    exact.product_into(logits_RV, hidden_RH, weight_VH)
+    return logits_RV
+
+
 def _tiles(rows: int, size: int) -> list[slice]:
-    """The small one first: the last one is kept."""
+    """Return the tiles of rows, the small one first: the last one is kept."""
     ends = range(rows, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
+
+
+def summaries(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each part of CHUNK entries of each row: the largest tempered logit, the sum of exponentials, the best entry."""
+    rows, vocabulary = logits_RV.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    peak_RC, mass_RC = (logits_RV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
+    best_RC = logits_RV.new_empty(rows, chunks, dtype=torch.int32)
+    _chunk_kernel[(rows, chunks)](
+        logits_RV,
+        temperature_R,
+        peak_RC,
+        mass_RC,
+        best_RC,
+        vocabulary,
+        chunks,
+        CHUNK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return peak_RC, mass_RC, best_RC
+
+
+def pick_logprobs(
+    logits_RV: Tensor, ids_R: Tensor, temperature_R: Tensor, peak_RC: Tensor, mass_RC: Tensor, logprobs_R: Tensor
+) -> None:
+    """Write the log-probability of each row's id, given its `summaries`. Sampler, scorer and learner all use this kernel."""
+    rows, vocabulary = logits_RV.shape
+    chunks = peak_RC.shape[1]
+    _pick_kernel[(rows,)](
+        logits_RV,
+        ids_R,
+        temperature_R,
+        peak_RC,
+        mass_RC,
+        logprobs_R,
+        vocabulary,
+        chunks,
+        max(16, triton.next_power_of_2(chunks)),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -132,7 +189,7 @@ def _differentiate(
 
 @triton.jit
 def _shaped(raw, softcap, scale, temperature, CAPPED: tl.constexpr):
-    """Logits as they enter the softmax, from the products of hidden states and weights."""
+    """Compute logits as they enter the softmax, from the products of hidden states and weights."""
     value = raw.to(tl.float32) * scale
     if CAPPED:
         value = softcap * (2 * tl.sigmoid(2 * value / softcap) - 1)  # tanh
@@ -211,3 +268,40 @@ def _differentiate_kernel(
         grad = grad * (1 - squashed * squashed)
     grad = grad * (scale / temperature)
     tl.store(place, grad.to(logits_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _chunk_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, CHUNKS, BLOCK: tl.constexpr):
+    """Compute the largest logit, its index, and the sum of exponentials of one chunk of one row."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    logits = logits / tl.where(temperature > 0, temperature, 1.0)
+    peak = tl.max(logits, 0)
+    tl.store(peak_ptr + row * CHUNKS + chunk, peak)
+    tl.store(mass_ptr + row * CHUNKS + chunk, tl.sum(tl.exp(logits - peak), 0))
+    tl.store(best_ptr + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(logits, 0))
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr,
+    ids_ptr,
+    temperature_ptr,
+    peak_ptr,
+    mass_ptr,
+    logprobs_ptr,
+    V,
+    CHUNKS,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    c = tl.arange(0, BLOCK)
+    peaks = tl.load(peak_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    masses = tl.load(mass_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0.0) * tl.exp(peaks - peak)
+    chosen = tl.load(logits_ptr + row * V + tl.load(ids_ptr + row)).to(tl.float32)
+    chosen = chosen / tl.where(temperature > 0, temperature, 1.0)
+    tl.store(logprobs_ptr + row, (chosen - peak) - tl.log(tl.sum(masses, 0)))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.models import exact
 
 TILES = {"cpu": (512, 2048), "cuda": (4096, 32768)}
 """Rows × vocabulary entries of logits that exist at once. On a CPU such a tile and its slice of the weight stay in the cache."""
 FAINTEST = -80.0
 """Log-probabilities are counted as at least this. exp of less is a denormal number, which takes a CPU ten times as long, and
-weighs nothing beside a sum of 1."""
+adds nothing to a sum of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ class Head:
     """Cohere multiplies (logit_scale), Granite divides (logits_scaling)."""
 
     def slice(self, entries: slice) -> Head:
-        """The head of a part of the vocabulary."""
+        """Return the head of a part of the vocabulary."""
         bias = None if self.bias_V is None else self.bias_V[entries]
         return Head(self.weight_VH[entries], bias, self.softcap, self.scale)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Logits [T, V] in fp32 (in fp64 for a float64 model)."""
+        """Return logits [T, V] in fp32 (in fp64 for a float64 model)."""
         logits_TV = torch.nn.functional.linear(hidden_TH, self.weight_VH, self.bias_V)
         if logits_TV.dtype != torch.float64:
             logits_TV = logits_TV.float()
@@ -52,13 +53,17 @@ class Head:
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a transformers causal language model.
+    """Return the head of a transformers causal language model.
 
     Raises ModelError if the model has none that Lockstep knows.
     """
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
-        raise ModelError(f"the model's head is {type(layer).__name__}, not a linear layer", where=type(model).__name__)
+        raise ModelError(
+            f"the model's head is {type(layer).__name__}, not a linear layer",
+            where=type(model).__name__,
+            fix="choose a model with a linear head",
+        )
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
@@ -67,7 +72,7 @@ def head_of(model: nn.Module) -> Head:
 def token_logprobs(
     head: Head, hidden_TH: Tensor, targets_T: Tensor, temperature: float = 1.0, *, entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) of each distribution softmax(logits / temperature).
+    """Return the log-probability of each target and entropy (nats) of each distribution softmax(logits / temperature).
 
     hidden_TH predicts targets_T row by row. Returns fp32 logprobs_T, with gradient to the hidden states and to the head's
     weight and bias, and fp32 entropy_T, with gradient likewise; without `entropy` that one is empty.
@@ -76,6 +81,18 @@ def token_logprobs(
     settings = (temperature, head.softcap, head.scale, *((entropy,) if function is _TokenLogprobs else ()))
     logprobs_T, entropy_T = function.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, *settings)
     return logprobs_T, entropy_T if entropy else entropy_T[:0].detach()
+
+
+def logits_logprobs(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Log-probability of each target under softmax(logits), [T] fp32, as `token_logprobs` would give it."""
+    if not exact.enabled():
+        return logits_TV.float().log_softmax(-1).gather(-1, targets_T[:, None])[:, 0]
+    from lockstep.models.head_kernels import pick_logprobs, summaries
+
+    logprobs_T, ones_T = (logits_TV.new_ones(len(logits_TV), dtype=torch.float32) for _ in range(2))
+    peak_TC, mass_TC, _ = summaries(logits_TV, ones_T)
+    pick_logprobs(logits_TV, targets_T, ones_T, peak_TC, mass_TC, logprobs_T)
+    return logprobs_T
 
 
 def _function(hidden_TH: Tensor) -> Any:
@@ -105,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scale: float,
         entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Without `entropy`, that of every row is given as 0."""
+        """Compute tile by tile; without `entropy`, every entropy is 0."""
         head = Head(weight_VH, bias_V, softcap, scale)
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
         lse_T, logprobs_T, entropy_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
@@ -187,7 +204,7 @@ class _Summary:
         self._top_B = top_B
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """logsumexp, log-probability of the target, entropy."""
+        """Return logsumexp, log-probability of the target, entropy."""
         log_mass_B = self._mass_B.log()
         logprob_B = (
             self._target_B - self._top_B
@@ -197,7 +214,7 @@ class _Summary:
 
 
 def _targets_within(targets_B: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Rows whose target lies in a tile, and its column there."""
+    """Return the rows whose target lies in a tile, and its column there."""
     row_K = ((targets_B >= entries.start) & (targets_B < entries.stop)).nonzero()[:, 0]
     return row_K, targets_B[row_K] - entries.start
 
@@ -208,7 +225,7 @@ def _tempered(head: Head, hidden_BH: Tensor, temperature: float) -> Tensor:
 
 
 def _cap_slope(head: Head, tempered_BC: Tensor, temperature: float) -> Tensor | None:
-    """Derivative of the tempered logits with respect to hidden @ weight.T; None stands for 1."""
+    """Return the derivative of the tempered logits with respect to hidden @ weight.T; None stands for 1."""
     factor = head.scale / temperature
     if head.softcap is None:
         return None if factor == 1.0 else tempered_BC.new_tensor(factor)

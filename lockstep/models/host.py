@@ -1,4 +1,4 @@
-"""From Python's tuples to tensors on the device, without waiting for it."""
+"""Transfer of arrays to the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from torch import Tensor
 
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as a tensor on `device`. A GPU copies from pinned memory behind the work that it has queued."""
+    """Return the array as a tensor on `device`. A GPU copies from pinned memory behind the work that it has queued."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models import exact
+
 TILE = 4096
 """Entries that a program of a norm holds at once."""
 PROGRAMS = 512
-"""Of a norm's backward pass, about: each sums the weight's gradient over its rows."""
+"""Approximate number of programs of a norm's backward pass: each sums the weight's gradient over its rows."""
 FLAT = 2048
 """Entries of one program of a gated activation."""
 
@@ -35,8 +37,11 @@ class RmsNorm(torch.autograd.Function):
         x_RH = x.reshape(-1, x.shape[-1]).contiguous()
         out_RH, rms_R = torch.empty_like(x_RH), x_RH.new_empty(len(x_RH), dtype=torch.float32)
         size, tile = _norm_tile(x_RH)
-        grid = (triton.cdiv(len(x_RH), tile["ROWS"]),)
-        _norm_kernel[grid](x_RH, weight_H, out_RH, rms_R, len(x_RH), epsilon, offset, size, LATE=late, **tile)
+        if exact.enabled() and not offset and not late:
+            row_norm(None, x_RH, weight_H, epsilon, x_RH, out_RH, rms_R)
+        else:
+            grid = (triton.cdiv(len(x_RH), tile["ROWS"]),)
+            _norm_kernel[grid](x_RH, weight_H, out_RH, rms_R, len(x_RH), epsilon, offset, size, LATE=late, **tile)
         ctx.save_for_backward(x_RH, weight_H, rms_R)
         ctx.offset, ctx.late = offset, late
         return out_RH.view(x.shape)
@@ -61,6 +66,68 @@ def _norm_tile(x_RH: Tensor) -> tuple[int, dict[str, int]]:
     size = x_RH.shape[1]
     block = triton.next_power_of_2(size)
     return size, {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": 8 if block < 16384 else 16}
+
+
+def row_norm(
+    x_RH: Tensor | None,
+    residual_RH: Tensor,
+    weight_H: Tensor,
+    epsilon: float,
+    sum_RH: Tensor,
+    out_RH: Tensor,
+    rms_R: Tensor | None = None,
+) -> None:
+    """Write residual + x to `sum_RH`, its RMS norm times weight to `out_RH`, whose rows may be apart, and 1 / rms to `rms_R`."""
+    count, size = residual_RH.shape
+    block = triton.next_power_of_2(size)
+    _row_norm_kernel[(count,)](
+        residual_RH if x_RH is None else x_RH,
+        residual_RH,
+        weight_H,
+        sum_RH,
+        out_RH,
+        sum_RH if rms_R is None else rms_R,
+        out_RH.stride(0),
+        epsilon,
+        x_RH is not None,
+        rms_R is not None,
+        size,
+        block,
+        num_warps=min(16, max(1, block // 512)),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _row_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    rms_ptr,
+    out_stride,
+    eps,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    at = tl.arange(0, BLOCK)
+    ok = at < SIZE
+    value = tl.load(residual_ptr + row + at, mask=ok, other=0.0)
+    if ADD:
+        value = value + tl.load(x_ptr + row + at, mask=ok, other=0.0)
+        tl.store(sum_ptr + row + at, value, mask=ok)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    if KEEP:
+        tl.store(rms_ptr + tl.program_id(0), scale)
+    weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
+    out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
+    tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
 
 
 @triton.jit
@@ -179,8 +246,8 @@ def _gate_grads(ctx: Any, grad: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _activation(x, TANH: tl.constexpr):
-    """The activation and its slope, fp32."""
+def activation(x, TANH: tl.constexpr):
+    """Return the activation and its slope, fp32."""
     if TANH:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         squashed = 2 * tl.sigmoid(2 * inner) - 1
@@ -200,7 +267,7 @@ def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, TANH: tl.constexpr, BLOCK: tl
     live = at < count
     gate = tl.load(gate_ptr + at, mask=live, other=0.0)
     up = tl.load(up_ptr + at, mask=live, other=0.0).to(tl.float32)
-    value, _ = _activation(gate.to(tl.float32), TANH)
+    value, _ = activation(gate.to(tl.float32), TANH)
     rounded = value.to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + at, (rounded * up).to(gate.dtype), mask=live)
 
@@ -214,7 +281,7 @@ def _gate_grad_kernel(
     grad = tl.load(grad_ptr + at, mask=live, other=0.0)
     gate = tl.load(gate_ptr + at, mask=live, other=0.0)
     up = tl.load(up_ptr + at, mask=live, other=0.0).to(tl.float32)
-    value, change = _activation(gate.to(tl.float32), TANH)
+    value, change = activation(gate.to(tl.float32), TANH)
     wide = grad.to(tl.float32)
     tl.store(out_gate_ptr + at, (wide * up * change).to(gate.dtype), mask=live)
     tl.store(out_up_ptr + at, (wide * value.to(gate.dtype).to(tl.float32)).to(gate.dtype), mask=live)
@@ -240,7 +307,7 @@ class Rotary(torch.autograd.Function):
 def _rotate(
     query_BNTD: Tensor, key_BKTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, *, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rows of heads end to end, whatever the order of the inputs: what attention kernels want."""
+    """Allocate rows of heads end to end, as attention kernels want, whatever the order of the inputs."""
     batch, heads, tokens, size = query_BNTD.shape
     key_heads = key_BKTD.shape[1]
     query_BTND, key_BTKD = query_BNTD.transpose(1, 2).contiguous(), key_BKTD.transpose(1, 2).contiguous()
@@ -259,6 +326,7 @@ def _rotate(
         HALF_BLOCK=triton.next_power_of_2(size // 2),
         BACKWARD=backward,
         num_warps=4,
+        enable_fp_fusion=False,  # products are rounded before they are added, as transformers' are
     )
     return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
@@ -275,7 +343,7 @@ def _turn(
     HALF_BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """All heads of one token."""
+    """Rotate all heads of one token."""
     head, at = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (at < HALF)
     place = row * (HEADS * HALF * 2) + head * (HALF * 2) + at

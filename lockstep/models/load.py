@@ -32,7 +32,7 @@ LONGEST_REASON = 300
 
 
 def resolve_dtype(setting: Literal["auto", "bf16", "fp32"], device: torch.device | str) -> torch.dtype:
-    """Precision of the weights: auto is bf16 on a GPU and fp32 on a CPU."""
+    """Return the precision of the weights: auto is bf16 on a GPU and fp32 on a CPU."""
     import torch
 
     if setting == "auto":
@@ -41,7 +41,7 @@ def resolve_dtype(setting: Literal["auto", "bf16", "fp32"], device: torch.device
 
 
 def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the left; a pad token that is missing becomes the end token.
+    """Load the model's tokenizer, padding on the left; a missing pad token becomes the end token.
 
     Raises:
         ModelError: it cannot be read, or names no end token.
@@ -52,8 +52,10 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             resolved.path, padding_side="left", local_files_only=True, trust_remote_code=resolved.trust_remote_code
         )
-    except _unreadable() as error:
-        raise ModelError(f"the tokenizer cannot be read: {_one_line(error)}", where=str(resolved.path)) from error
+    except unreadable() as error:
+        raise ModelError(
+            f"the tokenizer cannot be read: {reason_of(error)}", where=str(resolved.path), fix="fetch the model again"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "the tokenizer names no end token, so no reply could end",
@@ -68,13 +70,16 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
 def load_model(
     resolved: ResolvedModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """The model with all parameters in `dtype` on `device`, in evaluation mode; buffers keep their own precision.
+    """Load the model with all parameters in `dtype` on `device`, in evaluation mode; buffers keep their own precision.
 
     `attention` is a name of transformers' attention interface: eager, sdpa, flash_attention_2, or a registered one.
 
     Raises:
         ModelError: it cannot be read, or the files lack parameters, which would otherwise be random.
     """
+    from lockstep.models.attention import NAME as ATTENTION
+    from lockstep.models.states import follow_layouts
+
     try:
         with quiet():
             empty: Any = structure(resolved.path, resolved.trust_remote_code)
@@ -94,8 +99,12 @@ def load_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are named below
             )
-    except _unreadable() as error:
-        raise ModelError(f"the model cannot be loaded: {_one_line(error)}", where=str(resolved.path)) from error
+    except unreadable() as error:
+        raise ModelError(
+            f"the model cannot be loaded: {reason_of(error)}",
+            where=str(resolved.path),
+            fix="check its config.json, or fetch the model again",
+        ) from error
     _refuse_random(resolved, [*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])])
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s: %s in the files belong to no parameter of the model", resolved.name, _some(unused))
@@ -104,18 +113,20 @@ def load_model(
     if is_mxfp4(resolved.path) and (generation := _generation(resolved)) is not None:
         model.generation_config = generation
     placed: PreTrainedModel = model.to(device).eval()
+    if attention == ATTENTION:
+        follow_layouts(placed)  # its copies do so, too
     return placed
 
 
 def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder on the meta device, without memory for its weights. Raises whatever transformers makes of its config.
+    """Build the model of a folder on the meta device, without memory for its weights. Raises whatever transformers raises.
 
-    Which attention and which kernels for experts config.json asks for never matters: here that is said by whoever loads.
+    Attention and expert kernels named in config.json are ignored: the caller of `load_model` chooses them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     for part in parts_of(config):
@@ -126,8 +137,22 @@ def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     return model
 
 
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Read a folder's config as transformers completes it. Raises ModelError for one that it cannot read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever transformers makes of a config that lies
+        raise ModelError(
+            f"config.json describes no model that transformers can build: {reason_of(error)}",
+            where=str(folder),
+            fix="check config.json, or fetch the model again",
+        ) from error
+
+
 def parts_of(config: Any) -> Iterator[Any]:
-    """A config of transformers and those inside it."""
+    """Yield a config of transformers and those inside it."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict"):
@@ -135,7 +160,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def _generation(resolved: ResolvedModel) -> Any:
-    """What the folder says about generation (end tokens), for a model that was not loaded from it; None if it says nothing."""
+    """Return the folder's settings of generation (end tokens), for a model that was not loaded from it; None if it has none."""
     from transformers import GenerationConfig
 
     if not (resolved.path / "generation_config.json").is_file():
@@ -153,7 +178,7 @@ def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
 
 
 def _refuse_absurd(resolved: ResolvedModel, described: int) -> None:
-    """Before memory is taken for what the files do not hold."""
+    """Raise ModelError, before memory is taken, if the config describes far more than the files hold."""
     stored = stored_parameters(resolved.path)
     if stored is not None and described > 2 * stored + ROOM:
         raise ModelError(
@@ -168,8 +193,8 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MOST_NAMED])}{more})"
 
 
-def _unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises over files that it cannot use."""
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return the errors that transformers raises for files that it cannot use."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -177,14 +202,15 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, ImportError, RuntimeError, *lying, SafetensorError, StrictDataclassError)
 
 
-def _one_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return another library's error as one line of limited length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " …"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and load reports of transformers; its settings are global, so they are put back."""
+    """Silence transformers' progress bars and load reports; its settings are global, so they are restored."""
     import transformers
 
     their_logging: Any = transformers.logging

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def add_product_(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
-    """sum += a @ b, the sum in fp32 and the factors in half precision; their product is rounded only where torch has no other."""
+    """Add a @ b to an fp32 sum, the factors in half precision; their product is rounded only where torch cannot avoid it."""
     if a_MK.dtype == sum_MN.dtype:
         sum_MN.addmm_(a_MK, b_KN)
     else:
@@ -31,7 +31,7 @@ def _rounded(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 
 @cache
 def _adder(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """The best that works here, tried out: torch has the first two for CUDA alone, and not in every version."""
+    """Find the best one that works here: torch has the first two for CUDA only, and not in every version."""
     a_MK = torch.ones(16, 32, dtype=dtype, device=device)
     b_KN = torch.full((32, 8), 3.0, dtype=dtype, device=device)
     for adder in (_in_place, _wide):

@@ -3,7 +3,7 @@
 Such a checkpoint stores a parameter X of shape [experts, inputs, outputs] as X_blocks, uint8 [experts, outputs, inputs / 32, 16],
 and X_scales, uint8 [experts, outputs, inputs / 32]. A byte holds two E2M1 codes, the earlier number in its low four bits; a scale
 s stands for 2^(s - 127) and belongs to 32 numbers along the inputs (OCP Microscaling Formats v1.0; the layout is that of
-transformers.integrations.mxfp4). E2M1 times a power of two is exact in bf16 and fp32: nothing is lost by reading it so.
+transformers.integrations.mxfp4). E2M1 times a power of two is exact in bf16 and fp32: nothing is lost.
 """
 
 from __future__ import annotations
@@ -25,24 +25,22 @@ if TYPE_CHECKING:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = 32
-"""Of one block."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""By code: the sign is the highest bit."""
+"""Numbers in one block."""
 NAN_SCALE = 255
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
 
 
 def is_mxfp4(folder: Path) -> bool:
-    """Whether the model's config says that its weights are stored in MXFP4."""
+    """Return whether the model's config says that its weights are stored in MXFP4."""
     quantization = read_json(folder / "config.json").get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == MXFP4
 
 
 def read_weights(folder: Path, dtype: torch.dtype) -> WeightStream:
-    """Every parameter of a checkpoint once, on the CPU, in `dtype`; what is stored in MXFP4 is dequantised.
+    """Yield every parameter of a checkpoint once, on the CPU, in `dtype`; MXFP4 weights are dequantised.
 
-    At most one expert is in memory beside what was yielded. Raises ModelError for blocks without scales, another layout, or a
-    scale that is no number.
+    At most one expert is in memory besides what was yielded. Raises ModelError for blocks without scales, another layout, or a
+    scale that is NaN.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -68,20 +66,15 @@ def read_weights(folder: Path, dtype: torch.dtype) -> WeightStream:
 
 
 def dequantise(blocks_ORG: Tensor, scales_OR: Tensor, dtype: torch.dtype) -> Tensor:
-    """One matrix [inputs, outputs] of uint8 blocks [outputs, R, 16] and scales [outputs, R], R = inputs / 32."""
-    import torch
+    """Return one matrix [inputs, outputs] from uint8 blocks [outputs, R, 16] and scales [outputs, R], R = inputs / 32."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from lockstep.numerics.formats import power_of_two
-
-    codes = torch.tensor(E2M1)
-    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], -1)  # by byte: low four bits, then high
-    numbers_OR = pairs[blocks_ORG.int()].flatten(-2)  # [outputs, R, 32]
-    factors_OR1 = power_of_two(scales_OR.int() - 127, torch.float32)[..., None]
-    return (numbers_OR * factors_OR1).flatten(-2).t().to(dtype)
+    matrix: Tensor = convert_moe_packed_tensors(blocks_ORG[None], scales_OR[None], dtype=dtype)[0]
+    return matrix
 
 
 def _read(name: str, stored: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The parameter [experts, inputs, outputs], one expert at a time."""
+    """Read the parameter [experts, inputs, outputs], one expert at a time."""
     import torch
 
     shape, kind = list(stored.get_shape()), stored.get_dtype()

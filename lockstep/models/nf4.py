@@ -22,7 +22,7 @@ LEVELS = (
 )
 # fmt: on
 BYTES = 0.5 + 2 / BLOCK
-"""Of a weight, its share of the scale included."""
+"""Bytes of a weight, its share of the scale included."""
 
 
 class Nf4Linear(nn.Module):
@@ -40,7 +40,7 @@ class Nf4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Unpacked [O, I], in the precision of the layer that it was."""
+        """Unpacked weight [O, I], in the precision of the original layer."""
         return unpack(self.codes, self.scales, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, two to a byte (the first in the high half), and bf16 scales, of a tensor in row-major order."""
+    """Return codes, two to a byte (the first in the high half), and bf16 scales, of a tensor in row-major order."""
     flat_T = weight.float().reshape(-1)
     blocks_BK = nn.functional.pad(flat_T, (0, -flat_T.numel() % BLOCK)).view(-1, BLOCK)
     scales_B = blocks_BK.abs().amax(1).to(torch.bfloat16)
@@ -78,7 +78,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unpack(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weights that codes and scales stand for, rounded to `dtype`."""
+    """Return the weights that codes and scales stand for, rounded to `dtype`."""
     levels_L = torch.tensor(LEVELS, device=codes.device)
     halves_BK2 = torch.stack([codes >> 4, codes & 15], -1).int()
     values_BK = levels_L[halves_BK2].view(len(codes), BLOCK) * scales.float()[:, None]

@@ -1,25 +1,41 @@
-"""Which folder a recipe's model means, fetched and checked. Loads no torch."""
+"""The folder of a recipe's model, fetched and checked. Loads no torch."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from lockstep.config.schema import Model
 from lockstep.errors import ModelError
+from lockstep.hub import Kind, plain_errors
 from lockstep.models.builtin import BUILTINS, builtin_folder
 from lockstep.models.folder import check_config, check_weights
-from lockstep.models.hub import hub_folder
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+"""All but the weights. Weights as pickle, ONNX, GGUF and copies in subfolders are never fetched."""
+CODE_FILES = ("*.py",)
+WEIGHT_FILES = ("model*.safetensors",)
+SKIPPED = ("*/*",)
+
+MODEL = Kind(
+    noun="model",
+    failure=ModelError,
+    pages="",
+    local="folder",
+    setting="model.revision",
+    spelling="of model.path",
+    instead="a local folder as model.path",
+)
 
 
 class Source(StrEnum):
-    """Where a model came from."""
+    """Origin of a model."""
 
     BUILTIN = "builtin"
     HUB = "hub"
@@ -36,16 +52,16 @@ class ResolvedModel:
     path: Path
     """Absolute; holds config.json, safetensors and a tokenizer."""
     name: str
-    """As the recipe has it."""
+    """Name in the recipe."""
     source: Source
     revision: str | None
-    """Built-in: "sha256:…" of the file that it was converted from; hub: the commit; folder: None, for nobody vouches
-    for its content (the fingerprint of the loaded weights tells)."""
+    """Built-in: "sha256:…" of the file that it was converted from; hub: the commit; folder: None, because its content
+    has no version (the fingerprint of the loaded weights identifies it)."""
     trust_remote_code: bool = False
 
 
 def resolve(model: Model) -> ResolvedModel:
-    """Find, and if need be fetch, the model of a recipe.
+    """Find the model of a recipe, and fetch it if necessary.
 
     A built-in name wins; then an existing folder; then `org/name` is a hub id. A folder called like a built-in model is
     written with a slash: ./smollm2-135m-instruct.
@@ -91,7 +107,7 @@ def _source(name: str) -> Source:
 def _refuse_revision(model: Model, reason: str) -> None:
     if model.revision is not None:
         raise ModelError(
-            f"{model.revision!r} cannot be had: {reason}", where="model.revision", fix="leave model.revision out"
+            f"{model.revision!r} does not exist: {reason}", where="model.revision", fix="leave model.revision out"
         )
 
 
@@ -100,5 +116,38 @@ def _refuse_non_folder(path: Path) -> None:
         raise ModelError("no such folder", where=str(path), fix="check model.path, or give a hub id (org/name)")
     if not path.is_dir():
         raise ModelError(
-            "a file, not a folder", where=str(path), fix="give the folder with config.json and *.safetensors"
+            "this is a file, and a model is a folder",
+            where=str(path),
+            fix="give the folder with config.json and *.safetensors",
         )
+
+
+def hub_folder(repo: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """Fetch a hub model and return its snapshot: `.../snapshots/<commit>`.
+
+    Small files come first, so that an unusable model costs no download of its weights. Without a network, or with
+    HF_HUB_OFFLINE=1, only the cache is used.
+
+    Raises:
+        ModelError: missing, gated, offline and not cached, or not a model that can be trained.
+    """
+    small = (*SMALL_FILES, *CODE_FILES) if trust_remote_code else SMALL_FILES
+    folder = _snapshot(repo, revision, small)
+    check_config(folder, repo, trust_remote_code)
+    return _snapshot(repo, folder.name, (*small, *WEIGHT_FILES))
+
+
+def hub_config(repo: str, revision: str | None) -> Path | None:
+    """Return a folder with the config.json of a hub model, the one file that is fetched; None if it cannot be had now."""
+    try:
+        folder = _snapshot(repo, revision, ("config.json",))
+    except ModelError:  # resolving the model says why
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with plain_errors(MODEL, repo, revision, f"{repo}@{revision}" if revision else repo):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*SKIPPED]))

@@ -1,7 +1,7 @@
-"""A small random copy of a model: the structure of its config with few layers and narrow ones, to be computed in two ways.
+"""A small random copy of a model: the structure of its config with few, narrow layers, to be computed in two ways.
 
 Ratios and kinds are kept (heads to key/value heads, experts, every kind of layer, partial rotation, tied weights), and lengths
-from which on something changes become short: a window of WINDOW tokens, LongRoPE's original context of ORIGINAL.
+at which the computation changes become short: a window of WINDOW tokens, LongRoPE's original context of ORIGINAL.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.models.attention import NAME as ATTENTION
 from lockstep.models.load import parts_of, quiet
+from lockstep.models.states import follow_layouts
 from lockstep.models.weights import stored_buffers
 
 WINDOW, ORIGINAL, CONTEXT = 6, 24, 64
 LAYERS, HEAD, VOCABULARY, WIDTH = 4, 16, 320, 64
 MOST = 3 * 10**7
-"""Parameters of a copy, at most: more says that something large was not made small."""
+"""Largest number of parameters of a copy: with more, something large was not made small."""
 SPREAD = 0.15
 """Standard deviation of the matrices: the answers are far from uniform."""
 
@@ -36,11 +38,11 @@ _SIZES = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "local_attention"), WINDOW),
     **dict.fromkeys(("image_size", "mm_tokens_per_image"), 32),
 }
-"""Settings that become at most so large."""
+"""Settings, with their largest size in a copy."""
 
 
 def small_config(config: Any) -> Any:
-    """A copy of a transformers config with small sizes; `config` stays as it is."""
+    """Return a copy of a transformers config with small sizes; `config` stays as it is."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
         _shrink(part)
@@ -48,9 +50,9 @@ def small_config(config: Any) -> Any:
 
 
 def random_model(kind: type[nn.Module], config: Any, attention: str) -> nn.Module:
-    """A model of random fp32 weights, always the same ones; vectors and stored buffers are random too, so that each matters.
+    """Return a model with random fp32 weights, always the same; vectors and stored buffers are random too, so that each matters.
 
-    Raises ValueError if it would not be small, and whatever transformers makes of the config.
+    Raises ValueError if it would not be small, and whatever transformers raises for the config.
     """
     made: Any = kind
     with quiet():
@@ -68,6 +70,8 @@ def random_model(kind: type[nn.Module], config: Any, attention: str) -> nn.Modul
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(SPREAD * noise if tensor.dim() > 1 else tensor + SPREAD * noise)
+    if attention == ATTENTION:
+        follow_layouts(model)
     return model
 
 
@@ -85,8 +89,8 @@ def _shrink(config: Any) -> None:
         for name, number in (("num_attention_heads", count), ("num_key_value_heads", few)):
             if _number(config, name):
                 setattr(config, name, number)
-        if head:
-            config.head_dim = HEAD
+        if head:  # of latent attention the part that is rotated
+            config.head_dim = _number(config, "qk_rope_head_dim") or HEAD
         if hidden:
             config.hidden_size = count * HEAD * (1 if not head or hidden == heads * head else 2)
     if layers:
@@ -111,7 +115,7 @@ def _fewer_layers(config: Any, layers: int) -> None:
 
 
 def _original(config: Any) -> int:
-    """LongRoPE's original context; 0 for another kind of positions."""
+    """Return LongRoPE's original context; 0 for another kind of positions."""
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
             return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
@@ -119,13 +123,13 @@ def _original(config: Any) -> int:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The settings of rotary positions: one, or one for each kind of layer."""
+    """Return the settings of rotary positions: one, or one for each kind of layer."""
     rope = vars(config).get("rope_parameters") or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def _shorten(config: Any, original: int) -> None:
-    """A short context, in the same ratio to LongRoPE's original one, and factors for heads of HEAD."""
+    """Set a short context, in the same ratio to LongRoPE's original one, and scaling factors for heads of size HEAD."""
     context = _number(config, "max_position_embeddings")
     if original:
         config.max_position_embeddings = ORIGINAL * max(1, context // original)
@@ -143,6 +147,6 @@ def _shorten(config: Any, original: int) -> None:
 
 
 def _number(config: Any, name: str) -> int:
-    """A whole number that the config holds, under transformers' common name for it; 0 if it has none."""
+    """Return a whole number of the config, under transformers' common name for it; 0 if it has none."""
     value = vars(config).get(config.attribute_map.get(name, name))
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

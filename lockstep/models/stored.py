@@ -1,4 +1,4 @@
-"""How many parameters a folder's weight files hold, from their headers alone. Loads no torch."""
+"""Number of parameters in a folder's weight files, from their headers alone. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.models.mxfp4 import BLOCKS, SCALES
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, from their headers alone; None if there are no such files."""
+    """Return the number of elements in a folder's safetensors files, from their headers alone; None without such files."""
     if (folder / INDEX).is_file():
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     else:
@@ -26,7 +26,7 @@ def stored_parameters(folder: Path) -> int | None:
 
 
 def _elements(path: Path) -> int:
-    """Elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
+    """Return the elements in one safetensors file: eight bytes of length, then JSON (the format's own description)."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -41,7 +41,7 @@ def _elements(path: Path) -> int:
 
 
 def _numbers(name: str, entry: Mapping[str, Any]) -> int:
-    """Parameters in one stored tensor: MXFP4 packs two into a byte, and its scales are none."""
+    """Return the parameters in one stored tensor: MXFP4 packs two into a byte, and its scales do not count."""
     count: int = math.prod(entry["shape"])
     if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
         return 2 * count if name.endswith(BLOCKS) else 0

@@ -24,13 +24,13 @@ class Piece:
 
     local: Tensor
     shape: tuple[int, ...] | None
-    """Of the whole; None where the file does not say."""
+    """Shape of the whole tensor; None where the file does not say."""
     dim: int | None
-    """Along which it was cut; None if every rank has all of it."""
+    """Dimension along which it was cut; None if every rank has all of it."""
 
 
 def load_torch_file(path: Path) -> dict[str, Any]:
-    """A mapping of tensors, on the CPU. Raises CheckpointError for anything that is no plain data."""
+    """Load a mapping of tensors, on the CPU. Raises CheckpointError for anything that is not plain data."""
     try:
         with torch.serialization.safe_globals(_allowed()):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -41,12 +41,14 @@ def load_torch_file(path: Path) -> dict[str, Any]:
             raise
         raise _refused(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"holds a {type(content).__name__}, not named tensors", where=str(path))
+        raise CheckpointError(
+            f"holds a {type(content).__name__}, not named tensors", where=str(path), fix="give a state dict"
+        )
     return content
 
 
 def _allowed() -> list[Any]:
-    """What FSDP's sharded state dicts are made of. Their constructors set fields; none opens, imports or runs anything."""
+    """Return the classes in FSDP's sharded state dicts. Their constructors set fields; none opens, imports or runs anything."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -55,7 +57,7 @@ def _allowed() -> list[Any]:
 
 
 def joined(files: Sequence[Path]) -> dict[str, Tensor]:
-    """The whole tensors of a state dict that was saved by rank. Raises CheckpointError for ranks that do not fit together."""
+    """Join the tensors of a state dict that was saved by rank. Raises CheckpointError for ranks that do not fit together."""
     ranks = [{name: _piece(name, value, path) for name, value in load_torch_file(path).items()} for path in files]
     names = ranks[0].keys()
     for path, rank in zip(files, ranks, strict=True):
@@ -78,7 +80,7 @@ def _piece(name: str, value: Any, path: Path) -> Piece:
         return Piece(value._local_tensor, tuple(value.shape), dim)
     if isinstance(value, Tensor):
         return Piece(value, None, None)
-    raise CheckpointError(f"{name} is a {type(value).__name__}, no tensor", where=str(path))
+    raise CheckpointError(f"{name} is a {type(value).__name__}, not a tensor", where=str(path))
 
 
 def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
@@ -104,20 +106,18 @@ def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
 
 
 def module_states(path: Path) -> Mapping[str, Tensor]:
-    """DeepSpeed's mp_rank_00_model_states.pt of ZeRO 0 to 2: the whole module. Raises CheckpointError if it is not there."""
+    """Return the whole module of DeepSpeed's mp_rank_00_model_states.pt (ZeRO 0 to 2). Raises CheckpointError without one."""
     content = load_torch_file(path)
-    module = content.get("module")
-    if not isinstance(module, dict) or not module or not all(map(_is_named_tensor, module.items())):
+    module: Any = content.get("module")
+    is_whole = isinstance(module, dict) and module
+    if not is_whole or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in module.items()):
         raise CheckpointError(
-            "it has no whole module",
+            "it does not hold a whole module",
             where=str(path),
-            fix="with ZeRO 3 run zero_to_fp32.py beside it, and give the outcome",
+            fix="with ZeRO 3 run zero_to_fp32.py from the same folder, and import its result",
         )
-    return module
-
-
-def _is_named_tensor(item: tuple[object, object]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], Tensor)
+    weights: dict[str, Tensor] = module
+    return weights
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:

@@ -20,7 +20,7 @@ from lockstep.models.host import on_device
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where sequences begin and end in a stream."""
+    """Bounds of sequences in a stream."""
 
     bounds: Tensor
     """int32: 0 and the end of each."""
@@ -33,7 +33,7 @@ class Spans:
 
 
 def flash_serves(query_THD: Tensor) -> bool:
-    """Whether the kernels take queries like these: half precision on NVIDIA GPUs from Ampere on, heads of at most 256 in steps
+    """Return whether the kernels take such queries: half precision on NVIDIA GPUs from Ampere on, heads of at most 256 in steps
     of 8."""
     half = query_THD.dtype in (torch.bfloat16, torch.float16)
     size = query_THD.shape[-1]
@@ -56,7 +56,7 @@ def flash_forward(
     causal: bool,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The i-th span of queries sees the i-th span of keys: output [T, H, D] and fp32 log-sum-exps [H, T]. No gradient.
+    """Attend from the i-th span of queries to the i-th span of keys: output [T, H, D] and fp32 log-sum-exps [H, T]. No gradient.
 
     Causal aligns the ends of both; `window` is that of an AttentionKind.
     """
@@ -92,7 +92,7 @@ def flash_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given what `flash_forward` returned."""
+    """Return the gradients of query, key and value, given what `flash_forward` returned."""
     aten: Any = torch.ops.aten
     device = grad_THD.device
     no_dropout = torch.empty(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
@@ -115,13 +115,13 @@ def flash_backward(
 
 
 def varlen_serves(query_THD: Tensor, kind: AttentionKind) -> bool:
-    """True if the kernels compute this kind of these queries: no cap, no sinks."""
+    """Return whether the kernels compute this kind of attention for these queries: no cap, no sinks."""
     return kind.softcap is None and kind.sinks_H is None and flash_serves(query_THD)
 
 
 def varlen_attention(
     query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, queries: Spans, keys: Spans, kind: AttentionKind
 ) -> Tensor:
-    """Causal attention of each sequence's queries, which stand at the end of its keys, [T, H, D]. No gradient."""
+    """Compute causal attention of each sequence's queries, which stand at the end of its keys, [T, H, D]. No gradient."""
     given = query_THD.contiguous(), key_SKD.contiguous(), value_SKD.contiguous()
     return flash_forward(*given, queries, keys, kind.scale, causal=True, window=kind.window)[0]

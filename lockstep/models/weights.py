@@ -3,8 +3,8 @@
 Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3, GLM-4-MoE).
 Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
 `<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because a right A and B under a wrong
-scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. Of several adapters the stream has the
-active one alone.
+scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. With several adapters only the active one
+is in the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE_MODULES = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """PEFT's name of the adapter that is on; None for a model without adapters, or with all of them off."""
+    """Return PEFT's name of the active adapter; None for a model without adapters, or with all of them off."""
     if not hasattr(model, "peft_config"):
         return None
     tuner: Any = getattr(model, "base_model", model)
@@ -37,7 +37,7 @@ def active_adapter(model: nn.Module) -> str | None:
 
 
 def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightStream:
-    """Every parameter and stored buffer once (tied weights under their first name), then the adapters' scalings.
+    """Yield every parameter and stored buffer once (tied weights under their first name), then the adapters' scalings.
 
     Tensors are the live ones.
     """
@@ -50,12 +50,12 @@ def named_weights(model: nn.Module, *, trainable_only: bool = False) -> WeightSt
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Names of weights that training never changes."""
+    """Return the names of weights that training never changes."""
     return frozenset(name for name, tensor in _contents(model).tensors if not tensor.requires_grad)
 
 
 def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a checkpoint, under torch's names. Others are made from the config, such as frequencies."""
+    """Return the buffers that belong to a checkpoint, by torch's names. Others, such as frequencies, follow from the config."""
     stored = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
 
@@ -84,7 +84,7 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
 
 
 def clean_name(name: str, adapter: str = "default") -> str:
-    """The checkpoint's name of a parameter, without what PEFT wraps around it."""
+    """Return the checkpoint's name of a parameter, without what PEFT wraps around it."""
     name = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", ".")
     for module in _WHOLE_MODULES:
         if name.endswith(f".{module}.{adapter}.weight"):
@@ -96,18 +96,18 @@ def clean_name(name: str, adapter: str = "default") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a model holds, under the checkpoint's names; of several adapters the active one alone."""
+    """Content of a model under the checkpoint's names; of several adapters only the active one."""
 
     tensors: list[tuple[str, Tensor]]
     """Parameters and stored buffers."""
     scalings: dict[str, dict[str, float]]
-    """Of the LoRA layers: a factor for each adapter."""
+    """Scalings of the LoRA layers: a factor for each adapter."""
     adapter: str
-    """The active one's name."""
+    """Name of the active adapter."""
 
 
 def _contents(model: nn.Module) -> _Contents:
-    """In one walk over the modules, which for a model with adapters takes longer than all else at a sync."""
+    """Collect it in one walk over the modules, which for a model with adapters takes longer than all else at a sync."""
     adapters: set[str] = set(getattr(model, "peft_config", ()))
     active = active_adapter(model) if adapters else None
     found = _Contents([], {}, active or "")

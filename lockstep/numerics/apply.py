@@ -278,7 +278,10 @@ def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.L
 
 def _experts(base: Any, exclude: Sequence[str]) -> tuple[str, ...]:
     """Return the weights of experts that are stacked in one tensor, except the excluded ones."""
-    stacked = [name for name, parameter in base.get_decoder().named_parameters() if parameter.dim() == 3]
+    decoder = base.get_decoder()
+    convolved = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Conv1d)}
+    three = [(name, parameter) for name, parameter in decoder.named_parameters() if parameter.dim() == 3]
+    stacked = [name for name, parameter in three if id(parameter) not in convolved]
     return tuple(n for n in stacked if "lora_" not in n and not any(_names(entry, n) for entry in exclude))
 
 

@@ -1,1 +1,1 @@
-"""What a run will take before it is started: batches, memory, and the time that physics asks for."""
+"""Forecasts of a run before it is started: batches, memory, and the time that physics asks for."""

@@ -29,24 +29,26 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 FP32 = 4
 SMALL = 2**16
 """Queries × keys up to which a CPU multiplies the matrices outright (models.attention.SMALL)."""
+PAIRS = 2**16
+"""Queries × keys of a block (models.blockwise.PAIRS)."""
 STREAM = 7 * 8
-"""Of a stream: tokens and positions, both again with padding, and of those with loss row, target and sequence."""
+"""Bytes of a token of a stream: ids and positions, both again with padding, and of those with loss row, target and sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """How the layers of a model run."""
+    """The way in which the layers of a model run."""
 
     element: int
     """Bytes of an element: 2 for bf16, 4 for fp32."""
     fused: bool
     """Norms and activations by fused kernels; else by transformers' own operations."""
     rank: int = 0
-    """Of the adapters; 0 trains all weights."""
+    """Rank of the adapters; 0 trains all weights."""
 
     @property
     def trains_norms(self) -> bool:
-        return self.rank == 0
+        return not self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class PerToken:
     """Bytes per token."""
 
     kept: float
-    """Of all layers, and of what follows them up to the head, until the backward pass."""
+    """Bytes of all layers, and of what follows them up to the head, until the backward pass."""
     working: float
     """At most, on top, while one layer runs backwards."""
     forward: float
@@ -66,23 +68,29 @@ class Scores:
     """Attention whose scores are tensors. Bytes per pair of query and key, all heads."""
 
     layers: int
-    """That have such; 0 where a fused kernel serves all."""
+    """Number of layers with such scores; 0 where a fused kernel serves all."""
     whole: bool
-    """Of replies behind a shared prompt too: a window alone is a mask there, which the kernels take."""
+    """True if replies behind a shared prompt have them too: a window alone is a mask there, which the kernels take."""
     kept: float
-    """Of one layer, until the backward pass."""
+    """Bytes of one layer, until the backward pass."""
     working: float
     """While a layer runs, forwards or backwards."""
+    blocks: bool = False
+    """True if they are made in blocks of PAIRS pairs, and again for the backward pass: nothing is kept."""
 
 
 def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], longest: int) -> Scores:
-    """What attention over sequences of up to `longest` tokens takes beside what `per_token` counts.
+    """Count what attention over sequences of up to `longest` tokens takes beside what `per_token` counts.
 
     Kept are the probabilities in fp32, again as they are rounded for the product with the values, and the tanh of capped scores.
-    At work are two such tensors in fp32 and the product in the model's precision, or with a cap or sinks three in fp32.
+    At work are two such tensors in fp32 and the product in the model's precision, or with a cap or sinks three in fp32. A CPU
+    makes those of longer sequences in blocks (models.blockwise).
     """
-    whole = shape.softcap or shape.sinks or (device == "cpu" and (longest - 1) ** 2 <= SMALL)
-    narrow = shape.window is not None and (device == "cpu" or shape.window < longest)
+    narrow = shape.window is not None and shape.window < longest
+    if device == "cpu" and (longest - 1) ** 2 > SMALL:
+        at_work = FP32 * (3 + 2 * shape.softcap) if shape.softcap or shape.sinks or narrow else 0
+        return Scores(0, False, 0.0, float(shape.heads * at_work), blocks=True)
+    whole = shape.softcap or shape.sinks or device == "cpu"
     rounded = layers.element if layers.element < FP32 else 0
     kept = FP32 + FP32 * shape.softcap + rounded
     working = 3 * FP32 if shape.softcap or shape.sinks else 2 * FP32 + rounded
@@ -91,7 +99,7 @@ def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], lo
 
 
 def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerToken:
-    """What a stream of tokens costs, per token."""
+    """Count the bytes of a stream of tokens, per token."""
     hidden = layers.element * shape.hidden
     inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
     whole = _layer(shape, layers, "none")
@@ -109,7 +117,7 @@ def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerTok
 
 
 def _forward(shape: ModelShape, layers: Layers) -> float:
-    """The stream itself, the embeddings, and the worst moment of a layer that keeps nothing, beside what it adds to.
+    """Count the stream itself, the embeddings, and the worst moment of a layer that keeps nothing, beside what it adds to.
 
     Attention has queries, keys and values, rotated queries, and two parts of the output; transformers' own operations rotate
     in three pieces. The MLP has the layer's input, the norm's output, gate, up and product; a norm has two copies in fp32.
@@ -123,7 +131,7 @@ def _forward(shape: ModelShape, layers: Layers) -> float:
 
 
 def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
-    """One layer's share of what is kept, its input included."""
+    """Return one layer's share of what is kept, its input included."""
     element = layers.element
     query, key = element * shape.query_size, element * shape.kv_size
     inner = element * shape.intermediate * max(1, shape.experts_per_token)
@@ -131,15 +139,17 @@ def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
     if shape.qk_norm:  # their outputs go on to the rotary embedding, which keeps nothing of them
         attention += _norm(layers, shape.query_size, "none", rows=shape.heads)
         attention += _norm(layers, shape.kv_size, "none", rows=shape.kv_heads)
-    mlp = 2 * inner if recompute == "selective" else (3 if layers.fused else 4) * inner
+    clamped = shape.sinks and shape.experts > 0  # gpt-oss: gate and up are clamped, and each step of the gate is kept
+    copies = 3 if layers.fused else 7 if clamped else 4
+    mlp = (2 if recompute == "selective" else copies) * inner
     adapters = element * layers.rank * len(shape.linears)
     routed = element * shape.hidden * shape.experts_per_token  # a token's copies, one for each of its experts
     outputs = 0 if recompute == "selective" else 2 * element * shape.hidden
-    return 2 * _norm(layers, shape.hidden, recompute) + outputs + attention + mlp + adapters + routed
+    return shape.norms * _norm(layers, shape.hidden, recompute) + outputs + attention + mlp + adapters + routed
 
 
 def _norm(layers: Layers, width: int, recompute: Recompute, rows: int = 1) -> float:
-    """What a norm over `width` features keeps of its input, with `rows` fp32 factors a token; its output is not counted."""
+    """Count what a norm over `width` features keeps of its input, with `rows` fp32 factors a token; its output is not counted."""
     if layers.fused:
         return layers.element * width + FP32 * rows
     if recompute == "selective":

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config.schema import Recipe, Sft
+from lockstep.config.schema import Recipe, Sft, default_rate
+from lockstep.learner.schedule import learning_rate
+
+_FAR = 1000
+"""A rate that is this many times the default is taken for a slip: such steps ruin a pretrained model."""
+_LOW = 5
+"""A rate that is a fifth of the default or less trains so slowly that a short run shows no effect."""
+_SHOWN = 8
+"""Steps written out in a line; of longer lists the middle is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How the samples of a step become optimizer steps. Example: 16 prompts x 8 samples in 4 updates of 32."""
+    """The way from the samples of a step to optimizer steps. Example: 16 prompts x 8 samples in 4 updates of 32."""
 
     prompts: int
-    """Of one step."""
+    """Number in one step."""
     samples_per_prompt: int
     samples: int
-    """Of one step."""
+    """Number in one step."""
     ranks: int
     """Processes that share the samples of an update."""
     samples_per_update: int
@@ -38,7 +46,7 @@ class BatchPlan:
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the policy, over the whole run; its learning rate follows its schedule over these."""
+        """Optimizer steps of the policy over the whole run; its learning rate follows its schedule over these."""
         return (self.steps - self.critic_steps) * self.updates_per_step
 
     @property
@@ -54,11 +62,12 @@ class Equivalent:
     system: str
     settings: tuple[str, ...]
     missing: str = ""
-    """Why there is no equivalent; then `settings` is empty."""
+    """The reason if there is no equivalent; then `settings` is empty."""
 
 
-def batch_plan(recipe: Recipe, ranks: int = 1) -> BatchPlan:
-    """The batch arithmetic of a recipe. One process computes all samples unless `ranks` says otherwise."""
+def batch_plan(recipe: Recipe, ranks: int | None = None) -> BatchPlan:
+    """Return the batch arithmetic of a recipe. `ranks` compute the samples; None takes its placement's."""
+    ranks = ranks or (1 if recipe.placement.kind == "local" else recipe.placement.trainers)
     critic = recipe.algorithm.critic
     return BatchPlan(
         prompts=recipe.prompts_per_step,
@@ -75,7 +84,7 @@ def batch_plan(recipe: Recipe, ranks: int = 1) -> BatchPlan:
 
 
 def batch_lines(recipe: Recipe) -> list[str]:
-    """The batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
+    """Return the batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
     if recipe.sft is not None:
         return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
     plan = batch_plan(recipe)
@@ -105,7 +114,7 @@ def _cut(recipe: Recipe) -> list[str]:
 
 
 def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
-    """What this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
+    """Return what this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
     if recipe.sft is not None:
         return _sft_equivalents(recipe, recipe.sft)
     plan = batch_plan(recipe)
@@ -272,3 +281,63 @@ def _prime_rl(plan: BatchPlan) -> Equivalent:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+# --- learning rate and checkpoints -----------------------------------------------------------------------------------
+def rate_lines(recipe: Recipe) -> list[str]:
+    """Return the peak rate with its reason, the schedule, and its values on the way, by optimizer steps counted from 1."""
+    total = recipe.policy_updates
+    settings = recipe.optimizer
+    warmup = settings.warmup(total)
+    warm = f"{warmup} warm-up steps" if warmup else "no warm-up"
+    shape: str = settings.schedule
+    if shape == "wsd":
+        shape = f"wsd, falling in the last {settings.decay_share:.0%},"
+    lines = [f"learning rate {recipe.lr:g}: {_reason(recipe)}; {shape} over {total} optimizer steps, {warm}"]
+    usual = default_rate(recipe.loop, adapter=recipe.adapter.kind != "none")
+    if recipe.lr >= _FAR * usual and settings.kind != "python":
+        lines.append(
+            f"warning: optimizer.lr is {recipe.lr / usual:,.0f} times the default ({usual:.0e}); is that what is meant?"
+        )
+    if recipe.optimizer.lr is not None and recipe.lr <= usual / _LOW and settings.kind != "python":
+        kind = "adapters" if recipe.adapter.kind != "none" else "full training"
+        lines.append(
+            f"warning: optimizer.lr = {recipe.lr:g} is far below the default of {kind} ({usual:.0e}): a run of {total} optimizer "
+            f"steps may show no effect; leave optimizer.lr out, or set it to about {usual:.0e} or more"
+        )
+    if warmup or settings.schedule != "constant":
+        marks = _marks(warmup, total)
+        rates = (f"{learning_rate(settings, recipe.lr, mark - 1, total):.3g} at {mark}" for mark in marks)
+        lines.append(f"on the way: {', '.join(rates)}")
+    if recipe.algorithm.critic is not None:
+        lines.append(
+            f"critic: learning rate {recipe.algorithm.critic.lr:g} (algorithm.critic.lr), on the policy's schedule"
+        )
+    return lines
+
+
+def checkpoint_lines(recipe: Recipe) -> list[str]:
+    """Return the steps after which the run saves, and what it keeps."""
+    every, last = recipe.save.every, recipe.steps
+    marks = range(every, last, every)  # may be a billion
+    shown = [*marks, last] if len(marks) < _SHOWN else [*marks[:3], "…", marks[-1], last]
+    steps = map(str, shown)
+    best = f", and the best {recipe.save.keep_best}" if recipe.save.keep_best else ""
+    return [f"will save at steps {', '.join(steps)} (last); the newest {recipe.save.keep_last} are kept{best}"]
+
+
+def _reason(recipe: Recipe) -> str:
+    if recipe.optimizer.lr is not None:
+        return "set by optimizer.lr"
+    adapter = recipe.adapter.kind != "none"
+    other = default_rate(recipe.loop, adapter=not adapter)
+    kind, rest = ("adapters", "full training") if adapter else ("full training", "adapters")
+    loop = "SFT" if recipe.loop == "sft" else "RL"
+    return f"the default of {kind} in {loop} ({rest}: {other:.0e})"
+
+
+def _marks(warmup: int, total: int) -> list[int]:
+    """First and last optimizer step, the end of the warm-up, and the quarters between."""
+    rest = total - warmup
+    wanted = {1, warmup, total, *(warmup + rest * quarter // 4 for quarter in (1, 2, 3))}
+    return sorted(mark for mark in wanted if 1 <= mark <= total)

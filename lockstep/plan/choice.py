@@ -1,11 +1,11 @@
-"""What a run is given of a device's memory: micro-batch, recomputation, rows of the engine; or why it does not fit.
+"""The use of a device's memory: micro-batch, recomputation, rows of the engine; or why it does not fit.
 
 The prediction is compared with what was measured once the first steps are done, and can be refined by two measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -22,7 +22,7 @@ from lockstep.plan.shapes import ModelShape
 from lockstep.types import Metrics
 
 MARGIN = 0.05
-"""Of the prediction, left free: rounding and gaps of the allocator, and the prediction's own error."""
+"""Share of the prediction that is left free: rounding and gaps of the allocator, and the prediction's own error."""
 BUDGETS = (65536, 32768, 16384)
 """Tokens of a micro-batch, tried in this order with each way of recomputing; more recomputation comes before fewer tokens."""
 LEAST_BUDGET = 8192
@@ -74,14 +74,14 @@ def plan_memory(
     """
     job = job_of(recipe, shape, device, available, prompt_tokens=prompt_tokens, passes=passes)
     plan = _best(job, recipe, available)
-    if device == "cuda" and not plan.fits:
+    if device == "cuda" and not plan.fits and "memory" not in recipe.allow:
         raise _refusal(plan, recipe)
     return plan
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------
 def _best(job: Job, recipe: Recipe, available: float) -> MemoryPlan:
-    """The first sizes that fit, or else those that need least."""
+    """Return the first sizes that fit, or else those that need least."""
     slots = recipe.slots(job.device)
     tried = [_planned(job, recipe, replace(sizes, slots=slots), available) for sizes in _candidates(job, recipe)]
     fitting = next((plan for plan in tried if plan.fits), None)
@@ -103,7 +103,7 @@ def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
 
 
 def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float) -> MemoryPlan:
-    """The plan of these sizes. The native engine on a GPU takes the cache that there is room for: fewer rows, if need be."""
+    """Return the plan of these sizes. The native engine on a GPU takes as many rows as its cache has room for."""
     plan = MemoryPlan(job, sizes, recipe.slots(job.device), phases(job, sizes), available)
     while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and not plan.fits:
         if plan.sizes.slots == 1:
@@ -127,31 +127,35 @@ def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
 
 
 def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
-    """The smallest sets of changes that fit, each with what it then needs."""
+    """Return the smallest sets of changes that fit, each with what it then needs."""
+    fitting = [
+        f"{' and '.join(settings)} (then {changed.needs / GIB:.1f} GiB)"
+        for settings, _, changed in fitting_changes(plan, recipe)
+    ]
+    return ", or ".join(fitting) or "a smaller model, shorter replies (rollout.max_tokens), or a GPU with more memory"
+
+
+def fitting_changes(plan: MemoryPlan, recipe: Recipe) -> list[tuple[tuple[str, ...], Recipe, MemoryPlan]]:
+    """Return the smallest sets of settings that fit, with the changed recipe and its plan; none if nothing helps."""
     changes = [change for change in _CHANGES if change.helps(recipe, plan.job)]
     for count in (1, 2, 3):
         fitting = []
         for chosen in combinations(changes, count):
-            changed = _again(plan, recipe, chosen)
-            if changed.fits:
-                settings = " and ".join(change.setting for change in chosen)
-                fitting.append(f"{settings} (then {changed.needs / GIB:.1f} GiB)")
+            changed = recipe
+            for change in chosen:
+                changed = changed.model_copy(update=change.update(changed))
+            if (found := replan(plan, changed)).fits:
+                fitting.append((tuple(change.setting for change in chosen), changed, found))
         if fitting:
-            return ", or ".join(fitting)
-    return "a smaller model, shorter replies (rollout.max_tokens), or a GPU with more memory"
+            return fitting
+    return []
 
 
-def _again(plan: MemoryPlan, recipe: Recipe, chosen: Sequence[_Change]) -> MemoryPlan:
-    for change in chosen:
-        recipe = recipe.model_copy(update=change.update(recipe))
+def replan(plan: MemoryPlan, recipe: Recipe) -> MemoryPlan:
+    """Return the plan of a changed recipe on the same device."""
     before = plan.job
     job = job_of(
-        recipe,
-        before.shape,
-        before.device,
-        plan.available,
-        prompt_tokens=before.prompt,
-        passes=before.extra_passes,
+        recipe, before.shape, before.device, plan.available, prompt_tokens=before.prompt, passes=before.extra_passes
     )
     return _best(job, recipe, plan.available)
 
@@ -166,7 +170,7 @@ class _Change:
     """The sections of the recipe that it replaces."""
 
 
-def _part(section: Section, **changes: object) -> Section:
+def part(section: Section, **changes: object) -> Section:
     return section.model_copy(update=changes)
 
 
@@ -174,42 +178,42 @@ _CHANGES = (
     _Change(
         "update.recompute=auto",
         lambda recipe, job: recipe.update.recompute in ("none", "selective"),
-        lambda recipe: {"update": _part(recipe.update, recompute="auto")},
+        lambda recipe: {"update": part(recipe.update, recompute="auto")},
     ),
     _Change(
         f"update.tokens_per_microbatch={LEAST_BUDGET}",
         lambda recipe, job: (recipe.update.tokens_per_microbatch or 0) > LEAST_BUDGET,
-        lambda recipe: {"update": _part(recipe.update, tokens_per_microbatch=LEAST_BUDGET)},
+        lambda recipe: {"update": part(recipe.update, tokens_per_microbatch=LEAST_BUDGET)},
     ),
     _Change(
         "model.dtype=bf16",
         lambda recipe, job: job.element == FP32,
-        lambda recipe: {"model": _part(recipe.model, dtype="bf16")},
+        lambda recipe: {"model": part(recipe.model, dtype="bf16")},
     ),
     _Change(
         "sync.transport=shared",
         lambda recipe, job: recipe.rollout.engine == "native" and recipe.sync.transport == "copy",
-        lambda recipe: {"sync": _part(recipe.sync, transport="shared")},
+        lambda recipe: {"sync": part(recipe.sync, transport="shared")},
     ),
     _Change(
         "rollout.engine=native",
         lambda recipe, job: recipe.rollout.engine == "vllm",
-        lambda recipe: {"rollout": _part(recipe.rollout, engine="native", vllm=Vllm())},
+        lambda recipe: {"rollout": part(recipe.rollout, engine="native", vllm=Vllm())},
     ),
     _Change(
         "optimizer.states=8bit",
         lambda recipe, job: recipe.optimizer.kind == "adamw" and recipe.optimizer.states == "fp32",
-        lambda recipe: {"optimizer": _part(recipe.optimizer, states="8bit")},
+        lambda recipe: {"optimizer": part(recipe.optimizer, states="8bit")},
     ),
     _Change(
         "algorithm.kl.coef=0",
         lambda recipe, job: "reference model" in job.copies,
-        lambda recipe: {"algorithm": _part(recipe.algorithm, kl=_part(recipe.algorithm.kl, coef=0.0))},
+        lambda recipe: {"algorithm": part(recipe.algorithm, kl=part(recipe.algorithm.kl, coef=0.0))},
     ),
     _Change(
         "algorithm.critic.backbone=shared",
         lambda recipe, job: job.critic == "own",
-        lambda recipe: {"algorithm": _part(recipe.algorithm, critic=Critic(backbone="shared"))},
+        lambda recipe: {"algorithm": part(recipe.algorithm, critic=Critic(backbone="shared"))},
     ),
     _Change(
         "adapter.kind=lora",
@@ -221,7 +225,7 @@ _CHANGES = (
 
 # --- printing -------------------------------------------------------------------------------------------------------
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The plan as a table, in GiB, with what each phase has most of."""
+    """Return the plan as a table, in GiB, with what each phase has most of."""
     sizes, available = plan.sizes, f"{plan.available / GIB:.1f}"
     tokens = stream_tokens(plan.job, sizes.tokens)
     lines = [f"micro-batches of up to {tokens} tokens, recompute {sizes.recompute}, {sizes.slots} rows in the engine"]
@@ -247,13 +251,13 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 # --- checking -------------------------------------------------------------------------------------------------------
 def memory_metrics(plan: MemoryPlan, peak_bytes: float) -> Metrics:
-    """The predicted peak of torch's allocator, and the share by which the measured one is above."""
+    """Return the predicted peak of torch's allocator, and the share by which the measured one is above."""
     predicted = plan.peak.bytes
     return {"memory/predicted_gib": predicted / GIB, "memory/plan_error": peak_bytes / predicted - 1}
 
 
 def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str:
-    """What to say of a prediction that was off by more than TOLERATED; empty if it was not."""
+    """Return a warning about a prediction that was off by more than TOLERATED; empty if it was not."""
     predicted = plan.peak.bytes
     error = peak_bytes / predicted - 1
     if abs(error) <= TOLERATED:

@@ -1,7 +1,7 @@
-"""What a run will take of the disk, before it starts: checkpoints, rollouts, scores. Bytes.
+"""The disk space that a run will take, before it starts: checkpoints, rollouts, scores. Bytes.
 
 A checkpoint is the weights that were trained, and beside them the optimizer's state: fp32 masters of weights in bf16, and the
-moments. How many stand at once is save.keep_last, one for save.keep_best, and the one that is being written.
+moments. At once there are save.keep_last of them, one for save.keep_best, and the one that is being written.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from lockstep.checkpoint.manifest import SUFFIXES
 from lockstep.config.adapter import RESIDUAL_INITS, Lora, NoAdapter
 from lockstep.config.schema import AdamW, Muon, Recipe
 from lockstep.errors import DoesNotFitError
-from lockstep.plan.adapter import adapter_size, targeted
-from lockstep.plan.job import state_bytes
+from lockstep.evaluation.plan import replies_in_all
+from lockstep.plan.job import adapter_size, state_bytes, targeted
 from lockstep.plan.shapes import ModelShape
 
 FP32 = 4
 TENSOR_HEADER = 110
-"""Of a tensor in a safetensors file: name, dtype, shape and offsets as JSON."""
+"""Bytes of a tensor in a safetensors file: name, dtype, shape and offsets as JSON."""
 SMALL_FILES = 1_800
 """state.json and COMMIT.json."""
 ADAPTER_FILES = 1_400
 """adapter_config.json and adapter_base.json."""
 ROLLOUT_TOKEN = 14.0
-"""Of a sampled token in rollouts/*.parquet: id, log-probability, mask, and its text, compressed."""
+"""Bytes of a sampled token in rollouts/*.parquet: id, log-probability, mask, and its text, compressed."""
 ROLLOUT_ROW = 1500.0
-"""Of a sample there: its prompt, grade and metrics."""
+"""Bytes of a sample there: its prompt, grade and metrics."""
 ROLLOUT_FILE = 16e3
-"""Of a file there: its columns' names and statistics."""
+"""Bytes of a file there: its columns' names and statistics."""
 SCORE_REPLY = 600.0
-"""Of a reply in scores/*.json, without its text."""
+"""Bytes of a reply in scores/*.json, without its text."""
 SCORE_TOKEN = 4.5
-"""Of a reply's text there, for each token."""
+"""Bytes of a reply's text there, for each token."""
 SPARE = 1 << 28
 """Free bytes that a run leaves."""
 TOLERANCE = 0.05
 """The first checkpoint may be off the plan by this share before it is warned of."""
 LEAK = 2.0
-"""A checkpoint so many times the plan holds what it should not."""
+"""A checkpoint this many times the plan holds what it should not."""
 NOTICEABLE = 4 << 20
 """Bytes below which no difference is worth a word."""
 
@@ -51,14 +51,14 @@ class DiskPlan:
     """Bytes."""
 
     weights: float
-    """Of one checkpoint."""
+    """Weights of one checkpoint."""
     optimizer: float
     files: float
     """Config, tokenizer, headers."""
     kept: int
     """Checkpoints that stand at once, the one that is being written among them."""
     rollouts: float
-    """Of all steps, if every reply is as long as it may be."""
+    """Rollouts of all steps, if every reply is as long as it may be."""
     scores: float
 
     @property
@@ -71,7 +71,7 @@ class DiskPlan:
 
 
 def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], files: float = 0.0) -> DiskPlan:
-    """The forecast of a recipe over a model. `files`: bytes of what is copied beside full weights (config, tokenizer)."""
+    """Return the forecast of a recipe over a model. `files`: bytes of what is copied beside full weights (config, tokenizer)."""
     full = recipe.adapter.kind == "none"
     element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
     _, added = adapter_size(recipe.adapter, shape)
@@ -85,12 +85,12 @@ def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"],
     tensors = _tensors(recipe, shape, masters=element < FP32)
     if critic is not None and critic.backbone == "own":
         tensors *= 2
-    kept = min(recipe.save.keep_last, _saves(recipe)) + (1 if recipe.save.keep_best else 0)
+    kept = min(recipe.save.keep_last, saves(recipe)) + (1 if recipe.save.keep_best else 0)
     return DiskPlan(
         weights=element * _saved(recipe, shape, trained),
         optimizer=optimizer,
         files=(files if full else ADAPTER_FILES) + TENSOR_HEADER * tensors + SMALL_FILES,
-        kept=kept + (1 if _saves(recipe) > recipe.save.keep_last else 0),
+        kept=kept + (1 if saves(recipe) > recipe.save.keep_last else 0),
         rollouts=_rollouts(recipe),
         scores=_scores(recipe),
     )
@@ -118,12 +118,12 @@ def _tensors(recipe: Recipe, shape: ModelShape, *, masters: bool) -> float:
     each += 1 + masters
     adapter = recipe.adapter
     if isinstance(adapter, NoAdapter):
-        return (shape.layers * (len(shape.linears) + 2) + 2) * each
+        return (len(shape.all_linears) + 2 * shape.layers + 2) * each
     per_layer = 3 if isinstance(adapter, Lora) and adapter.dora else 2
     return shape.layers * per_layer * len(targeted(adapter.targets, shape)) * each
 
 
-def _saves(recipe: Recipe) -> int:
+def saves(recipe: Recipe) -> int:
     """Checkpoints that are written in the whole run."""
     return -(-recipe.steps // recipe.save.every)
 
@@ -138,22 +138,18 @@ def _rollouts(recipe: Recipe) -> float:
 def _scores(recipe: Recipe) -> float:
     if not recipe.eval.enabled:
         return 0.0
-    rounds = 2 + recipe.steps // recipe.eval.every
     tokens = recipe.eval.max_tokens or recipe.rollout.max_tokens
-    replies = sum(
-        (one.items or recipe.eval.items) * mode.samples for one in recipe.eval.sets for mode in recipe.eval.modes
-    )
-    return rounds * replies * (SCORE_REPLY + SCORE_TOKEN * tokens)
+    return replies_in_all(recipe) * (SCORE_REPLY + SCORE_TOKEN * tokens)
 
 
 def beside_bytes(folder: Path) -> int:
-    """Of the files that a checkpoint of full weights copies from the model's folder."""
+    """Count the bytes of the files that a checkpoint of full weights copies from the model's folder."""
     kept, not_taken = SUFFIXES - {".safetensors"}, (".index.json", "manifest.json")
     return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(not_taken))
 
 
 def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:
-    """For the log and `lockstep plan`."""
+    """Return the forecast as text, for the log and `lockstep plan`."""
     left = "" if free is None else f", {size(free)} are free"
     return [
         f"disk: a checkpoint is {size(plan.checkpoint)} (weights {size(plan.weights)}, optimizer {size(plan.optimizer)}); "
@@ -163,7 +159,7 @@ def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:
 
 
 def free_bytes(folder: Path) -> float:
-    """Of the disk that `folder` will be on; it need not exist."""
+    """Return the free bytes of the disk that `folder` will be on; it need not exist."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -184,7 +180,7 @@ Verdict: TypeAlias = Literal["fine", "off", "leak"]
 
 
 def judge_first(plan: DiskPlan, found: int) -> tuple[Verdict, str]:
-    """What the size of the first checkpoint says of the plan, with a sentence."""
+    """Compare the size of the first checkpoint with the plan, with a sentence."""
     gap = found - plan.checkpoint
     told = f"the first checkpoint is {size(found)}, planned were {size(plan.checkpoint)}"
     if abs(gap) <= NOTICEABLE or abs(gap) <= TOLERANCE * plan.checkpoint:

@@ -1,4 +1,4 @@
-"""Whether a model's family is computed here as plain transformers computes it, found out on a small random copy of it.
+"""A check that a model's family is computed here as plain transformers computes it, on a small random copy of it.
 
 A family may mix tokens otherwise than a layout says, or take positions, masks or heads that are not passed on: it would train and
 sample wrongly without a word. So each start asks, on the CPU in fp32, for one sequence alone, two in one stream, two replies of
@@ -18,10 +18,11 @@ from lockstep.errors import LockstepError, ModelError
 from lockstep.learner.learner import hidden_states, plain_logprobs
 from lockstep.learner.packing import number_tokens, streams
 from lockstep.models.attention import NAME as ATTENTION
-from lockstep.models.attention import require_attention_only
+from lockstep.models.attention import require_packable
 from lockstep.models.decoder import context_of
 from lockstep.models.heads import head_of, token_logprobs
 from lockstep.models.small import CONTEXT, random_model, small_config
+from lockstep.models.states import state_layers
 from lockstep.rollout.native import NativeEngine
 from lockstep.types import Request, Sampling, TokenIds, TrainSequence
 
@@ -32,13 +33,14 @@ SAMPLED = 4
 ASIDE = ("_name_or_path", "dtype", "architectures")
 """Settings that change nothing here."""
 CHOOSE = "choose a model of a family that is served (docs/models.md)"
-_passed: set[str] = set()
-"""Structures that this process has found right."""
+_passed: dict[str, float] = {}
+"""Structures that this process has found right, each with the largest difference in nats."""
 
 
-def require_family(kind: type[nn.Module], config: Any) -> None:
+def require_family(kind: type[nn.Module], config: Any) -> float:
     """Raise ModelError, naming the family and the check, unless models of this class and config are computed rightly here.
 
+    Returns the largest difference from plain transformers, in nats a token.
     A structure that passed is not asked again in this process.
     """
     family = f"{config.model_type} ({kind.__name__})"
@@ -46,9 +48,9 @@ def require_family(kind: type[nn.Module], config: Any) -> None:
         small = small_config(config)
         words = {name: value for name, value in small.to_dict().items() if name not in ASIDE}
         if (key := f"{family} {json.dumps(words, sort_keys=True, default=str)}") in _passed:
-            return
+            return _passed[key]
         plain: Any = random_model(kind, small, "eager")
-        require_attention_only(plain)
+        require_packable(plain)
         length = min(context_of(small) or CONTEXT, CONTEXT // 2)
         a, b = _ids(length, 1), _ids(length // 2, 2)
         expected = {ids: _plain(plain, ids) for ids in (a, b, (*b, *a[: length // 3]), (*b, *a[3 : length // 2]))}
@@ -62,28 +64,33 @@ def require_family(kind: type[nn.Module], config: Any) -> None:
     try:
         ours = random_model(kind, small, ATTENTION)
         ours.load_state_dict(plain.state_dict())
+        largest = 0.0
         for check, found, wanted in _checks(ours, plain, expected):
             gap = float((torch.tensor(found, dtype=torch.float64) - wanted).abs().max())
             if not gap <= TOLERANCE:
                 raise ModelError(
-                    f"{family} is not computed here as by transformers: {check} is off by {gap:.2g} nats",
+                    f"{family} is not computed here as by transformers: {check} is off by {gap:.2g} nats{_missing(plain)}",
                     where="model",
                     fix=CHOOSE,
                 )
+            largest = max(largest, gap)
     except ModelError:
         raise
     except Exception as error:  # whatever a layer makes of streams that it was not written for
         raise ModelError(
-            f"{family} cannot be computed on packed sequences: {_one_line(error)}", where="model", fix=CHOOSE
+            f"{family} cannot be computed on packed sequences: {_one_line(error)}{_missing(plain)}",
+            where="model",
+            fix=CHOOSE,
         ) from error
-    _passed.add(key)
+    _passed[key] = largest
+    return largest
 
 
 @torch.no_grad()
 def _checks(
     ours: nn.Module, plain: nn.Module, expected: dict[TokenIds, Tensor]
 ) -> Iterator[tuple[str, Sequence[float], Tensor]]:
-    """Each check's name, what was computed here, and by transformers."""
+    """Yield each check's name, what was computed here, and by transformers."""
     a, b, *replies = expected
     budget = sum(map(len, expected))
     yield "one sequence", plain_logprobs(ours, [a], budget)[0], expected[a]
@@ -132,6 +139,18 @@ def _plain(model: Any, ids: TokenIds) -> Tensor:
 def _ids(count: int, seed: int) -> TokenIds:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(3, 256, (count,), generator=generator).tolist())
+
+
+def _missing(model: Any) -> str:
+    """Return what the structure of a refused model lacks; empty if that cannot be told."""
+    config = model.config.get_text_config()
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "type_vocab_size"):
+        return "; it is an encoder, whose tokens see later ones unless config.is_decoder is set"
+    if state_layers(model):
+        return f"; its layers with a state ({type(state_layers(model)[0]).__name__}) are not told where sequences begin"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "; its attention is not one of transformers' registry, which is told where sequences begin"
+    return ""
 
 
 def _one_line(error: Exception) -> str:

@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the step trains, and how."""
+    """The training part of a step."""
 
     trained_parameters: int
     """All of them, or the adapters'."""
@@ -174,7 +174,7 @@ def _pass_flops(shape: ModelShape, work: Work, *, share_prompts: bool) -> tuple[
 
 
 def _decode_steps(shape: ModelShape, samples: Sequence[tuple[int, int]]) -> list[tuple[int, float]]:
-    """Of every decode step: samples still running, and the keys that they read, summed over samples and layers."""
+    """Return for every decode step the samples still running, and the keys that they read, summed over samples and layers."""
     full, windowed = shape.layers - shape.windowed, shape.windowed
     steps = []
     for t in range(max((response for _, response in samples), default=0)):

@@ -1,15 +1,15 @@
-"""What of a recipe and its model decides memory."""
+"""Everything in a recipe and its model that decides memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from lockstep.config.schema import AdamW, Muon, PythonOptimizer, Recipe
+from lockstep.config.adapter import ATTENTION, REGEX, Adapter, Lora, NoAdapter, OtherPeft, Targets
+from lockstep.config.numerics import PHASES, Phase
+from lockstep.config.schema import AdamW, Local, Muon, PythonOptimizer, Recipe, Split
 from lockstep.plan.activations import FP32, Layers, Scores, scores
-from lockstep.plan.adapter import adapter_size, packed_parameters
-from lockstep.plan.copies import quantised_copies
-from lockstep.plan.shapes import ModelShape
+from lockstep.plan.shapes import Linear, ModelShape
 
 GIB = 2**30
 
@@ -19,13 +19,15 @@ STATE_CHUNK = 2**25
 """Parameters whose 8-bit moments are wide at a time (learner.adamw8bit.CHUNK)."""
 STATE_WORK = 7 * 4
 """Bytes of each of those, at most: moments, roots, codes and their scales, in fp32 or int32."""
+USUAL_RANK = 8
+"""PEFT's default for its other methods; with it the plan is an upper bound for those without ranks."""
 STATE_BYTES = {"fp32": 8.0, "8bit": 2.0 + 2 * FP32 / 256}
 """Both moments of a parameter; 8-bit ones have an fp32 scale for every 256."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What of a recipe and its model decides memory. Bytes and tokens."""
+    """Everything in a recipe and its model that decides memory. Bytes and tokens."""
 
     shape: ModelShape
     device: Literal["cuda", "cpu"]
@@ -33,7 +35,7 @@ class Job:
     trained: int
     """Parameters that are trained."""
     added: int
-    """Of those, the adapters': they come on top of the model's own."""
+    """Parameters of the adapters among them: they come on top of the model's own."""
     state_bytes: float
     """Both moments of a trained parameter."""
     copies: tuple[str, ...]
@@ -60,6 +62,23 @@ class Job:
     """Frozen parameters that are kept in 4 bits."""
     step_work: float = 0.0
     """Bytes that an optimizer step works with, beside gradients and state."""
+    trainers: int = 0
+    """Workers that train, each of which owns a part of masters and moments; 0 is one process without workers."""
+    engines: int = 1
+    """Engines that share a step's samples."""
+    split: bool = False
+    """Other workers sample."""
+
+    @property
+    def owned(self) -> int:
+        """Trained parameters whose masters and moments one worker keeps, at most: no tensor is cut."""
+        if not self.trainers:
+            return self.trained
+        return max(-(-self.trained // self.trainers), 0 if self.added else min(self.shape.head, self.trained))
+
+    @property
+    def samples_per_engine(self) -> int:
+        return -(-self.samples_per_step // self.engines)
 
     @property
     def element(self) -> int:
@@ -68,7 +87,7 @@ class Job:
     @property
     def masters(self) -> float:
         """fp32 masters of the trained parameters; fp32 parameters are their own."""
-        return FP32 * self.trained if self.element < FP32 else 0.0
+        return FP32 * self.owned if self.element < FP32 else 0.0
 
     @property
     def update_tokens(self) -> int:
@@ -79,7 +98,7 @@ class Job:
 
     @property
     def step_tokens(self) -> int:
-        """Of all samples of a step, likewise: what passes before the first update see."""
+        """Tokens of all samples of a step, likewise: what passes before the first update see."""
         return self._tokens(self.samples_per_step)
 
     def _tokens(self, samples: int) -> int:
@@ -92,11 +111,11 @@ class Job:
         return scores(self.shape, self.layers, self.device, self.row or self.prompt + self.response)
 
     def pairs(self, tokens: int) -> tuple[float, float]:
-        """Queries times keys in a stream of so many tokens: of all whose scores are kept, and of those that run at once."""
+        """Queries times keys in a stream of that many tokens: of all whose scores are kept, and of those that run at once."""
         longest = self.row or self.prompt + self.response
         if self.row or not self.share_prompts or self.samples_per_prompt == 1:
             return float(tokens * longest), float(longest**2)
-        replies = self.response * longest * self.scores.whole
+        replies = self.response * longest * (self.scores.whole or self.scores.blocks)
         group = self.prompt + self.samples_per_prompt * self.response
         together = min(self.samples_per_prompt, max(1.0, (tokens - self.prompt) / self.response))
         kept = self.prompt**2 + self.samples_per_prompt * replies
@@ -119,11 +138,11 @@ def job_of(
     prompt_tokens: int,
     passes: bool,
 ) -> Job:
-    """The job that a recipe makes of a model, on a device with `available` bytes.
+    """Return the job that a recipe makes of a model, on a device with `available` bytes.
 
     `passes`: the objective needs log-probabilities or values before the update.
     """
-    adapter = recipe.adapter
+    adapter, place = recipe.adapter, recipe.placement
     rank, added = adapter_size(adapter, shape)
     packed = packed_parameters(adapter, shape)
     element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
@@ -156,6 +175,9 @@ def job_of(
         cache_stays=recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep,
         row=recipe.sft.max_tokens if recipe.sft else 0,
         step_work=_step_work(recipe, shape, added if rank else shape.parameters),
+        trainers=0 if isinstance(place, Local) else place.trainers,
+        engines=1 if isinstance(place, Local) else place.samplers or place.trainers,
+        split=isinstance(place, Split),
     )
 
 
@@ -166,7 +188,7 @@ def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
         case AdamW():
             return STATE_BYTES[optimizer.states]
         case Muon():  # one fp32 number for matrices between hidden states, AdamW's two for the rest
-            hidden = shape.layers * sum(linear.parameters for linear in shape.linears)
+            hidden = sum(linear.parameters for linear in shape.all_linears)
             matrices = 1.0 if recipe.adapter.kind != "none" else hidden / shape.parameters
             return FP32 * matrices + STATE_BYTES["fp32"] * (1 - matrices)
         case PythonOptimizer():
@@ -179,7 +201,7 @@ def _generated(recipe: Recipe) -> int:
     """Samples that are drawn together: a step's, or in SFT an evaluation's."""
     if recipe.sft is None:
         return recipe.samples_per_step
-    return recipe.eval.items * max(mode.samples for mode in recipe.eval.modes) if recipe.eval.enabled else 1
+    return max(one.items * mode.samples for one, mode in recipe.eval.pairs) if recipe.eval.enabled else 1
 
 
 def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
@@ -193,7 +215,7 @@ def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
 
 
 def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: float) -> float:
-    """As rollout.vllm.settings works it out."""
+    """Return the bytes of vLLM's cache as rollout.vllm.settings works them out."""
     vllm, rollout = recipe.rollout.vllm, recipe.rollout
     if rollout.engine != "vllm":
         return 0.0
@@ -201,3 +223,63 @@ def _vllm_cache(recipe: Recipe, shape: ModelShape, element: int, available: floa
         return vllm.kv_cache_gib * GIB
     length = vllm.max_model_len or max(rollout.max_tokens, recipe.eval.max_tokens or 0) + VLLM_PROMPT_ROOM
     return min(float(recipe.slots("cuda") * length * shape.kv_bytes(element)), vllm.gpu_memory_utilization * available)
+
+
+# --- adapters and copies ----------------------------------------------------------------------------------------------
+def adapter_size(adapter: Adapter, shape: ModelShape) -> tuple[int, int]:
+    """Rank and parameters of all layers together; (0, 0) for full training."""
+    match adapter:
+        case NoAdapter():
+            return 0, 0
+        case Lora(rank=rank):
+            chosen = targeted(adapter.targets, shape)
+            names = {linear.name for linear in chosen}
+            lengths = sum(x.outputs for x in shape.all_linears if x.name in names) if adapter.dora else 0
+            return rank, shape.adapter_parameters(rank, [linear.name for linear in chosen]) + lengths
+        case OtherPeft():
+            asked = adapter.options.get("r")
+            rank = asked if isinstance(asked, int) and asked > 0 else USUAL_RANK
+            return rank, shape.adapter_parameters(rank, [linear.name for linear in targeted(adapter.targets, shape)])
+        case _:
+            assert_never(adapter)
+
+
+def packed_parameters(adapter: Adapter, shape: ModelShape) -> int:
+    """Parameters of the base that are kept in 4 bits."""
+    if not isinstance(adapter, Lora) or adapter.base == "full":
+        return 0
+    return shape.layers * sum(linear.inputs * linear.outputs for linear in targeted(adapter.targets, shape))
+
+
+def targeted(targets: Targets, shape: ModelShape) -> list[Linear]:
+    """Return the linear layers of one decoder layer that get an adapter; a regular expression counts those that it spells out."""
+    match targets:
+        case "auto" if not shape.experts:
+            return list(shape.linears)
+        case "auto" | "attention":
+            return [linear for linear in shape.linears if linear.name in ATTENTION]
+        case "all-linear":
+            return list(shape.linears)
+        case list():
+            names = {target.rsplit(".", 1)[-1] for target in targets if not target.startswith(REGEX)}
+            patterns = [target for target in targets if target.startswith(REGEX)]
+            return [x for x in shape.linears if x.name in names or any(x.name in pattern for pattern in patterns)]
+        case _:
+            assert_never(targets)
+
+
+def quantised_copies(recipe: Recipe, *, reference: bool) -> list[str]:
+    """Quantised weights that are kept beside those that they are made of: a set for each format and each model (counted as whole
+    sets of weights, though embeddings and head have none)."""
+    settings = recipe.numerics
+
+    def formats(*phases: Phase) -> list[str]:
+        return sorted({settings.of(phase).partition("-")[0] for phase in phases} - {""})
+
+    if recipe.rollout.engine == "native" and recipe.sync.transport == "shared":
+        found = [f"weights in {name}" for name in formats(*PHASES)]
+    else:
+        found = [f"weights in {name}" for name in formats("train")]
+        if recipe.rollout.engine == "native":
+            found += [f"engine's weights in {name}" for name in formats("rollout", "eval")]
+    return found + [f"reference model in {name}" for name in formats("train") if reference]

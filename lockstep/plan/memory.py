@@ -1,6 +1,6 @@
 """Peak memory of a run on one device, phase by phase, predicted before anything is loaded.
 
-Of every phase   M = static + tokens · slope + const + keys and values   and, once, what other than torch takes: the context,
+Every phase takes   M = static + tokens · slope + const + keys and values   and, once, what other than torch takes: the context,
 libraries, captured graphs. `static` are the tensors that outlive a phase: weights, fp32 masters, moments, copies of the
 weights. Lifetimes follow the learner: a bf16 gradient is added to its fp32 sum as soon as it is complete and freed; sums exist
 from the first micro-batch to the optimizer step; moments from the first step on; keys and values during a rollout.
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.plan.activations import FP32, STREAM, PerToken, Recompute, per_token
+from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, per_token
 from lockstep.plan.job import GIB as GIB
 from lockstep.plan.job import Job
 
 LOGITS_BYTES = 2**31
-"""A GPU's head makes logits in tiles of so many bytes (models.head_kernels.TILE_BYTES)."""
+"""A GPU's head makes logits in tiles of this many bytes (models.head_kernels.TILE_BYTES)."""
 CPU_TILE = 512 * 2048
-"""A CPU's head makes so many logits at once, in fp32."""
+"""A CPU's head makes this many logits at once, in fp32."""
 CPU_FORWARD, CPU_BACKWARD = 2, 3
 """Copies of those: as they come and tempered; backward also their gradient."""
 HEAD_NUMBERS = 3 * FP32
-"""Of a token with loss: log-sum-exp, log-probability, entropy."""
+"""Bytes of a token with loss: log-sum-exp, log-probability, entropy."""
 PAGE = 64
 """Tokens of a page of keys and values (rollout.paged.state.PAGE)."""
 PREFILL_TOKENS = 16384
@@ -31,9 +31,9 @@ PROOF_BYTES = {"cuda": 16 * 2**20, "cpu": 2 * 2**20}
 WORKSPACE = 96 * 2**20
 """Work space of the matrix libraries, which torch's allocator holds."""
 VLLM_BYTES = 2.5 * GIB
-"""What vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs."""
+"""Bytes that vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs."""
 NF4_BYTES = 0.5 + 2 / 64
-"""Of a weight in 4 bits with its share of a scale (models.nf4.BYTES)."""
+"""Bytes of a weight in 4 bits with its share of a scale (models.nf4.BYTES)."""
 OUTSIDE = {"cuda": 1.25 * GIB, "cpu": 0.5 * GIB}
 """Context, libraries and kernels of the process, outside torch's allocator."""
 
@@ -48,7 +48,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What is alive at the worst moment of a phase."""
+    """Memory that is in use at the worst moment of a phase."""
 
     name: str
     terms: tuple[Term, ...]
@@ -64,21 +64,22 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the plan decides."""
+    """Sizes that the plan decides."""
 
     tokens: int
-    """Of one micro-batch, at most."""
+    """Tokens of one micro-batch, at most."""
     recompute: Recompute
     slots: int
 
 
 def phases(job: Job, sizes: Sizes) -> tuple[Phase, ...]:
-    """All phases of a run, in order."""
+    """Return all phases of a run, in order."""
     rate = per_token(job.shape, job.layers, sizes.recompute)
     tokens = stream_tokens(job, sizes.tokens)
     weights, state = static_terms(job, sizes.slots)
     static = (*weights, *state)
-    found = [Phase("load", weights), Phase("generate", (*static, *generate_terms(job, sizes.slots)))]
+    sampling = weights[:1] if job.split else static
+    found = [Phase("load", weights), Phase("generate", (*sampling, *generate_terms(job, sizes.slots)))]
     if job.cache_stays:
         static = (*static, Term("keys and values", job.vllm_cache))
     if job.extra_passes:
@@ -112,13 +113,19 @@ def pass_tokens(job: Job, budget: int) -> int:
 
 # --- parts of a phase -----------------------------------------------------------------------------------------------
 def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """What loading makes, and what the first step adds for the rest of the run."""
+    """Return what loading makes, and what the first step adds for the rest of the run."""
     shape, element = job.shape, job.element
     weights = element * (shape.parameters - job.packed) + NF4_BYTES * job.packed
     critic = critic_trained(job)
     terms = [Term("weights", weights + element * job.added), Term("fp32 masters", job.masters)]
     terms += [Term(name, weights + element * job.added) for name in job.copies]
-    state = [Term("moments", job.state_bytes * job.trained)]
+    state = [Term("moments", job.state_bytes * job.owned)]
+    if job.trainers:  # learner.sharded keeps these from the start
+        state += [
+            Term("gradients sent", float(element * job.trained)),
+            Term("gradients received", float(element * job.owned * job.trainers)),
+            Term("owned gradient sums", float(FP32 * job.owned)),
+        ]
     if job.critic == "own":
         terms.append(Term("critic", (element + FP32 * (element < FP32)) * critic))
         state.append(Term("critic's moments", job.state_bytes * critic))
@@ -144,9 +151,9 @@ def cache_bytes(job: Job, slots: int) -> float:
     if job.engine == "vllm":
         return job.vllm_cache
     one = job.shape.kv_bytes(job.element)
-    count = min(slots, job.samples_per_step)
-    if job.device == "cpu":
-        return count * (job.prompt + job.response) * one
+    count = min(slots, job.samples_per_engine)
+    if job.device == "cpu" or job.shape.state or job.shape.cached:  # slots, not pages
+        return count * ((job.prompt + job.response) * one + job.shape.state)
     prompts = -(-count // job.samples_per_prompt)
     pages = count * (-(-job.response // PAGE) + 1) + prompts * -(-job.prompt // PAGE)
     return pages * PAGE * one
@@ -161,8 +168,8 @@ def generate_terms(job: Job, slots: int) -> tuple[Term, ...]:
     cache = Term("keys and values", cache_bytes(job, slots))
     if job.engine == "vllm":
         return (cache,)
-    count = min(slots, job.samples_per_step)
-    prompts = -(-(job.samples_per_step if job.device == "cpu" else count) // job.samples_per_prompt)
+    count = min(slots, job.samples_per_engine)
+    prompts = -(-(job.samples_per_engine if job.device == "cpu" else count) // job.samples_per_prompt)
     stream = max(job.prompt, min(PREFILL_TOKENS, prompts * job.prompt))
     prefill = stream * per_token(job.shape, job.layers, "none").forward
     if job.device == "cpu":
@@ -173,7 +180,7 @@ def generate_terms(job: Job, slots: int) -> tuple[Term, ...]:
 
 
 def forward_terms(job: Job, rate: PerToken, tokens: int) -> tuple[Term, ...]:
-    """A pass that keeps nothing for a backward pass, at the worse of two moments that do not meet.
+    """Count a pass that keeps nothing for a backward pass, at the worse of two moments that do not meet.
 
     In a layer; or in the head, beside one tile of logits, when of the layers only the states of the tokens with loss are left.
     """
@@ -188,7 +195,7 @@ def forward_terms(job: Job, rate: PerToken, tokens: int) -> tuple[Term, ...]:
 def train_terms(
     job: Job, rate: PerToken, tokens: int, trained: int, recompute: Recompute, *, head: bool = True
 ) -> tuple[Term, ...]:
-    """The backward pass of the last of several micro-batches, or of the only one, where sums grow as activations go.
+    """Count the backward pass of the last of several micro-batches, or of the only one, where sums grow as activations go.
 
     The worst moment is the head's, when all activations are there, or the last layer's.
     """
@@ -196,7 +203,7 @@ def train_terms(
     layer = job.scores.kept * pairs * bool(job.scores.layers)
     matrices = 0.0 if recompute == "full" else job.scores.layers * layer
     kept = tokens * rate.kept + matrices
-    sums = float(FP32 * trained)
+    sums = 0.0 if job.trainers else float(FP32 * trained)
     if -(-job.update_tokens // tokens) == 1:
         sums = max(0.0, sums - kept)
     work = tokens * rate.working + _layer_gradient(job) + _score_work(job, at_once) + layer * (recompute == "full")
@@ -208,8 +215,8 @@ def train_terms(
 
 
 def optimizer_terms(job: Job) -> tuple[Term, ...]:
-    """The sums, and what the step works with."""
-    sums = Term("gradient sums", FP32 * job.trained)
+    """Count the sums, and what the step works with."""
+    sums = Term("gradient sums", 0.0 if job.trainers else FP32 * job.trained)
     return (sums, Term("moments at work", job.step_work)) if job.step_work else (sums,)
 
 
@@ -225,7 +232,7 @@ def sync_terms(job: Job) -> tuple[Term, ...]:
 def host_bytes(job: Job) -> float:
     """Main memory that a checkpoint of a GPU's tensors takes while it is written: its larger file at once."""
     weights = job.element * (job.trained if job.added else job.shape.parameters)
-    return max(float(weights), job.masters + job.state_bytes * job.trained)
+    return max(float(weights), FP32 * job.trained * (job.element < FP32) + job.state_bytes * job.trained)
 
 
 def _layer_gradient(job: Job) -> float:
@@ -238,11 +245,13 @@ def _layer_gradient(job: Job) -> float:
 
 def _score_work(job: Job, pairs: float) -> float:
     """Scores of the layer that runs, if they are tensors."""
+    if job.scores.blocks:
+        return job.scores.working * min(pairs, PAIRS)
     return job.scores.working * pairs * bool(job.scores.layers)
 
 
 def _head_work(job: Job, tokens: int) -> float:
-    """The head's backward pass: logits, the gradient of the states, and that of its matrix summed over tiles in fp32."""
+    """Count the head's backward pass: logits, the gradient of the states, and that of its matrix summed over tiles in fp32."""
     rows, element = job.trained_share * tokens, job.element
     states = 2 * element * rows * job.shape.hidden  # and their gradient
     if job.device == "cpu" and element < FP32:
@@ -254,7 +263,7 @@ def _head_work(job: Job, tokens: int) -> float:
 
 
 def _logits(job: Job, rows: float, copies: int) -> float:
-    """One tile of the head's logits, at most of `rows`; a CPU's operations have `copies` of it in fp32."""
+    """Count one tile of the head's logits, at most of `rows`; a CPU's operations have `copies` of it in fp32."""
     if job.device == "cpu":
         return copies * float(FP32) * min(rows * job.shape.vocab, CPU_TILE)
     return min(rows * job.shape.vocab * job.element, LOGITS_BYTES)

@@ -2,81 +2,154 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from lockstep.algorithms.build import build_objective
-from lockstep.config.schema import Model, Recipe, Sft
-from lockstep.errors import DoesNotFitError
+from lockstep.algorithms.build import Objective, build_objective
+from lockstep.config.schema import Local, Model, Recipe, Sft
+from lockstep.errors import DoesNotFitError, ModelError
 from lockstep.models.builtin import BUILTINS, LAYOUT
 from lockstep.models.cache import cache_root
-from lockstep.plan.adapter import adapter_size
-from lockstep.plan.choice import memory_lines, plan_memory
-from lockstep.plan.disk import beside_bytes, disk_lines, free_bytes, plan_disk, require_room
+from lockstep.models.resolve import HUB_ID, hub_config
+from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
+from lockstep.plan.devices import worker_lines, workers_of
+from lockstep.plan.disk import DiskPlan, beside_bytes, disk_lines, free_bytes, plan_disk
 from lockstep.plan.floors import ADAMW_BYTES, H200, Floor, Machine, Update, Work, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
-from lockstep.plan.memory import GIB
-from lockstep.plan.shapes import ModelShape, read_shape
+from lockstep.plan.job import GIB, adapter_size
+from lockstep.plan.model_shape import meta_model, read_shape
+from lockstep.plan.shapes import ModelShape
 
 ASSUMED_PROMPT = 512
 """Tokens of a prompt where no tokenizer has counted them."""
 KNOWN_GPUS = (H200,)
 
 
-def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
-    """The memory plan and the floor of a step, on a GPU of `gpu_gib` or on this machine's device.
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Sizes of a recipe's model and the device that it is planned for."""
 
-    A recipe that has no room is said to have none; nothing is raised for it. Raises ModelError for a damaged model folder.
-    """
-    folder = folder_here(recipe.model)
-    if folder is None:
-        return [f"{recipe.model.path} is not on this machine: the plan is printed when a run has fetched it"]
-    shape = read_shape(folder)
-    device, available, name = planned_device(recipe, gpu_gib)
-    objective = build_objective(recipe)
-    trained = f"rows of {recipe.sft.max_tokens} tokens, evaluated with " if recipe.sft is not None else ""
-    lines = [f"on {name}, with {trained}prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"]
-    try:
-        plan = plan_memory(
-            recipe,
-            shape,
-            device,
-            available,
+    recipe: Recipe
+    shape: ModelShape
+    objective: Objective
+    device: Literal["cuda", "cpu"]
+    available: float
+    """Free bytes of the device."""
+    total: float
+    """All bytes of it."""
+    name: str
+    disk: DiskPlan | None
+    """None if the size of the adapter or of the optimizer's state cannot be told."""
+    free: float
+    """Free bytes of the disk of runs_dir."""
+
+    @staticmethod
+    def of(recipe: Recipe, gpu_gib: float | None = None) -> Preview | None:
+        """Return None for a model whose config is not known here. Raises ModelError for a damaged folder."""
+        folder = config_folder(recipe.model)
+        if folder is None:
+            return None
+        shape = read_shape(folder)
+        device, available, total, name = planned_device(recipe, gpu_gib)
+        if device == "cpu":  # its workers share it
+            available, total = available / workers_of(recipe), total / workers_of(recipe)
+        disk = None
+        if recipe.adapter.kind != "peft" and recipe.optimizer.kind != "python":
+            disk = plan_disk(recipe, shape, device, beside_bytes(folder))
+        free = free_bytes(Path(recipe.runs_dir))
+        return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, free)
+
+    def memory(self) -> MemoryPlan:
+        """Return the memory plan with prompts of an assumed length. Raises DoesNotFitError on a GPU without room."""
+        return plan_memory(
+            self.recipe,
+            self.shape,
+            self.device,
+            self.available,
             prompt_tokens=ASSUMED_PROMPT,
-            passes=objective.recomputes_old or objective.needs_reference or objective.needs_values,
+            passes=self.objective.extra_passes,
         )
-    except DoesNotFitError as error:
-        return [*lines, *error.mistakes, f"to fix: {error.fix}"]
-    lines += memory_lines(plan)
-    machine = next((known for known in KNOWN_GPUS if known.name in name), None)
-    if device == "cuda" and machine is not None and recipe.sft is not None:
-        lines.append(_sft_floor(recipe, recipe.sft, shape, machine))
-    elif device == "cuda" and machine is not None:
-        full = recipe.adapter.kind == "none"
-        floor = recipe_floor(recipe, shape, machine, old=objective.recomputes_old, reference=objective.needs_reference)
-        lines.append(f"a step on {machine.name} takes at least, with {'full training' if full else 'adapters'}:")
-        lines += floor_table(floor)
-    return lines
+
+    def require_memory(self) -> None:
+        """Raise DoesNotFitError on a GPU without room, and on a CPU with less memory than weights and optimizer state take."""
+        recipe = self.recipe.model_copy(update={"allow": []})
+        plan = replace(self, recipe=recipe).memory()
+        least = next(phase.bytes for phase in plan.phases if phase.name == "save")
+        if self.device == "cpu" and least > self.total:
+            what = (
+                f"weights and optimizer state take {least / GIB:.1f} GiB, this machine has {self.total / GIB:.1f} GiB"
+            )
+            raise DoesNotFitError([what], where="memory plan", fix="take a smaller model, or adapter.kind=lora")
 
 
-def disk_preview(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
-    """What a run will take of the disk; nothing for a model that is not here or an adapter whose size cannot be told."""
-    folder = folder_here(recipe.model)
-    if folder is None or recipe.adapter.kind == "peft":
-        return []
-    plan = plan_disk(recipe, read_shape(folder), planned_device(recipe, gpu_gib)[0], beside_bytes(folder))
-    where = Path(recipe.runs_dir)
-    free = free_bytes(where)
-    lines = disk_lines(plan, free)
+def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
+    """Return the memory plan, the forecast of the disk and the floor of a step, on a GPU of `gpu_gib` or on this device.
+
+    Raises ModelError for a damaged model folder.
+    """
+    preview = Preview.of(recipe, gpu_gib)
+    if preview is None:
+        return [f"{recipe.model.path} is not on this machine: the plan is printed when a run has fetched it"]
+    trained = f"rows of {recipe.sft.max_tokens} tokens, evaluated with " if recipe.sft is not None else ""
+    workers = worker_lines(recipe)
+    where = f"each worker: {preview.name}" if workers else preview.name
+    head = f"on {where}, with {trained}prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"
+    disk = disk_lines(preview.disk, preview.free) if preview.disk is not None else []
     try:
-        require_room(plan, free, where)
+        plan = preview.memory()
     except DoesNotFitError as error:
-        return [*lines, *error.mistakes, f"to fix: {error.fix}"]
-    return lines
+        return [*workers, head, *error.mistakes, *disk]
+    return [*workers, head, *memory_lines(plan), *_floor_lines(preview), *disk]
+
+
+def adapter_lines(recipe: Recipe) -> list[str]:
+    """Return the layers that get an adapter and the parameters that are trained; nothing for full training.
+
+    Settings that mean no layer are among the refusals.
+    """
+    if recipe.adapter.kind == "none":
+        return []
+    folder = None if recipe.model.trust_remote_code else config_folder(recipe.model)
+    if folder is None:
+        return [f"{recipe.adapter.kind}: its layers are not counted, since the model's config is not known here"]
+    from lockstep.learner.adapter_targets import choose_targets
+
+    try:
+        shape = read_shape(folder)
+        chosen = choose_targets(meta_model(folder), recipe.adapter.targets)
+    except ModelError:
+        return []
+    rank, added = adapter_size(recipe.adapter, shape)
+    counts = Counter(name.rsplit(".", 1)[-1] for name in chosen.layers)
+    layers = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return [
+        f"{recipe.adapter.kind} of rank {rank} on {len(chosen.layers)} layers: {layers}",
+        f"{added:,} of {shape.parameters:,} parameters are trained ({added / shape.parameters:.2%})",
+        *chosen.notes,
+    ]
+
+
+def _floor_lines(preview: Preview) -> list[str]:
+    """Return the least time of a step on a GPU whose rates are known."""
+    recipe, objective = preview.recipe, preview.objective
+    machine = next((known for known in KNOWN_GPUS if known.name in preview.name), None)
+    if preview.device != "cuda" or machine is None:
+        return []
+    if recipe.sft is not None:
+        return [_sft_floor(recipe, recipe.sft, preview.shape, machine)]
+    full = "full training" if recipe.adapter.kind == "none" else "adapters"
+    floor = recipe_floor(
+        recipe, preview.shape, machine, old=objective.recomputes_old, reference=objective.needs_reference
+    )
+    workers = workers_of(recipe)
+    where = f"{workers} x {machine.name}" if workers > 1 else machine.name
+    return [f"a step on {where} takes at least, with {full}:", *floor_table(floor)]
 
 
 def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) -> str:
-    """The least time of a step whose rows are as long as they may be, and all of which carry loss."""
+    """Return the least time of a step whose rows are as long as they may be, and all of which carry loss."""
     adapter = recipe.adapter.kind != "none"
     trained = shape.parameters if recipe.adapter.kind == "none" else adapter_size(recipe.adapter, shape)[1]
     work = Work.equal(sft.sequences_per_step, 1, 0, sft.max_tokens)
@@ -90,7 +163,7 @@ def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) ->
 
 
 def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bool, reference: bool) -> Floor:
-    """The least time of a step in which every prompt has ASSUMED_PROMPT tokens and every reply is as long as it may be."""
+    """Return the least time of a step in which every prompt has ASSUMED_PROMPT tokens and every reply is as long as it may be."""
     adapter = recipe.adapter
     trained = shape.parameters if adapter.kind == "none" else adapter_size(adapter, shape)[1]
     work = Work.equal(recipe.prompts_per_step, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
@@ -101,11 +174,19 @@ def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bo
         old=old,
         reference=reference,
     )
-    return step_floor(shape, work, update, machine)
+    whole, place = step_floor(shape, work, update, machine), recipe.placement
+    if isinstance(place, Local):
+        return whole
+    prompts = -(
+        -recipe.prompts_per_step // (place.samplers or place.trainers)
+    )  # of one engine: all of a prompt's samples
+    own = Work.equal(prompts, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
+    shared = {name: getattr(whole, name) / place.trainers for name in ("old", "reference", "train", "optimizer")}
+    return replace(step_floor(shape, own, update, machine), **shared)
 
 
 def folder_here(model: Model) -> Path | None:
-    """The folder of a model that is on this machine already; nothing is fetched."""
+    """Return the folder of a model that is on this machine already; nothing is fetched."""
     if model.path in BUILTINS:
         folder = cache_root() / "models" / f"{model.path}-{BUILTINS[model.path].sha256[:12]}-{LAYOUT}"
         return folder if (folder / "config.json").is_file() else None
@@ -113,6 +194,22 @@ def folder_here(model: Model) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     return _hub_cache(model)
+
+
+def weights_here(model: Model) -> Path | None:
+    """Return the folder of a model whose weights are on this machine; of a hub model a plan fetches config.json alone."""
+    folder = folder_here(model)
+    if folder is None or model.path in BUILTINS or Path(model.path).expanduser().exists():
+        return folder
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def config_folder(model: Model) -> Path | None:
+    """Return a folder with the model's config.json. If a hub model is not here, this one file is fetched."""
+    folder = folder_here(model)
+    if folder is not None or model.path in BUILTINS or not HUB_ID.fullmatch(model.path):
+        return folder
+    return hub_config(model.path, model.revision)
 
 
 def _hub_cache(model: Model) -> Path | None:
@@ -126,13 +223,16 @@ def _hub_cache(model: Model) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, str]:
-    """Kind, bytes and name of what the plan is for."""
+def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, float, str]:
+    """Return kind, free bytes, all bytes and name of the device that the plan is for."""
     if gpu_gib is not None:
-        return "cuda", gpu_gib * GIB, f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"
+        name = f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"
+        return "cuda", gpu_gib * GIB, gpu_gib * GIB, name
     import psutil
     import torch
 
     if recipe.device != "cpu" and torch.cuda.is_available():
-        return "cuda", float(torch.cuda.mem_get_info()[0]), torch.cuda.get_device_name()
-    return "cpu", float(psutil.virtual_memory().available), "this machine's CPU"
+        free, total = torch.cuda.mem_get_info()
+        return "cuda", float(free), float(total), torch.cuda.get_device_name()
+    memory = psutil.virtual_memory()
+    return "cpu", float(memory.available), float(memory.total), "this machine's CPU"

@@ -1,20 +1,13 @@
-"""What a model folder's config.json says about sizes: layers, heads, vocabulary, and the exact number of parameters.
+"""The sizes that a model's config.json describes: layers, heads, vocabulary, and the exact number of parameters.
 
-For the families below nothing but JSON is read, so that a plan is printed before torch is imported. Any other model is built
-on the meta device, without memory for its weights, and counted. Where the headers of the safetensors files disagree with the
-count, the meta device decides.
+For the families below nothing but JSON is read, so that a plan is printed before torch is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-from lockstep.errors import ModelError
-from lockstep.models.folder import read_json
-from lockstep.models.stored import stored_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +41,32 @@ class ModelShape:
     """The head's weight is the embedding."""
     parameters: int
     linears: tuple[Linear, ...]
-    """nn.Linear layers of one decoder layer: what adapter.targets = all-linear means."""
+    """nn.Linear layers of one decoder layer: what adapter.targets = all-linear means. Where layers differ, one of each name."""
     experts: int = 0
     """Experts of a layer; 0 is a dense MLP."""
     experts_per_token: int = 0
     qk_norm: bool = False
     """Queries and keys are normalised per head (Qwen3, Gemma 3)."""
     window: int | None = None
-    """Sliding-window layers see so many tokens."""
+    """Sliding-window layers see this many tokens."""
     windowed: int = 0
-    """How many of the layers those are."""
+    """Number of those layers."""
     softcap: bool = False
     """Attention scores are capped (Gemma 2)."""
     sinks: bool = False
     """Each head has a score of its own in the softmax (gpt-oss)."""
+    norms: int = 2
+    """Norms of a layer, those of heads apart."""
+    every_linear: tuple[Linear, ...] = ()
+    """Those of all layers, where layers differ in them."""
+    cached: int = 0
+    """Numbers of keys and values of one token in all layers, where layers differ in them, or a value from a key; else 0."""
+    state: int = 0
+    """Bytes of what layers with a state hold of one sequence."""
+
+    @property
+    def all_linears(self) -> tuple[Linear, ...]:
+        return self.every_linear or self.linears * self.layers
 
     @property
     def query_size(self) -> int:
@@ -97,17 +102,17 @@ class ModelShape:
 
     def kv_bytes(self, element: int = 2) -> int:
         """Bytes of keys and values of one token, all layers."""
-        return 2 * self.layers * self.kv_size * element
+        return (self.cached or 2 * self.layers * self.kv_size) * element
 
     def adapter_parameters(self, rank: int, targets: str | list[str] = "all-linear") -> int:
         """Parameters of LoRA matrices of `rank` on the named layers."""
-        chosen = [x for x in self.linears if targets == "all-linear" or x.name in targets]
-        return self.layers * sum(rank * (linear.inputs + linear.outputs) for linear in chosen)
+        chosen = [x for x in self.all_linears if targets == "all-linear" or x.name in targets]
+        return sum(rank * (linear.inputs + linear.outputs) for linear in chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a family's parameters follow from its config. A text names the config's own switch."""
+    """The way in which a family's parameters follow from its config. A text names the config's own switch."""
 
     qkv_bias: bool | str = False
     output_bias: bool | str = False
@@ -161,24 +166,8 @@ EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
 """Config keys of the number of experts of a layer."""
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder.
-
-    Loads torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
-    hold another number of parameters.
-    """
-    config = read_json(folder / "config.json")
-    shape = shape_of(config)
-    if shape is not None:
-        stored = stored_parameters(folder)
-        # Some files keep a tied weight under both of its names.
-        if stored in (None, shape.parameters, shape.parameters + shape.head * shape.tied):
-            return shape
-    return measured_shape(folder)
-
-
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a config's own words give; None if its family is unknown or a size is not written out."""
+    """Return the shape that a config's own words give; None if its family is unknown or a size is not written out."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or (not family.every_layer and not _experts_everywhere(config)):
         return None
@@ -187,63 +176,6 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     except KeyError:
         return None
     return replace(sizes, parameters=_parameters(config, family, sizes))
-
-
-def measured_shape(folder: Path) -> ModelShape:
-    """The shape of a model that is built on the meta device: any decoder that transformers knows. Loads torch."""
-    try:
-        return shape_of_model(meta_model(folder))
-    except AttributeError as error:
-        raise ModelError(f"its sizes cannot be told: {error}", where=str(folder / "config.json")) from error
-
-
-def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
-    """A transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
-    from lockstep.models.load import structure
-
-    try:
-        return structure(folder, trust_remote_code)
-    except Exception as error:  # whatever transformers makes of a config that lies
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"no model can be made of it: {reason}", where=str(folder / "config.json")) from error
-
-
-def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a transformers causal language model, on any device."""
-    import torch
-
-    config = model.config.get_text_config()
-    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-    layer = model.get_decoder().layers[0]
-    linears = tuple(
-        Linear(name.rsplit(".", 1)[-1], module.out_features, module.in_features)
-        for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    )
-    words = config.to_dict()
-    experts = _number_of_experts(words) if any(words.get(name) for name in EXPERT_NAMES) else 0
-    width = words.get("moe_intermediate_size") if experts else None
-    window, windowed = _windows(words)
-    return ModelShape(
-        family=str(config.model_type),
-        hidden=hidden,
-        layers=int(config.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-        intermediate=int(width or words["intermediate_size"]),
-        vocab=int(config.vocab_size),
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        parameters=sum(p.numel() for p in model.parameters()),
-        linears=linears,
-        experts=experts,
-        experts_per_token=int(words["num_experts_per_tok"]) if experts else 0,
-        qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in layer.named_modules()),
-        window=window,
-        windowed=windowed,
-        softcap=bool(words.get("attn_logit_softcapping")),
-        sinks=any(name.endswith("sinks") for name, _ in layer.named_parameters()),
-    )
 
 
 # --- from a config --------------------------------------------------------------------------------------------------
@@ -262,7 +194,7 @@ def _sizes(config: Mapping[str, Any], family: _Family) -> ModelShape:
     if not family.experts:
         linears += [Linear("gate_proj", width, hidden), Linear("up_proj", width, hidden)]
         linears += [Linear("down_proj", hidden, width)]
-    window, windowed = _windows(config)
+    window, windowed = windows_of(config)
     return ModelShape(
         family=str(config["model_type"]),
         hidden=hidden,
@@ -275,13 +207,14 @@ def _sizes(config: Mapping[str, Any], family: _Family) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         parameters=0,
         linears=tuple(linears),
-        experts=_number_of_experts(config) if family.experts else 0,
+        experts=number_of_experts(config) if family.experts else 0,
         experts_per_token=int(config["num_experts_per_tok"]) if family.experts else 0,
         qk_norm=family.qk_norm,
         window=window,
         windowed=windowed,
         softcap=bool(config.get("attn_logit_softcapping", 50.0 if config["model_type"] == "gemma2" else None)),
         sinks=family.sinks,
+        norms=family.norms,
     )
 
 
@@ -302,8 +235,8 @@ def _parameters(config: Mapping[str, Any], family: _Family, shape: ModelShape) -
     return shape.layers * layer + hidden + embeddings
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, int]:
-    """The sliding window and in how many layers it is in force."""
+def windows_of(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the sliding window and in how many layers it is in force."""
     window, kinds, layers = config.get("sliding_window"), config.get("layer_types"), int(config["num_hidden_layers"])
     if not window or (config.get("use_sliding_window") is not True and "qwen" in config["model_type"]):
         return None, 0
@@ -321,6 +254,6 @@ def _experts_everywhere(config: Mapping[str, Any]) -> bool:
     return config.get("decoder_sparse_step", 1) == 1 and not config.get("mlp_only_layers")
 
 
-def _number_of_experts(config: Mapping[str, Any]) -> int:
+def number_of_experts(config: Mapping[str, Any]) -> int:
     """Raises KeyError if the config names none: versions of transformers write one name or the other."""
     return int(next((config[name] for name in EXPERT_NAMES if config.get(name)), None) or config[EXPERT_NAMES[0]])

@@ -12,8 +12,8 @@ from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.config.text import parse
 from lockstep.errors import ConfigError, EvaluationError, RunDirectoryError
-from lockstep.evaluate.records import read_score
-from lockstep.evaluate.table import Row, comparison_table
+from lockstep.evaluation.records import read_score
+from lockstep.evaluation.table import Row, comparison_table
 from lockstep.track.catalogue import Judge
 from lockstep.track.rollouts import RolloutRow, read_rollouts, rollout_steps
 from lockstep.track.rundir import RunDirectory
@@ -74,26 +74,27 @@ def gather(run: RunDirectory) -> RunFacts:
     notes: list[str] = []
     records = read_metrics(run)
     last = records[-1].step if records else None
-    scores = _scores(run, last, notes)
+    scores = read_scores(run, last, notes)
     recipe_yaml = run.recipe_yaml()
+    recipe = _recipe(recipe_yaml, notes)
     return RunFacts(
         name=run.name,
         manifest=run.manifest(),
         recipe_yaml=recipe_yaml,
-        recipe=_recipe(recipe_yaml, notes),
+        recipe=recipe,
         records=tuple(records),
         events=tuple(read_events(run)),
         scores=tuple(scores),
         rows=tuple(_compare([named.score for named in scores], notes)),
-        outside=tuple(find_outside(records)),
+        outside=tuple(find_outside(records, recipe)),
         samples=_samples(run, last, notes),
         notes=tuple(notes),
     )
 
 
-def find_outside(records: Sequence[StepRecord]) -> list[Outside]:
-    """The metrics that left their range, most often outside first, each with its steps and its first and last such value."""
-    judge = Judge()
+def find_outside(records: Sequence[StepRecord], recipe: Recipe | None = None) -> list[Outside]:
+    """Return the metrics that left their range, most often outside first, each with its steps, first and last such value."""
+    judge = Judge(recipe.health.ranges if recipe else None)
     found: dict[str, list[StepRecord]] = {}
     for record in records:
         for name in judge.step(record.step, record.metrics):
@@ -106,7 +107,7 @@ def find_outside(records: Sequence[StepRecord]) -> list[Outside]:
 
 
 def choose_samples(rows: Sequence[RolloutRow], count: int = SAMPLES) -> list[RolloutRow]:
-    """A mix for reading: unscored, wrong and right replies in turn, of different prompts first. The same every time."""
+    """Choose a mix for reading: unscored, wrong and right replies in turn, of different prompts first; always the same."""
     first_of_prompt = {id(row) for row in {row.prompt_id: row for row in reversed(rows)}.values()}
     ordered = sorted(rows, key=lambda row: id(row) not in first_of_prompt)
     kinds = [[row for row in ordered if row.right is kind] for kind in (None, False, True)]
@@ -116,7 +117,8 @@ def choose_samples(rows: Sequence[RolloutRow], count: int = SAMPLES) -> list[Rol
     return chosen[:count]
 
 
-def _scores(run: RunDirectory, last: int | None, notes: list[str]) -> list[NamedScore]:
+def read_scores(run: RunDirectory, last: int | None, notes: list[str]) -> list[NamedScore]:
+    """Read the scores of the weights that the run continued with; `notes` says which are left out, and why."""
     scores: list[NamedScore] = []
     for path in sorted(run.scores_path.glob("*.json")):
         try:
@@ -136,12 +138,14 @@ def _mode_name(path: Path) -> str:
 
 
 def _compare(scores: Sequence[Score], notes: list[str]) -> list[Row]:
-    base = [score for score in scores if score.step == 0]
     last = max((score.step for score in scores), default=0)
+    trained = [score for score in scores if score.step == last]
+    measured = {(score.conditions.task, score.conditions.mode) for score in trained}  # sets have cadences of their own
+    base = [one for one in scores if one.step == 0 and (one.conditions.task, one.conditions.mode) in measured]
     if not base or last == 0:
         return []
     try:
-        return comparison_table(base, [score for score in scores if score.step == last])
+        return comparison_table(base, trained)
     except EvaluationError as error:
         notes.append(f"base and trained are not compared: {error.what}")
         return []

@@ -45,6 +45,8 @@ class Episode:
     """Log-probability of each token; 0 for observed tokens."""
     trained: list[bool] = field(default_factory=list)
     """True for tokens that were sampled."""
+    routes: bytes = b""
+    """Experts of each token, as the first pass over it chose them."""
     replies: list[Reply] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None

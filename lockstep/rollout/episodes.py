@@ -16,6 +16,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.chat.continuation import Continuation
 from lockstep.envs.runners import Answer, Fault, poll_all
 from lockstep.errors import ChatError, EngineError
+from lockstep.rollout.agents import AgentEpisode, Agents, verdict
 from lockstep.rollout.episode import Episode, Reply, check_reply, check_tokens
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.seeds import seed_for
@@ -27,6 +28,7 @@ from lockstep.types import (
     Group,
     Message,
     Prompt,
+    ReplyText,
     Request,
     Rollout,
     RolloutEngine,
@@ -63,7 +65,7 @@ def make_rollouts(
     Raises EngineError if the engine fails or does not answer every request exactly once; StaleWeightsError if it has another
     version of the weights; ChatError for a prompt that cannot be rendered.
     """
-    table = _Table(engine, chat, task, sampling, seed, version, grader)
+    table = _Table(engine, chat, task, sampling, seed, version, grader, samples)
     asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
     done: dict[str, Rollout] = {}
     try:
@@ -94,7 +96,10 @@ class _Table:
         seed: tuple[int | str, ...],
         version: int,
         grader: AsyncGrader,
+        samples: int,
     ) -> None:
+        self._samples = samples
+        self._agents = Agents(engine, chat, sampling, seed, version)
         self._engine, self._chat, self._task, self._grader = engine, chat, task, grader
         self._sampling, self._seed, self._version = sampling, seed, version
         self._continuation: Continuation | None = None
@@ -105,15 +110,18 @@ class _Table:
         """Keys of episodes whose environment is working."""
         self._requested: dict[str, str] = {}
         """Keys of episodes by the id of the request that is sampled for them."""
+        self._groups: dict[str, dict[int, tuple[str, ReplyText]]] = {}
+        """Keys and replies by sample, of prompts whose samples are graded together and are not all there yet."""
         self._ended: list[tuple[str, Rollout]] = []
 
     def play(self, asked: Sequence[tuple[Prompt, int]]) -> Iterator[tuple[str, Rollout]]:
         """Yield each rollout once, by its key, as they end."""
-        requests = [self._begin(prompt, sample) for prompt, sample in asked]
-        self._engine.submit(requests)
-        while self._open:
+        begun = [self._begin(prompt, sample) for prompt, sample in asked]
+        self._engine.submit([request for request in begun if request is not None])
+        while self._open or self._agents.open:
             for completion in self._engine.completed(self._listen):
-                self._replied(completion)
+                if not self._agents.takes(completion):
+                    self._replied(completion)
                 self._listen()
                 yield from self._take_ended()
             if self._requested:
@@ -124,7 +132,8 @@ class _Table:
             yield from self._take_ended()
 
     def close(self) -> None:
-        """Stop the environments that still work."""
+        """Stop the environments and programs that still work."""
+        self._agents.close()
         for episode in self._open.values():
             if episode.runner is not None:
                 episode.runner.end(episode.key)
@@ -135,10 +144,15 @@ class _Table:
         return ended
 
     # --- sampling -------------------------------------------------------------------------------------------------
-    def _begin(self, prompt: Prompt, sample: int) -> Request:
+    def _begin(self, prompt: Prompt, sample: int) -> Request | None:
+        """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
-        if key in self._open:
+        if key in self._open or key in self._agents.open:
             raise EngineError("two rollouts have this key", where=key)
+        programs = self._task.programs(prompt)
+        if programs is not None:
+            self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.door)
+            return None
         ids = self._rendered.get(prompt.id)
         if ids is None:
             ids = self._rendered[prompt.id] = self._chat.render_prompt(prompt)
@@ -176,6 +190,7 @@ class _Table:
             episode.version,
             episode.prefix,
             len(episode.prompt_ids) + episode.budget if episode.runner is not None else 0,
+            episode.runner is not None,
         )
 
     def _replied(self, completion: Completion) -> None:
@@ -188,11 +203,12 @@ class _Table:
         episode.ids += completion.ids
         episode.logprobs += completion.logprobs
         episode.trained += [True] * len(completion.ids)
+        episode.routes += completion.routes[len(episode.routes) :]
         began = time.perf_counter()
-        episode.text, answer = self._chat.read(completion.ids)
+        episode.text, answer = completion.read or self._chat.read(completion.ids)
         self._grader.held += time.perf_counter() - began
         if episode.runner is None:
-            self._grader.submit(key, episode.prompt, answer)
+            self._grade(episode, ReplyText(answer, episode.text, completion.ids), self._samples)
             return
         if episode.fault is not None:
             self._fail(episode, episode.fault)
@@ -201,15 +217,50 @@ class _Table:
         if episode.started:
             self._step(episode)
 
+    def _program_ended(self, episode: AgentEpisode) -> None:
+        grade = verdict(episode)
+        if grade is not None:
+            self._end_program(episode, grade)
+            return
+        text = episode.outcome.text if episode.outcome is not None else ""
+        self._grade(episode, ReplyText(text, text, episode.done[max(episode.done)].ids), 1)
+
+    def _end_program(self, episode: AgentEpisode, grade: Grade) -> None:
+        self._ended.append((episode.key, self._agents.finish(episode, grade)))
+
+    def _grade(self, episode: Episode | AgentEpisode, reply: ReplyText, samples: int) -> None:
+        """Have a reply graded; where the grader takes all `samples` of a prompt at once, when the last of them is there."""
+        prompt = episode.prompt
+        reads = self._task.reads(prompt)
+        if reads == "answer":
+            self._grader.submit(episode.key, prompt, reply.answer)
+            return
+        group = self._groups.setdefault(prompt.id, {})
+        group[episode.sample] = (episode.key, reply)
+        if reads == "reply" or len(group) == samples:
+            self._grader.submit_replies(prompt, dict(group[sample] for sample in sorted(group)))
+            del self._groups[prompt.id]
+
     # --- environments ---------------------------------------------------------------------------------------------
     def _listen(self, seconds: float = 0.0) -> None:
         """Take grades and turns of environments, and ask the engine for the next replies."""
-        for key in self._grader.done(0.0 if self._thinking else seconds):
-            self._graded(self._open[key], self._grader.grade(key))
+        playing = self._agents.playing
+        for key in self._grader.done(0.0 if self._thinking or playing else seconds):
+            if key in self._open:
+                self._graded(self._open[key], self._grader.grade(key))
+            else:
+                self._end_program(self._agents.open[key], self._grader.grade(key))
+        if playing:
+            for ended in self._agents.listen(
+                min(seconds, SHORT_SECONDS) if self._thinking or self._grader.open else seconds
+            ):
+                self._program_ended(ended)
         if not self._thinking:
             return
         busy = {id(runner): runner for key in self._thinking if (runner := self._open[key].runner) is not None}
-        answers = poll_all(list(busy.values()), min(seconds, SHORT_SECONDS) if self._grader.open else seconds)
+        answers = poll_all(
+            list(busy.values()), min(seconds, SHORT_SECONDS) if self._grader.open or playing else seconds
+        )
         requests = [request for answer in answers if (request := self._answered(answer)) is not None]
         if requests:
             self._engine.submit(requests)
@@ -249,8 +300,9 @@ class _Table:
         """Take the turn that followed a reply; returns the request for the next one, if there is one."""
         if said.answer:
             episode.final = replace(said, answer=False)
-            text = self._chat.answer(episode.replies[-1].completion.ids)
-            self._grader.submit(episode.key, episode.prompt, text)
+            ids = episode.replies[-1].completion.ids
+            text, answer = self._chat.read(ids)
+            self._grade(episode, ReplyText(answer, text, ids), 1)
             return None
         for name, value in said.metrics.items():
             episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
@@ -334,6 +386,7 @@ class _Table:
             prefix=episode.prefix,
             turn_rewards=tuple((reply.end - 1, reply.reward) for reply in episode.replies) if by_turn else (),
             turns=turns,
+            routes=episode.routes,
             cut=episode.cut,
         )
         self._ended.append((episode.key, rollout))

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from lockstep.models.attention import Layout
 from lockstep.models.decoder import Decoder
 from lockstep.models.heads import token_logprobs
+from lockstep.models.states import state_layers
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.forward import Computation
+from lockstep.rollout.kept import KeptPrompts
 from lockstep.rollout.requests import check_groups, check_idle, check_request, closing_on_error
+from lockstep.rollout.routes import Routes
 from lockstep.rollout.sampler import sample, uniforms
 from lockstep.rollout.slots import STREAM_MULTIPLE, DecodeLayout, PrefillLayout, Prefix, Slots
 from lockstep.types import (
@@ -47,6 +50,7 @@ class _Sequence:
     request: Request
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[bytes] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -60,15 +64,23 @@ class _Prompt:
 
     prefix: Prefix
     logits_V: Tensor
+    routes: bytes = b""
 
 
 class NativeEngine:
     """Implements types.RolloutEngine over a transformers causal language model loaded with Lockstep's attention."""
 
     def __init__(
-        self, model: nn.Module, *, slots: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        stop_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        routes: bool = False,
     ) -> None:
-        """Take the model, which may be a PEFT model. `decode` turns ids into text, only to look for stop strings.
+        """Take the model, which may be a PEFT model. `decode` turns ids into text, only to look for stop strings. `routes`
+        records the experts of each token.
 
         Raises ModelError for a model that cannot run here.
         """
@@ -77,16 +89,22 @@ class NativeEngine:
         decoder = Decoder.of(model)
         self._decoder, self._head, self._context = decoder.module, decoder.head, decoder.context
         self._computation = Computation(model)
+        self._routes = Routes(decoder.model, record=routes)
         weight = self._head.weight_VH
         self._device = weight.device
-        self._slots = Slots(decoder.layers, slots, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
+        self._slots = Slots(slots)
         self._capacity = slots
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
         self._prompts: dict[str, _Prompt] = {}
         self._roots: dict[TokenIds, Prefix] = {}
+        self._root_routes: dict[TokenIds, bytes] = {}
         self._active: list[_Sequence] = []
         self._done: deque[Completion] = deque()
+        self._kept = KeptPrompts()
+        # A state is that behind a prompt's last token, so no shorter beginning can be cut from it; a record of routes neither.
+        self._keeps = not routes and not state_layers(decoder.model)
+        self.processed = self.reused = 0
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     @property
@@ -98,8 +116,7 @@ class NativeEngine:
         try:
             return self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
         finally:  # a refused setting may have removed the previous one
-            self._prompts.clear()
-            self._roots.clear()
+            self._forget()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
@@ -133,8 +150,7 @@ class NativeEngine:
         check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         self._computation.require_clean(f"weights {version} arrived")
         load_weights(self._model, weights)
-        self._prompts.clear()
-        self._roots.clear()
+        self._forget()
         self.version = version
 
     def weights(self) -> WeightStream:
@@ -143,8 +159,29 @@ class NativeEngine:
 
     def close(self) -> None:
         self._slots.release()
-        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts, self._roots):
+        self._forget()
+        for kept in (self._queue, self._active, self._done, self._waiting):
             kept.clear()
+
+    def cancel(self, id: str) -> None:
+        """Drop a request; its slot is free for the next. Called between tokens; an unknown or finished one is passed over."""
+        for request in [request for request in self._queue if request.id == id]:
+            self._queue.remove(request)
+            self._left(request.group, 1)
+        for slot in [slot for slot, sequence in enumerate(self._active) if sequence.request.id == id]:
+            self._free(slot)
+
+    @property
+    def held(self) -> int:
+        """Number of rows, waiting requests and prompts in memory for them; 0 when no request is open."""
+        return len(self._active) + len(self._queue) + len(self._prompts) + len(self._waiting)
+
+    def _forget(self) -> None:
+        """Drop all processed prompts: they are of other weights, or were computed in another way."""
+        self._prompts.clear()
+        self._roots.clear()
+        self._root_routes.clear()
+        self._kept.clear()
 
     # --- admission ------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -155,7 +192,7 @@ class NativeEngine:
             return
         admitted = [self._queue.popleft() for _ in range(count)]
         self._prefill(admitted)
-        sequences = [_Sequence(request) for request in admitted]
+        sequences = [_Sequence(r, routes=[self._prompts[r.group].routes]) for r in admitted]
         logits_BV = torch.stack([self._prompts[r.group].logits_V for r in admitted])
         self._draw(sequences, logits_BV)
         used = len(self._active)
@@ -170,10 +207,15 @@ class NativeEngine:
         open_sequences = [s for s in sequences if not self._finish(s)]
         order = {group: iter(slots) for group, slots in places.items()}
         self._active.extend(sorted(open_sequences, key=lambda s: next(order[s.request.group])))
-        self._waiting.subtract(request.group for request in admitted)
-        for group in {request.group for request in admitted}:
-            if not self._waiting[group]:
-                del self._prompts[group], self._waiting[group]
+        for group, number in Counter(request.group for request in admitted).items():
+            self._left(group, number)
+
+    def _left(self, group: str, number: int) -> None:
+        """Note that requests of a group have left the queue; without others its processed prompt is dropped."""
+        self._waiting[group] -= number
+        if not self._waiting[group]:
+            del self._waiting[group]
+            self._prompts.pop(group, None)
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Process the prompts that are not cached yet, each once; the prefix of all prompts is processed once per version."""
@@ -184,22 +226,37 @@ class NativeEngine:
             while new and tokens + len(new[0].prompt_ids) <= PREFILL_TOKENS:
                 tokens += len(new[0].prompt_ids)
                 chunk.append(new.popleft())
-            roots = [self._root(request.prompt_ids[: request.prefix]) for request in chunk]
-            rests = [request.prompt_ids[request.prefix :] for request in chunk]
-            layout = PrefillLayout([len(rest) for rest in rests], roots)
+            begun = [self._begun(request) for request in chunk]
+            starts = [prefix.tokens if prefix else 0 for prefix in begun]
+            rests = [request.prompt_ids[start:] for request, start in zip(chunk, starts, strict=True)]
+            layout = PrefillLayout([len(rest) for rest in rests], begun)
             ids = [token for rest in rests for token in rest]
-            positions = [p for r in chunk for p in range(r.prefix, len(r.prompt_ids))]
+            positions = [p for r, start in zip(chunk, starts, strict=True) for p in range(start, len(r.prompt_ids))]
+            self.processed += len(ids)
+            self.reused += sum(starts)
             hidden_TH = self._forward(ids, positions, layout)
             ends = torch.tensor(layout.lengths).cumsum(0) - 1
             logits_BV = self._head.logits(_padded(hidden_TH[ends.to(self._device)]))
             for request, prefix, logits_V in zip(chunk, layout.processed(), logits_BV, strict=False):
-                self._prompts[request.group] = _Prompt(prefix, logits_V.clone())
+                routes = self._root_routes.get(request.prompt_ids[: request.prefix], b"") + self._routes.next(
+                    len(request.prompt_ids) - request.prefix
+                )
+                self._prompts[request.group] = _Prompt(prefix, logits_V.clone(), routes)
+                if request.keep and self._keeps:
+                    self._kept.keep(request.prompt_ids, prefix)
+
+    def _begun(self, request: Request) -> Prefix | None:
+        """Return the longest beginning of a prompt that is processed already."""
+        kept = self._kept.longest(request.prompt_ids, request.prefix + 1)
+        return kept or self._root(request.prompt_ids[: request.prefix])
 
     def _root(self, ids: TokenIds) -> Prefix | None:
         if ids and ids not in self._roots:
             layout = PrefillLayout([len(ids)], [None])
             self._forward(list(ids), list(range(len(ids))), layout)
-            self._roots[ids] = layout.processed()[0]
+            self.processed += len(ids)
+            self.reused -= len(ids)  # its first prompt reuses nothing
+            self._roots[ids], self._root_routes[ids] = layout.processed()[0], self._routes.next(len(ids))
         return self._roots.get(ids)
 
     # --- decoding -------------------------------------------------------------------------------------------------
@@ -211,22 +268,29 @@ class NativeEngine:
         positions_B = torch.tensor(positions, device=self._device)
         layout = DecodeLayout(self._slots, positions_B, max(positions) + 1, len(active))
         hidden_TH = self._forward([s.ids[-1] for s in active], positions, layout)
+        for sequence in active:
+            sequence.routes.append(self._routes.next(1))
         self._draw(active, self._head.logits(hidden_TH)[: len(active)])
+        self.processed += len(active)
         for slot in range(len(active) - 1, -1, -1):
             sequence = active[slot]
             if reason := self._finish(sequence):
-                last = active.pop()
-                if last is not sequence:  # the last slot's sequence moves into the free one: used slots stay the first
-                    self._slots.move(len(active), slot, last.cached)
-                    active[slot] = last
+                self._free(slot)
                 self._done.append(self._completion(sequence, reason))
+
+    def _free(self, slot: int) -> None:
+        """Give up a slot: the last one's sequence moves into it, so that used slots stay the first."""
+        last = self._active.pop()
+        if slot < len(self._active):
+            self._slots.move(len(self._active), slot, last.cached)
+            self._active[slot] = last
 
     def _forward(self, ids: list[int], positions: list[int], layout: Layout) -> Tensor:
         """Return hidden states [T, H] of a stream, padded to a multiple of STREAM_MULTIPLE."""
         padding = [0] * (-len(ids) % STREAM_MULTIPLE)
         ids_1T = torch.tensor([ids + padding], device=self._device)
         positions_1T = torch.tensor([positions + padding], device=self._device)
-        with self._computation.running():
+        with self._computation.running(), self._routes.of(len(ids)):
             output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)
         hidden_TH: Tensor = output.last_hidden_state[0]
         return hidden_TH
@@ -261,7 +325,8 @@ class NativeEngine:
         return FinishReason.LENGTH if len(sequence.ids) >= sampling.max_tokens else None
 
     def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:
-        return Completion(sequence.request, tuple(sequence.ids), tuple(sequence.logprobs), reason, self.version)
+        kept = tuple(sequence.ids), tuple(sequence.logprobs)
+        return Completion(sequence.request, *kept, reason, self.version, routes=b"".join(sequence.routes))
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, ids: TokenIds) -> tuple[float, ...]:

@@ -35,7 +35,11 @@ def check_request(request: Request, version: int, context: int, fix: str = SHORT
     check_version(request, version)
     prompt, budget = len(request.prompt_ids), request.sampling.max_tokens
     if not prompt or budget < 1:
-        raise EngineError("a request needs a prompt and a token budget of at least 1", where=request.id)
+        raise EngineError(
+            "the request has no prompt, or no room for one new token",
+            where=f"request {request.id}",
+            fix="give a prompt of at least one token and max_tokens of at least 1",
+        )
     if not 0 <= request.prefix < prompt:
         raise EngineError(f"a shared prefix of {request.prefix} tokens leaves nothing of {prompt}", where=request.id)
     if context and prompt + budget > context:

@@ -53,6 +53,7 @@ class Checkpointer:
         first = not any(info.complete for info in list_checkpoints(self._logger.run.path))
         path = save_checkpoint(self._logger.run.path, self._parts, self._recipe, step, proof, best, rows)
         self._logger.event("checkpoint", str(path.name), step=step, fingerprint=proof.fingerprint)
+        self._logger.saved(path)
         if step == self._recipe.steps and best is None and (name := self._recipe.save.keep_best):
             self._logger.warn(
                 f"save.keep_best: no step of this run has {name}, so none was kept as the best", step=step

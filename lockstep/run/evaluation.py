@@ -7,15 +7,16 @@ from contextlib import contextmanager
 
 from lockstep.build.parts import Parts
 from lockstep.config.numerics import numeric_in
-from lockstep.config.schema import EvalMode, EvalSet, Recipe
+from lockstep.config.schema import EvalMode, EvalSet, LmEvalSet, Recipe
 from lockstep.errors import EvaluationError, Interrupted
-from lockstep.evaluate.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
-from lockstep.evaluate.brief import brief_of
-from lockstep.evaluate.compare import FEW
-from lockstep.evaluate.plan import eval_plan
-from lockstep.evaluate.records import read_brief, read_score, score_path, stored_score, write_score
-from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
-from lockstep.evaluate.table import comparison_table, score_line, table_lines
+from lockstep.evaluation.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.evaluation.brief import brief_of
+from lockstep.evaluation.compare import FEW
+from lockstep.evaluation.gates import judged_line, verdict_lines
+from lockstep.evaluation.plan import eval_plan, is_due
+from lockstep.evaluation.records import read_brief, read_score, score_path, stored_score, write_score
+from lockstep.evaluation.runner import evaluate, heldout_items, score_conditions
+from lockstep.evaluation.table import comparison_table, score_line, table_lines
 from lockstep.rollout import precision
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
@@ -27,17 +28,25 @@ from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine
 def evaluate_modes(
     parts: Parts, recipe: Recipe, logger: RunLogger, step: int, proof: Proof, stop: StopRequest
 ) -> Metrics:
-    """Score the present weights on every set in every mode; a score under identical conditions is not measured again.
+    """Score the present weights on every set that is due, in its modes; a score under identical conditions is not measured again.
 
     Raises Interrupted on a signal: finished scores are kept, the unfinished one is left to a resume.
     """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
     with computing(parts.engine, numerics, parts.policy.numerics), logger.console.evaluating():
-        for chosen in recipe.eval.sets:
-            for mode in recipe.eval.modes:
+        for chosen, mode in recipe.eval.pairs:
+            if is_due(recipe, chosen, step):
                 score = _measure(parts, recipe, logger, step, proof, stop, numerics, chosen, mode)
                 metrics |= _report(recipe, logger, step, chosen, mode, score)
+        for asked in recipe.eval.lm_eval:
+            score = _measure_task(parts, recipe, logger, step, proof, stop, numerics, asked)
+            logger.say(f"eval at step {step}, lm-eval {asked.name}: {score_line(score)}, {score.seconds:.1f} s")
+            metrics |= score_metrics(f"lm_eval.{asked.name}", score)
+    if step in recipe.eval.judged.steps:
+        line = judged_line(recipe, logger.run, step)
+        logger.event("judged", line, step=step)
+        logger.say(line)
     return metrics
 
 
@@ -92,7 +101,7 @@ def _measure(
 
     def progress(done: int, of: int) -> None:
         stop.require_none(logger.run.path)
-        logger.console.phase(f"evaluating {mode.name} of {chosen.role}", done, of)
+        logger.progress(f"evaluating {mode.name} of {chosen.role}", done, of)
 
     if score is None:
         source = f"{logger.run.name} at step {step}"
@@ -103,6 +112,38 @@ def _measure(
             )  # fmt: skip
         except Interrupted:
             parts.engine.close()  # the rest of its replies is not needed
+            raise
+        write_score(path, score)
+    return score
+
+
+def _measure_task(
+    parts: Parts,
+    recipe: Recipe,
+    logger: RunLogger,
+    step: int,
+    proof: Proof,
+    stop: StopRequest,
+    numerics: str,
+    asked: LmEvalSet,
+) -> Score:
+    from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
+
+    task, chat = load_task(asked, parts.policy.chat), parts.policy.chat
+    plan = eval_plan(recipe, numerics, parts.policy.context)
+    path = score_path(logger.run.path, step, f"lm_eval.{asked.name}")
+    score = stored_score(path, conditions_of(task, chat, plan, proof))
+
+    def progress(done: int, of: int) -> None:
+        stop.require_none(logger.run.path)
+        logger.progress(f"evaluating {asked.name} of lm-eval", done, of)
+
+    if score is None:
+        source = f"{logger.run.name} at step {step}"
+        try:
+            score = evaluate_task(parts.engine, task, chat, plan, proof, step=step, source=source, progress=progress)
+        except Interrupted:
+            parts.engine.close()
             raise
         write_score(path, score)
     return score
@@ -129,14 +170,18 @@ def _equal_rewards(logger: RunLogger) -> bool | None:
 def final_table(recipe: Recipe, logger: RunLogger) -> list[str]:
     """Return the comparison of the base with the last evaluated weights, for every set and mode that has both scores."""
     base, trained, last = [], [], last_evaluated(recipe, logger)
-    names = [recipe.eval.score_name(one.role, mode.name) for one in recipe.eval.sets for mode in recipe.eval.modes]
+    names = [recipe.eval.score_name(one.role, mode.name) for one, mode in recipe.eval.pairs]
+    names += [f"lm_eval.{one.name}" for one in recipe.eval.lm_eval]
     for name in names:
         first, end = (score_path(logger.run.path, step, name) for step in (0, last))
         if first.is_file() and end.is_file():
             base.append(read_score(first))
             trained.append(read_score(end))
     try:
-        return table_lines(comparison_table(base, trained), _equal_rewards(logger)) if base else []
+        lines = table_lines(comparison_table(base, trained), _equal_rewards(logger)) if base else []
+        if verdict := verdict_lines(recipe, logger.run):
+            logger.event("judged", verdict[-1], step=last)
+        return lines + verdict
     except EvaluationError as error:  # a score of an earlier attempt under other conditions: the run itself is sound
         return [f"base and trained are not compared: {error}"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.build.disk import checkpoint_gib
-from lockstep.config.evaluate import DECIDING, NONDET
 from lockstep.config.schema import Drops, NoStop, Plateau, Recipe
-from lockstep.errors import HealthStop
-from lockstep.evaluate.stopping import Point, diverges, should_stop
+from lockstep.errors import HealthStop, LearnerError
+from lockstep.evaluation.stopping import Point, diverges, should_stop
 from lockstep.health.judge import Alarm, HealthJudge
+from lockstep.health.smoke import COLUMNS, SmokeGate
+from lockstep.health.trends import REWARD, probes
+from lockstep.run.callbacks import call, load_callbacks
 from lockstep.run.logger import RunLogger
 from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics
-
-REWARD = "reward/mean"
 
 
 class Monitor:
@@ -23,15 +23,20 @@ class Monitor:
     def __init__(self, recipe: Recipe, logger: RunLogger, start: int, model: Path) -> None:
         self._recipe, self._logger = recipe, logger
         self._judge = HealthJudge(recipe, checkpoint_gib(recipe, model))
+        self._smoke = SmokeGate(recipe)
         self._broken: list[Alarm] = []
         self._step = start
         self._values: dict[str, dict[int, float]] = {}
+        self._callbacks = load_callbacks(recipe.health.callbacks)
+        self._history: list[tuple[int, Metrics]] = []
+        self._failure: LearnerError | None = None
         self.over = ""
         """Reason why the run must stop; "" while it continues."""
         for row in read_metrics(logger.run):
             if row.step <= start:  # later rows belong to an attempt that this one does not continue
                 self._remember(row.step, row.metrics)
-                self._judge.step(row.step, row.metrics)  # its earlier warnings are not repeated
+                alarms = self._judge.step(row.step, row.metrics)  # its earlier warnings are not repeated
+                self._smoke.take(row.step, row.metrics, alarms)
 
     def note(self, step: int, metrics: Metrics) -> str:
         """Take in the metrics measured after `step`; warns of broken health rules, and of a probe that diverges from the
@@ -41,14 +46,32 @@ class Monitor:
         """
         self._remember(step, metrics)
         self._step = step
-        for alarm in sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop"):
+        alarms = sorted(self._judge.step(step, metrics), key=lambda alarm: alarm.setting.tier == "stop")
+        self._smoke.take(step, metrics, alarms)
+        if table := self._smoke.due(step):
+            self._logger.event("smoke", f"the first {step} steps", step=step, rows=table)
+            self._logger.console.table(f"smoke gate: the first {step} steps", COLUMNS, table)
+        for alarm in alarms:
             self._report(alarm)
         if any(name.startswith("eval/") for name in metrics):
             self._note_scores(step, metrics)
+        if self._callbacks and step:
+            self._call_back(step)
         return self.over
 
+    def _call_back(self, step: int) -> None:
+        """Call the user's functions; an error ends the run once this step is saved."""
+        try:
+            why = call(self._callbacks, self._history)
+        except LearnerError as error:
+            self._failure, why = error, str(error)
+        if why and step < self._recipe.steps:
+            self.over = self.over or why
+            self._logger.event("early_stop", why, step=step)
+            self._logger.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
+
     def _note_scores(self, step: int, metrics: Metrics) -> None:
-        for name in self._probes():
+        for name in (f"{probe}/accuracy" for probe in probes(self._recipe)):
             if name in metrics and (why := diverges(self._points(REWARD), self._points(name))):
                 self._logger.warn(f"{name}: {why}", step=step)
         match self._recipe.eval.stop:
@@ -62,6 +85,8 @@ class Monitor:
 
     def require_healthy(self) -> None:
         """Raise HealthStop if a rule ended the run: the rule, its numbers, the remedy, and how to continue without the rule."""
+        if self._failure is not None:
+            raise self._failure
         if not self._broken:
             return
         off = " ".join(f"health.{alarm.rule.name}=off" for alarm in self._broken)
@@ -88,13 +113,9 @@ class Monitor:
         else:
             self._logger.say(f"warning: {alarm.what}\n  to do: {alarm.rule.advice}")
 
-    def _probes(self) -> list[str]:
-        settings = self._recipe.eval
-        roles = [one.role for one in settings.sets if one.role in DECIDING]
-        modes = [mode.name for mode in settings.modes if not mode.name.startswith(NONDET)]
-        return [f"eval/{settings.score_name(role, mode)}/accuracy" for role in roles for mode in modes]
-
     def _remember(self, step: int, metrics: Metrics) -> None:
+        if self._callbacks and step:
+            self._history.append((step, dict(metrics)))
         for name, value in metrics.items():
             if name == REWARD or name.startswith("eval/"):
                 self._values.setdefault(name, {})[step] = value

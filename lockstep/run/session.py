@@ -13,13 +13,17 @@ from lockstep.build.parts import Parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
 from lockstep.errors import EvaluationError, HealthStop, Interrupted, LockstepError
-from lockstep.evaluate.plan import evaluation_steps
+from lockstep.evaluation.plan import evaluation_steps
+from lockstep.health.spikes import SpikeLog
 from lockstep.run.checkpointer import Checkpointer
 from lockstep.run.evaluation import evaluate_modes
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.run.monitor import Monitor
 from lockstep.run.signals import StopRequest
+from lockstep.run.utilisation import Utilisation, gpu_reader
+from lockstep.run.watchdog import Watchdog
 from lockstep.sync.record import proof_line, proof_metrics
+from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Proof
 
 
@@ -46,32 +50,57 @@ class Session:
     ) -> None:
         self._parts, self._recipe, self._logger, self._start = parts, recipe, logger, start
         self._monitor = Monitor(recipe, logger, start, parts.policy.resolved.path)
+        history = [row.metrics for row in read_metrics(logger.run) if row.step <= start]
+        watched = recipe.health.spikes.enabled
+        self.spikes = SpikeLog(recipe, parts.policy.chat.decode, history) if watched else None
+        """Watches the updates; what it finds is stored with the step."""
         self._checkpointer = Checkpointer(parts, recipe, logger, start)
         self._measures = [
             *measures,
             Measure("evaluate", frozenset(evaluation_steps(recipe)), self._evaluate),
         ]
-        self._stop = StopRequest()
+        self._stop = StopRequest(logger.console.notice)
         self._done = start
-        self.clock = Clock(logger.console.phase)
+        self._utilisation = Utilisation(gpu_reader())
+        self._watchdog = Watchdog(recipe.health.stall, logger.run.path, self._tell)
+        logger.beat = self._watchdog.beat
+        self.clock = Clock(self._phase, self._logger.progress)
         """Times of the present step."""
 
     def __enter__(self) -> Session:
-        self._proof = self._prove()
+        self._watchdog.__enter__()
+        try:
+            self._proof = self._prove()
+        except BaseException:
+            self._watchdog.__exit__(None, None, None)
+            raise
         self._stop.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._utilisation.close()
         self._stop.__exit__(kind, error, trace)
+        self._watchdog.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._logger.console.phase(name)
+        with self._watchdog.phase(name):
+            yield
+
+    def _tell(self, text: str) -> None:
+        self._logger.event("stalled", text, step=self._done)
+        self._logger.note(text)
 
     def measure_start(self) -> None:
         """Measure the weights that the attempt begins with, if that is due."""
         self._logger.console.start(self._recipe.steps, self._start, evaluation_steps(self._recipe))
         metrics: Metrics = {}
         for measure in self._due(self._start):
-            metrics |= measure.run()
+            with self._watchdog.phase(measure.phase):
+                metrics |= measure.run()
         if metrics:
             self._logger.at_start(self._start, metrics, self._proof)
             self._monitor.note(self._start, metrics)
@@ -86,7 +115,7 @@ class Session:
         for step in range(self._start, self._recipe.steps):
             if self._monitor.over:  # the checkpoint of that step is saved
                 break
-            self.clock = Clock(self._logger.console.phase)
+            self.clock = Clock(self._phase, self._logger.progress)
             yield step
         self._monitor.require_healthy()
 
@@ -120,6 +149,8 @@ class Session:
             failure = failure or self._measure(measure, metrics)
         metrics |= self.clock.metrics(metrics) | self._resources(done)
         self._logger.step(done, metrics, self._proof if self._in_sync else None)
+        for spike in self.spikes.take() if self.spikes else ():
+            self._logger.spike(spike)
         over = self._monitor.note(done, metrics)
         best = self._checkpointer.note(done, metrics)
         if best or save or over or failure or self._stop:
@@ -154,7 +185,7 @@ class Session:
         memory, warning = check_memory(self._parts.memory, done - self._start)
         if warning:
             self._logger.warn(warning, step=done)
-        return memory | disk_metrics(self._logger.run.path)
+        return memory | disk_metrics(self._logger.run.path) | self._utilisation.step()
 
     def _prove(self) -> Proof:
         """Give the engine the learner's weights, prove it, and show that the proof would notice a false tensor."""

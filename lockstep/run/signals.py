@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -11,11 +12,17 @@ from typing import Any
 from lockstep.errors import Interrupted
 
 
+def _tell(text: str) -> None:
+    os.write(2, f"\n{text}\n".encode())
+
+
 class StopRequest:
     """Request to stop. While it is entered, the first SIGTERM or SIGINT sets `name`; a second one has its usual effect."""
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Callable[[str], None] = _tell) -> None:
         self.name = ""
+        self._notice = notice
+        """Called in the signal handler, so it must not print through a buffer."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
@@ -49,7 +56,7 @@ class StopRequest:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        os.write(2, f"\n{self.name}: ending this step, then saving; once more stops at once\n".encode())
+        self._notice(f"{self.name}: ending this step, then saving; once more stops at once")
         self._restore()
 
     def _restore(self) -> None:

@@ -1,17 +1,21 @@
-"""Saving and restoring a run: weights, optimizer, critic, counters. Random numbers need no state: seeds are functions."""
+"""Saving and restoring a run: weights, optimizer, critic, counters.
+
+No state of random generators is saved: each seed is computed from the run's seed, the step, the prompt and the sample.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.state import CheckpointState, ModelFiles, save_state
 from lockstep.checkpoint.store import CheckpointInfo, prune
 from lockstep.config.load import dump
-from lockstep.config.schema import Health, Recipe
+from lockstep.config.schema import Health, Local, Paths, Recipe, Track
 from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.run.extend import began_with, lengths
 from lockstep.track.jsonl import Prefix, strict
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Proof
@@ -24,8 +28,10 @@ CRITIC_PREFIX = "critic."
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """Hash all settings that may change a result. Health settings are left out: they may change when a run is resumed."""
-    result = recipe.model_copy(update={"health": Health()})
+    """Hash all settings that may change a result: the others (health, track …) may differ on a resume."""
+    result = recipe.model_copy(
+        update={"health": Health(), "track": Track(), "paths": Paths(), "placement": Local(), "allow": []}
+    )
     return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 
 
@@ -69,7 +75,8 @@ def save_checkpoint(
 def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
     """Raise RunDirectoryError if recipe.yaml is not the one that the run was started with, settings of health apart."""
     began = run.manifest().get("recipe")
-    if began is not None and began != recipe_hash(recipe):
+    right_length = recipe.steps == (lengths(run) or [recipe.steps])[-1]
+    if began is not None and not (right_length and began == recipe_hash(began_with(recipe, run))):
         raise RunDirectoryError(
             "was edited after the run began: its settings are those of another run",
             where=str(run.recipe_path),
@@ -93,10 +100,13 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
         )
 
 
-def restore(parts: Parts, state: CheckpointState, recipe: Recipe) -> None:
-    """Continue from the checkpoint whose weights the parts were built with. Raises CheckpointError if the weights differ."""
+def restore(parts: Parts, state: CheckpointState, recipe: Recipe, earlier: Sequence[int] = ()) -> None:
+    """Continue from the checkpoint whose weights the parts were built with. Raises CheckpointError if the weights differ.
+
+    `earlier`: numbers of steps that the run has had; a checkpoint may be of that time.
+    """
     meta: Mapping[str, Any] = state.meta
-    if meta["recipe"] != recipe_hash(recipe):
+    if meta["recipe"] not in {recipe_hash(recipe.model_copy(update={"steps": n})) for n in (*earlier, recipe.steps)}:
         raise CheckpointError(
             "it was saved under another recipe", where=f"step {state.step}", fix="resume with the run's own recipe.yaml"
         )

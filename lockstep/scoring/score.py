@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from lockstep.config.schema import EvalMode, EvalSet, Recipe
+from lockstep.config.schema import EvalMode, EvalSet, LmEvalSet, Recipe
 from lockstep.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from lockstep.evaluate.plan import EvalPlan
+    from lockstep.evaluation.plan import EvalPlan
     from lockstep.scoring.targets import EvalSession, Saved, Target
     from lockstep.types import Conditions, Proof, Score
 
@@ -29,7 +29,7 @@ Watcher: TypeAlias = Callable[[str, int], Progress]
 class ScoreOptions:
     """Options of scoring: what to measure of each target, and where to store it."""
 
-    modes: Callable[[Recipe], Sequence[EvalMode]]
+    modes: Callable[[Recipe, EvalSet], Sequence[EvalMode]]
     sets: Callable[[Recipe], Sequence[EvalSet]]
     out: Path | None = None
     """Folder for the scores; None takes the run's own."""
@@ -93,8 +93,8 @@ def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Iterator[
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
     """Return one score of a target; it is not stored."""
-    from lockstep.evaluate.plan import eval_plan
-    from lockstep.evaluate.runner import evaluate
+    from lockstep.evaluation.plan import eval_plan
+    from lockstep.evaluation.runner import evaluate
     from lockstep.run.evaluation import computing, numerics_of
     from lockstep.scoring.targets import build_eval_session
 
@@ -186,15 +186,41 @@ def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> t
             note = f"{measuring.numerics}: {layers} linear layers quantised"
             measuring.notes += [note] if note not in measuring.notes else []
         for chosen in measuring.options.sets(recipe):
-            for mode in measuring.options.modes(recipe):
+            for mode in measuring.options.modes(recipe, chosen):
                 scores.append(_one(measuring, proof, step, chosen, mode, reuse=reuse))
+        scores += [_of_lm_eval(measuring, proof, step, asked, base=reuse) for asked in recipe.eval.lm_eval]
     return tuple(scores)
 
 
+def _of_lm_eval(measuring: Measuring, proof: Proof, step: int, asked: LmEvalSet, *, base: bool) -> Score:
+    """Return the score of a task of lm-eval, the stored one if its conditions are the same."""
+    from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
+    from lockstep.evaluation.plan import eval_plan
+    from lockstep.evaluation.records import score_path, stored_score
+
+    target, session, name = measuring.target, measuring.session, f"lm_eval.{asked.name}"
+    chat, options = session.policy.chat, measuring.options
+    plan = eval_plan(target.recipe, measuring.numerics, session.policy.context)
+    task = load_task(asked, chat)
+    conditions = conditions_of(task, chat, plan, proof)
+    folder = Path(target.recipe.runs_dir) / "scores"
+    home = score_path(target.run, step, name) if target.run else folder / file_name(target, name, step, base=base)
+    home = free_path(options.out / file_name(target, name, step, base=base) if options.out else home, conditions)
+    score = stored_score(home, conditions)
+    if score is None:
+        progress = options.watch(name, step) if options.watch else lambda done, of: None
+        source = f"the base of {target.label}" if base else target.label
+        score = evaluate_task(session.engine, task, chat, plan, proof, step=step, source=source, progress=progress)
+        _store(measuring, score, None, home)
+    else:
+        measuring.notes.append(f"{name} at step {step}: measured before under the same conditions ({home})")
+    return score
+
+
 def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: EvalMode, *, reuse: bool) -> Score:
-    from lockstep.evaluate.plan import eval_plan
-    from lockstep.evaluate.records import stored_score
-    from lockstep.evaluate.runner import evaluate, heldout_items, score_conditions
+    from lockstep.evaluation.plan import eval_plan
+    from lockstep.evaluation.records import stored_score
+    from lockstep.evaluation.runner import evaluate, heldout_items, score_conditions
 
     session, target = measuring.session, measuring.target
     name = target.recipe.eval.score_name(chosen.role, mode.name)
@@ -223,7 +249,7 @@ def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: E
         if stored is not None:
             measuring.notes.append(agreement(name, score, stored, home))
     out = measuring.options.out
-    elsewhere = _free(out / file_name(target, name, step, base=reuse), conditions) if out else home
+    elsewhere = free_path(out / file_name(target, name, step, base=reuse), conditions) if out else home
     _store(measuring, score, home if stored is not None else None, elsewhere)
     if score is not stored:
         try:
@@ -238,9 +264,9 @@ def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[
 
     At step 0 the numerics alone count: a fresh adapter has other weights by another seed, and the base's replies.
     """
-    from lockstep.evaluate.alarms import identity_alarms
-    from lockstep.evaluate.brief import brief_of
-    from lockstep.evaluate.records import read_brief, score_path
+    from lockstep.evaluation.alarms import identity_alarms
+    from lockstep.evaluation.brief import brief_of
+    from lockstep.evaluation.records import read_brief, score_path
 
     if target.run is None:
         return []
@@ -280,38 +306,39 @@ def _home(
     In a run, scores under the run's own conditions are stored beside those of its training; others in a separate folder, so
     that they never mix. For a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
-    from lockstep.evaluate.records import score_path
+    from lockstep.evaluation.records import score_path
 
     target, recipe = measuring.target, measuring.target.recipe
     name = recipe.eval.score_name(chosen.role, mode.name)
     if target.run is None or target.trained is None:
-        return _free(Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
+        return free_path(Path(recipe.runs_dir) / "scores" / file_name(target, name, step, base=base), conditions)
     path = score_path(target.run, step, name)
     if _is_the_runs_own(measuring, chosen, mode, plan):
-        return _free(path, conditions)  # data, template and model are files, which may have changed
-    return path.parent / _digest(replace(conditions, weights="")) / path.name
+        return free_path(path, conditions)  # data, template and model are files, which may have changed
+    return path.parent / conditions_digest(replace(conditions, weights="")) / path.name
 
 
-def _free(path: Path, conditions: Conditions) -> Path:
+def free_path(path: Path, conditions: Conditions) -> Path:
     """Return the path, or one in a separate folder if it holds another score. Raises the errors of read_brief."""
-    from lockstep.evaluate.records import read_brief
+    from lockstep.evaluation.records import read_brief
 
     if not path.exists() or read_brief(path).score.conditions == conditions:
         return path
-    return path.parent / _digest(conditions) / path.name
+    return path.parent / conditions_digest(conditions) / path.name
 
 
-def _digest(conditions: Conditions) -> str:
+def conditions_digest(conditions: Conditions) -> str:
     return hashlib.sha256(json.dumps(dataclasses.asdict(conditions), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan: EvalPlan) -> bool:
-    from lockstep.evaluate.plan import eval_plan
+    from lockstep.evaluation.plan import eval_plan
     from lockstep.run.evaluation import numerics_of
 
     target, policy = measuring.target, measuring.session.policy
     trained, recipe = target.trained, target.recipe
-    if trained is None or chosen not in trained.eval.sets or mode not in trained.eval.modes:
+    mine = [one for one in trained.eval.sets if (one.role, one.items) == (chosen.role, chosen.items)] if trained else []
+    if trained is None or not mine or mode not in mine[0].modes:
         return False
     own = eval_plan(trained, numerics_of(trained, policy.numerics), policy.context, chosen)
     same_names = trained.eval.role == recipe.eval.role
@@ -321,7 +348,7 @@ def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan
 
 def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) -> None:
     """Write the score, unless it exists already. A stored score under the same conditions is kept."""
-    from lockstep.evaluate.records import write_score
+    from lockstep.evaluation.records import write_score
 
     if path != stored:
         with _writing(path):

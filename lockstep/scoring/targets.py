@@ -357,11 +357,12 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
 
 def build_eval_session(recipe: Recipe, *, replaced: bool = False) -> EvalSession:
     """Load model and task of a recipe. Raises LockstepError for anything that would fail later. `replaced` as in build_policy."""
-    from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync
+    from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync, connect
     from lockstep.learner.execution import execution_of
 
     task = build_task_of(recipe)
     policy = build_policy(recipe, replaced=replaced)
+    connect(task, policy)
     sync = build_weight_sync(
         policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
     )

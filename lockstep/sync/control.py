@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[st
     Returns the tensor's name. Raises SyncError if that tensor alone did not differ, or if the bits were not restored.
     """
     before = fingerprint(engine.weights())
-    name = _choose(learner.weights(), frozen)
-    tensor = next(tensor for candidate, tensor in learner.weights() if candidate == name)
-    with _flipped(tensor):
+    falsified = Falsified(learner, frozen)
+    try:
         seen = [mismatch.name for mismatch in compare(before, fingerprint(engine.weights()))]
+    finally:
+        name = falsified.undo()
     if seen != [name]:
-        raise _blind(name, seen)
+        raise blind(name, seen)
     if fingerprint(engine.weights()).combined != before.combined:
         raise SyncError("the weights did not come back after the negative control", where=name, fix="reload the model")
     return name
@@ -47,7 +48,7 @@ def control_copy(
     finally:
         engine.load(learner.weights(), learner.version)
     if len(false.mismatched) != 1 or not false.mismatched[0].startswith(f"{name}: "):
-        raise _blind(name, list(false.mismatched))
+        raise blind(name, list(false.mismatched))
     right = prove()
     if right.mismatched:
         raise SyncError(
@@ -58,7 +59,28 @@ def control_copy(
     return name
 
 
-def _blind(name: str, seen: list[str]) -> SyncError:
+class Weighted(Protocol):
+    """A holder of live weights."""
+
+    def weights(self) -> WeightStream: ...
+
+
+class Falsified:
+    """A learner with one bit of one trained tensor flipped, until `undo`."""
+
+    def __init__(self, learner: Weighted, frozen: frozenset[str]) -> None:
+        self.name = _choose(learner.weights(), frozen)
+        self._tensor = next(tensor for candidate, tensor in learner.weights() if candidate == self.name)
+        _flip(self._tensor)
+
+    def undo(self) -> str:
+        """Flip the bit back; returns the tensor's name."""
+        _flip(self._tensor)
+        return self.name
+
+
+def blind(name: str, seen: list[str]) -> SyncError:
+    """Return the error of a proof that did not notice the flipped bit of a tensor."""
     noticed = f"it reported {', '.join(seen[:8])}" if seen else "it reported nothing"
     return SyncError(
         f"the proof is blind: one bit of {name} was flipped and {noticed}",
@@ -83,15 +105,6 @@ def _falsified(stream: WeightStream, name: str) -> WeightStream:
             yield candidate, copy
         else:
             yield candidate, tensor
-
-
-@contextmanager
-def _flipped(tensor: Tensor) -> Iterator[None]:
-    _flip(tensor)
-    try:
-        yield
-    finally:
-        _flip(tensor)
 
 
 @torch.inference_mode()

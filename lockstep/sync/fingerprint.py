@@ -5,7 +5,7 @@ The fingerprint of a tensor is the sum over its elements of
     (bits_i + 1) · r(i)   mod 2^64,   r(i) = a[i mod 4096] · b[i div 4096]
 
 where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
-splitmix64 of fixed keys. Of 8-byte elements, the very first apart, bits_i is bits ^ bits >> 32: the highest bit times an odd
+splitmix64 of fixed keys. For 8-byte elements except the first, bits_i is bits ^ bits >> 32: the highest bit times an odd
 number is the same in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one,
 so a change of a single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in
 afterwards. The keys are fixed, so a fingerprint is the identity of weights across runs and checkpoints. It guards against
@@ -193,7 +193,7 @@ class _Sums:
         self._bytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Raises SyncError unless it is dense, real and not quantised."""
+        """Take in a tensor. Raises SyncError unless it is dense, real and not quantised."""
         place, self._count = self._count, self._count + 1
         tensor = _bits(tensor, 0)
         if tensor.device.type == "cpu" and tensor.numel() <= FEW:
@@ -208,7 +208,7 @@ class _Sums:
             self._summed.append(((place,), _flat_sum(tensor.reshape(-1), 0)[None]))
 
     def totals(self) -> list[int]:
-        """Of all tensors in the order of `add`, as signed numbers."""
+        """Return the sums of all tensors in the order of `add`, as signed numbers."""
         self._launch()
         totals = dict(self._known)
         for device in dict.fromkeys(sums.device for _, sums in self._summed):
@@ -236,7 +236,7 @@ def _kernel_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _short_sum(tensor: Tensor) -> int:
-    """Of a few elements on the CPU: Python's integers are quicker than a handful of operations."""
+    """Sum a few elements on the CPU: Python's integers are quicker than a handful of operations."""
     bits: list[int] = tensor.reshape(-1).tolist()
     whole = 1 << 8 * tensor.element_size()
     return sum((value % whole + 1) * _odd(KEY_A, place) for place, value in enumerate(bits)) * _odd(KEY_B, 0) & MASK
@@ -249,19 +249,21 @@ def _odd(key: int, index: int) -> int:
 
 @torch.no_grad()
 def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
-    """Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
+    """Compute Σ (bits_i + 1)·r(i) as a 0-d int64 tensor on the shard's device; int64 arithmetic wraps mod 2^64."""
     bits = _bits(shard, offset)
     if row_length is None:
         return _flat_sum(bits.reshape(-1), offset)
     if bits.dim() != 2 or bits.shape[1] > row_length:
-        raise SyncError(f"a shard of shape {list(shard.shape)} is no part of rows of {row_length}", fix="pass a matrix")
+        raise SyncError(
+            f"a shard of shape {list(shard.shape)} is not a part of rows of {row_length}", fix="pass a matrix"
+        )
     if bits.shape[1] == row_length:
         return _flat_sum(bits.reshape(-1), offset)
     return _column_sum(bits, offset, row_length)
 
 
 def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
-    """A run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
+    """Sum a run of consecutive elements: up to the next block boundary, then whole blocks, then the rest."""
     total = torch.zeros((), dtype=torch.int64, device=bits_T.device)
     if 0 < len(bits_T) <= LARGEST and not offset and _kernels(bits_T.device):
         return _kernel_sums([bits_T], bits_T.device)[0]
@@ -278,7 +280,7 @@ def _flat_sum(bits_T: Tensor, offset: int) -> Tensor:
 
 
 def _bits(tensor: Tensor, offset: int) -> Tensor:
-    """A shard, whose first element is number `offset`, as integers. Raises SyncError as fingerprint_tensor does."""
+    """Return a shard, whose first element is number `offset`, as integers. Raises SyncError as fingerprint_tensor does."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_complex() or tensor.is_quantized:
         raise SyncError(
             f"cannot fingerprint a {tensor.layout} {dtype_name(tensor)} tensor on {tensor.device}",

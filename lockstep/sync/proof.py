@@ -19,8 +19,8 @@ from lockstep.sync.merged import MergedLearner
 from lockstep.sync.record import VERSION
 from lockstep.types import Learner, Probe, Proof, RolloutEngine, TokenIds, WeightStream
 
-Numerics: TypeAlias = Literal["fp32", "bf16"]
-TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03}
+Numerics: TypeAlias = Literal["fp32", "bf16", "exact"]
+TOLERANCE: dict[Numerics, float] = {"fp32": 1e-4, "bf16": 0.03, "exact": 0.0}
 """Largest mean |Δ log-probability| of a probe. Synced dense bf16 models show 0.010-0.018, unsynced 0.2 (TRL issue 5312)."""
 ROUNDINGS = 2.0
 """Tolerance factor for an engine with other kernels, relative to the model's own rounding noise."""

@@ -9,13 +9,13 @@ from lockstep.errors import SyncError
 from lockstep.types import Metrics, Proof
 
 VERSION = "version:"
-"""How a mismatch of versions begins in Proof.mismatched; the other entries begin with a tensor's name."""
+"""Beginning of a mismatch of versions in Proof.mismatched; the other entries begin with a tensor's name."""
 WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""JSON has no such numbers; a failed probe can."""
+"""Numbers that JSON lacks and a failed probe can have."""
 
 
 def proof_line(proof: Proof) -> str:
-    """Example: "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 of at most 0.03, p99 0.06" """
+    """Return a line: "sync v17: 339/339 tensors equal, 210 changed, 6.2 ms, probe mean 0.011 of at most 0.03, p99 0.06"."""
     unequal = sum(not entry.startswith(VERSION) for entry in proof.mismatched)
     parts = [
         f"{proof.tensors - unequal}/{proof.tensors} tensors equal",
@@ -34,7 +34,7 @@ def _duration(seconds: float) -> str:
 
 
 def proof_metrics(proof: Proof, shift: float | None) -> Metrics:
-    """Metrics of a push; `shift` is how far the policy moved by the probe's tokens (Prover.shift)."""
+    """Return the metrics of a push; `shift` is how far the policy moved by the probe's tokens (Prover.shift)."""
     metrics = {
         "sync/seconds": proof.seconds,
         "sync/tensors": float(proof.tensors),
@@ -46,7 +46,7 @@ def proof_metrics(proof: Proof, shift: float | None) -> Metrics:
 
 
 def to_json(proof: Proof) -> dict[str, object]:
-    """A dict that json.dumps(…, allow_nan=False) accepts and from_json turns into an equal proof."""
+    """Return a dict that json.dumps(…, allow_nan=False) accepts and from_json turns into an equal proof."""
     data: dict[str, object] = codec.to_json(proof)
     if proof.probe:
         numbers: dict[str, float] = codec.to_json(proof.probe)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal, assert_never
+from typing import Literal, Protocol, assert_never
 
 from lockstep.config.schema import Sync
 from lockstep.errors import SyncError
@@ -17,7 +17,7 @@ from lockstep.sync.fingerprint import Fingerprinter, Fingerprints
 from lockstep.sync.merged import MergedLearner, merged_names
 from lockstep.sync.proof import Numerics, ProofSettings, Readers, proof_settings, prove
 from lockstep.sync.record import proof_line
-from lockstep.types import Learner, Proof, RolloutEngine, TokenIds, WeightStream
+from lockstep.types import Learner, Proof, RolloutEngine, TokenIds, WeightStream, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Prover:
         version between them. None if the last proof had no probe, or no earlier version was probed.
         """
         self._probed: tuple[int, tuple[float, ...]] | None = None
-        self._schedule, self._probe, self._pushes = settings, probe, 0
+        self._schedule, self.probe, self._pushes = settings, probe, 0
         self._readers = Readers(
             Fingerprinter(frozen), Fingerprinter(frozen if merge is None else frozenset()), shared, identity
         )
@@ -56,7 +56,7 @@ class Prover:
 
     def prove(self, learner: Learner, engine: RolloutEngine, *, probe: bool, remember: bool = True) -> Proof:
         """Prove without raising. With `remember`, a proof that passes becomes the one that the next is compared with."""
-        proven = prove(learner, engine, self.previous, self._probe, probe, self._readers)
+        proven = prove(learner, engine, self.previous, self.probe, probe, self._readers)
         if remember and proven.proof.passed:
             self.previous = proven.fingerprints
         self.shift = self._moved(learner.version, proven.probed)
@@ -84,6 +84,23 @@ class Prover:
         return _accept(self.prove(learner, engine, probe=True), "")
 
 
+class RunSync(WeightSync, Protocol):
+    """A transport with what a run asks of it besides a push."""
+
+    sent: int
+    """Bytes sent by the last push."""
+
+    @property
+    def shift(self) -> float | None:
+        """Distance of the policy between probes: see Prover.shift."""
+
+    def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Prove everything without changing anything: at the end of a run, before a score. Raises SyncError."""
+
+    def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
+        """Falsify one tensor, which the proof must notice; returns its name. Raises SyncError if the proof is blind."""
+
+
 class SharedSync:
     """The engine reads the learner's own tensors: nothing is sent, and the proof checks that they are the same storage."""
 
@@ -108,6 +125,22 @@ class SharedSync:
     def shift(self) -> float | None:
         """Distance of the policy between probes: see Prover.shift."""
         return self._prover.shift
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of tensors that no update changes."""
+        return self._prover.frozen
+
+    @property
+    def probe(self) -> ProofSettings:
+        """Sequences of the probe and its limit."""
+        return self._prover.probe
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of the last proof that passed."""
+        assert self._prover.previous is not None, "nothing has been pushed"
+        return self._prover.previous
 
     def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
         """Prove everything without changing anything: at the end of a run, before a score. Raises SyncError."""
@@ -211,9 +244,16 @@ def _accept(proof: Proof, when: str) -> Proof:
         return proof
     if proof.probe and math.isnan(proof.probe.mean) and not proof.mismatched:
         raise SyncError(
-            "learner and engine hold the same weights, and what they compute is no number: the last update ruined them",
+            "learner and engine hold the same weights, but what they compute is no number: the last update broke the weights",
             where=f"sync of version {proof.version}",
-            fix="lower optimizer.lr, and begin again or from a checkpoint of before",
+            fix="lower optimizer.lr, and start again or from an earlier checkpoint",
+        )
+    if proof.probe and proof.probe.tolerance == 0 and not proof.mismatched:
+        raise SyncError(
+            "learner and engine hold the same weights, and numerics.exact does not keep its promise: their log-probabilities of "
+            f"the probe differ by {proof.probe.max:.3g} at most, {proof.probe.mean:.3g} on average",
+            where=f"sync of version {proof.version}",
+            fix="resume with numerics.exact=false, and report it with the versions of torch and Triton",
         )
     names = [*proof.mismatched[:8], *([f"and {len(proof.mismatched) - 8} more"] if len(proof.mismatched) > 8 else [])]
     if proof.probe and not proof.probe.mean <= proof.probe.tolerance:

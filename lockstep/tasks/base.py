@@ -9,13 +9,14 @@ from typing import NoReturn
 
 from lockstep.config.schema import Turns
 from lockstep.data.order import batch_indices
+from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
-from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, workers_of
+from lockstep.types import Grade, OpenDoor, Prompt, ReplyText
+from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, workers_of
 from lockstep.verifiers.judge import asks_judge
-from lockstep.verifiers.python import UserFunction
-from lockstep.verifiers.selftest import self_test
+from lockstep.verifiers.python import UserGrader
+from lockstep.verifiers.selftest import applies, scored_garbage, self_test
 
 SELF_TESTED = 20
 """Number of prompts on which a user's grader is tried; built-in graders are tried on all."""
@@ -28,6 +29,8 @@ class BuiltTask(ABC):
     """A task as build_task returns it: a `types.Task`, and further methods that the system needs, with defaults."""
 
     name: str
+    door: OpenDoor | None = None
+    """Opens the endpoint that programs ask; set where a run is built."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -56,12 +59,24 @@ class BuiltTask(ABC):
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         """Grade one reply. Never raises for a bad answer."""
 
+    def reads(self, prompt: Prompt) -> Reads:
+        """Return what one call of the prompt's grader takes: the answer, a whole reply, or all samples of the prompt."""
+        return "answer"
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        """Grade replies to one prompt together, where `reads` is not `answer`."""
+        return [self.grade(prompt, reply.answer) for reply in replies]
+
     def workers_for(self, prompt: Prompt) -> int:
         """Return `workers` for replies to this prompt."""
         return self.workers
 
     def runner(self, prompt: Prompt) -> Runner | None:
         """Return the runner of the prompt's environment; None for a question with one reply."""
+        return None
+
+    def programs(self, prompt: Prompt) -> Programs | None:
+        """Return what plays the prompt's episode by asking the run's endpoint; None if no program does."""
         return None
 
     def limits(self, prompt: Prompt) -> Turns:
@@ -71,6 +86,10 @@ class BuiltTask(ABC):
     def problems(self, prompt: Prompt) -> list[str]:
         """Return faults in the grading of a prompt: of a right reply, an empty one, garbage, and wrong answers."""
         return []
+
+    def garbage(self, prompt: Prompt) -> str:
+        """Return the evidence that garbage is rewarded at least as much as the reference, else an empty text."""
+        return ""
 
     def keep_in(self, folder: Path) -> None:  # noqa: B027 - most tasks have nothing to keep
         """Store in `folder` any results that must not be requested twice, such as a judge's verdicts."""
@@ -113,8 +132,17 @@ class VerifiedTask(BuiltTask):
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self.verifier.grade(prompt, reply)
 
+    def reads(self, prompt: Prompt) -> Reads:
+        return reads_of(self.verifier)
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        return grade_replies(self.verifier, prompt, replies)
+
     def problems(self, prompt: Prompt) -> list[str]:
         return grading_problems(self.verifier, prompt)
+
+    def garbage(self, prompt: Prompt) -> str:
+        return scored_garbage(self.verifier, prompt)
 
     def keep_in(self, folder: Path) -> None:
         keep_in(self.verifier, folder)
@@ -138,7 +166,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     A user's function may give any reward, so its probes only have to be scored, on 20 prompts. The same number is tried with a
     judge, which costs money.
     """
-    own, slow = isinstance(verifier, UserFunction), workers_of(verifier) > 0
+    own, slow = isinstance(verifier, UserGrader), workers_of(verifier) > 0
     mutated = set(_sample(range(len(prompts)), MUTATED_SLOW if slow else MUTATED))
     few = own or asks_judge(verifier)
     tried = _sample(range(len(prompts)), SELF_TESTED) if few else range(len(prompts))
@@ -146,7 +174,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
     for index in tried:
         asked += 1
         often = not slow or index in mutated  # worker processes only grade the rest of the references
-        problems = self_test(verifier, prompts[index], pays=not own, garbage=own or often, mutations=index in mutated)
+        problems = self_test(verifier, prompts[index], exact=not own, garbage=own or often, mutations=index in mutated)
         if problems:
             found.append(problems)
         if few and len(found) == _SHOWN:  # each may have waited for its timeout, or for a judge
@@ -158,11 +186,17 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
             where=where,
             fix="correct the grader" if own else "use another task.verifier, or correct the answers",
         )
+    if own and tried and not any(applies(verifier.grade(prompts[index], "")) for index in tried):
+        raise TaskError(
+            f"every reward function returns None for {len(tried)} of {len(tried)} questions",
+            where=where,
+            fix="name the functions that score these rows, or give the rows the columns that they read",
+        )
 
 
 def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
     """Return the results of the full self-test of one prompt."""
-    return self_test(verifier, prompt, pays=not isinstance(verifier, UserFunction), mutations=True)
+    return self_test(verifier, prompt, exact=not isinstance(verifier, UserGrader), mutations=True)
 
 
 def _sample(indices: range, count: int) -> Sequence[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.config import schema
+from lockstep.config.verifier import reads_rows
 from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import NGRAM, measure
 from lockstep.data.split import refuse_overlap, repeats, split
@@ -52,14 +53,15 @@ def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
     Raises DataError for a bad source or row, a question both trained and held out, or (near_overlap = refuse) one that shares
     13 words in a row; and TaskError for an answer that the verifier cannot grade.
     """
-    rows = open_rows(settings.data, where="task.data")
+    whole = reads_rows(settings.verifier)
+    rows = open_rows(settings.data, where="task.data", whole=whole)
     name, origin = rows.name, rows.origin
     train = rows.prompts(name)
     notes = [f"{name}: {len(train)} rows in {origin}", *_reading_notes(name, rows), *_repeat_notes(name, train)]
     heldout: dict[str, tuple[Prompt, ...]] = {}
     origins: dict[str, str] = {}
     for role, data in settings.heldout.items():
-        held = open_rows(data, where=f"task.heldout.{role}")
+        held = open_rows(data, where=f"task.heldout.{role}", whole=whole)
         heldout[role], origins[role] = held.prompts(f"{name}@{role}", task=name), held.origin
         notes += [*_reading_notes(f"{name}@{role}", held), *_repeat_notes(f"{name}@{role}", heldout[role])]
     if "id_probe" not in heldout and settings.heldout_rows:
@@ -79,6 +81,15 @@ def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:
         notes.append(f"{name}: {len(prompts)} held-out rows for {held_as}, none of them in training")
         notes += _near_notes(settings, name, train, held_as, prompts)
     return FileRows(name, train, heldout, verifier, seed, tuple(notes))
+
+
+def count_training_rows(settings: schema.FileTask) -> int:
+    """Return the number of rows that the task trains on, without trying them on the verifier. Raises DataError."""
+    rows = open_rows(settings.data, where="task.data")
+    train = rows.prompts(rows.name)
+    if "id_probe" not in settings.heldout and settings.heldout_rows:
+        return len(split(train, settings.heldout_rows, where=rows.origin).train)
+    return len(train)
 
 
 def _reading_notes(name: str, rows: Rows) -> list[str]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import schema
+from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.tasks.base import BuiltTask
-from lockstep.types import Grade, Group, Prompt
+from lockstep.types import Grade, Group, Prompt, ReplyText
+from lockstep.verifiers.base import Reads
 
 STEPS = 1000
 """Number of parts to which weights are rounded, so that the dealing repeats."""
@@ -88,6 +90,10 @@ class Mixed(BuiltTask):
         task, own = self._own(prompt)
         return task.problems(own)
 
+    def garbage(self, prompt: Prompt) -> str:
+        task, own = self._own(prompt)
+        return task.garbage(own)
+
     @property
     def members(self) -> tuple[BuiltTask, ...]:
         return tuple(self._tasks.values())
@@ -103,6 +109,18 @@ class Mixed(BuiltTask):
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         task, own = self._own(prompt)
         return task.grade(own, reply)
+
+    def reads(self, prompt: Prompt) -> Reads:
+        task, own = self._own(prompt)
+        return task.reads(own)
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        task, own = self._own(prompt)
+        return task.grade_replies(own, replies)
+
+    def programs(self, prompt: Prompt) -> Programs | None:
+        task, own = self._own(prompt)
+        return task.programs(own)
 
     def runner(self, prompt: Prompt) -> Runner | None:
         task, own = self._own(prompt)

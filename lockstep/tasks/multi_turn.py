@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.envs.make import SEED, env_maker, is_env_task, made_with, own_class
+from lockstep.envs.programs import CommandPrograms, Programs
 from lockstep.envs.runners import Fault, InlineRunner, ProcessRunner, Runner
 from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
@@ -22,7 +23,8 @@ from lockstep.seeds import seed_for
 from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
 from lockstep.tasks.generator import Side, side_of
 from lockstep.tasks.python import UserTask
-from lockstep.types import EnvTask, Grade, Message, Prompt
+from lockstep.types import EnvTask, Grade, Message, Prompt, ReplyText
+from lockstep.verifiers.base import Reads
 from lockstep.verifiers.python import UserFunction
 
 OPENINGS = 32
@@ -41,28 +43,20 @@ class LazyRunner:
         return self._start()
 
 
-class ToolQuestions(BuiltTask):
-    """Questions of another task, which replies may answer with the help of tools."""
+class PlayedQuestions(BuiltTask):
+    """Questions of another task, which are answered in an episode; the final answer is graded as theirs."""
 
     plays = True
 
-    def __init__(self, settings: schema.ToolTask, questions: BuiltTask) -> None:
-        """Wrap the questions. Raises TaskError for a tool that is missing."""
-        self._settings, self._questions = settings, questions
-        self._tools = build_tools(settings.tools)
-        own = any(tool.path not in BUILT_IN for tool in settings.tools)
-        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=own))
+    def __init__(self, questions: BuiltTask, turns: schema.Turns) -> None:
+        self._questions, self._turns = questions, turns
         self.name = questions.name
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (*self._questions.notes, f"{self.name}: replies may call {', '.join(self._tools)}")
-
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
-        return [self._with_tools(prompt) for prompt in self._questions.batch(step, size)]
+        return [self._asked(prompt) for prompt in self._questions.batch(step, size)]
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        return [self._with_tools(prompt) for prompt in self._questions.heldout(role, size)]
+        return [self._asked(prompt) for prompt in self._questions.heldout(role, size)]
 
     def keep_in(self, folder: Path) -> None:
         self._questions.keep_in(folder)
@@ -72,19 +66,45 @@ class ToolQuestions(BuiltTask):
         return self._questions.workers
 
     def problems(self, prompt: Prompt) -> list[str]:
-        """Return faults in the grading of the final answer, which sees the same question as without tools."""
+        """Return faults in the grading of the final answer, which sees the question as it is."""
         return self._questions.problems(prompt)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self._questions.grade(prompt, reply)
 
+    def reads(self, prompt: Prompt) -> Reads:
+        return self._questions.reads(prompt)
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        return self._questions.grade_replies(prompt, replies)
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return self._turns
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        """Return a question as the episode begins with it."""
+        return prompt
+
+
+class ToolQuestions(PlayedQuestions):
+    """Questions that replies may answer with the help of tools."""
+
+    def __init__(self, settings: schema.ToolTask, questions: BuiltTask) -> None:
+        """Wrap the questions. Raises TaskError for a tool that is missing."""
+        super().__init__(questions, settings.turns)
+        self._settings = settings
+        self._tools = build_tools(settings.tools)
+        own = any(not isinstance(tool, schema.Tool) or tool.path not in BUILT_IN for tool in settings.tools)
+        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=own))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self._questions.notes, f"{self.name}: replies may call {', '.join(self._tools)}")
+
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._lazy.runner
 
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
-
-    def _with_tools(self, prompt: Prompt) -> Prompt:
+    def _asked(self, prompt: Prompt) -> Prompt:
         if self._settings.format == "hermes":
             return replace(prompt, tools=schemas(self._tools))
         if not self._settings.explain:
@@ -92,6 +112,30 @@ class ToolQuestions(BuiltTask):
         last = prompt.messages[-1]
         text = Message(role=last["role"], content=f"{explained(self._tools)}\n\n{last['content']}")
         return replace(prompt, messages=(*prompt.messages[:-1], text))
+
+
+class AgentQuestions(PlayedQuestions):
+    """Questions that a program answers, which asks the run's endpoint for its model."""
+
+    def __init__(self, settings: schema.AgentTask, questions: BuiltTask) -> None:
+        """Wrap the questions. Raises TaskError for a command that is not there."""
+        super().__init__(questions, settings.turns)
+        self._command = settings.command
+        self._programs = CommandPrograms(settings)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (
+            *self._questions.notes,
+            f"{self.name}: played by {self._command}, with your rights on files and network",
+        )
+
+    def keep_in(self, folder: Path) -> None:
+        super().keep_in(folder)
+        self._programs.logs = folder / "agents"
+
+    def programs(self, prompt: Prompt) -> Programs | None:
+        return self._programs
 
 
 class Guessing(BuiltTask):

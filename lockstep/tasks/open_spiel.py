@@ -20,7 +20,7 @@ from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
 from lockstep.tasks.generator import Side
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored
-from lockstep.verifiers.pool import Answered, Outcome
+from lockstep.workers.pool import Answered, Outcome
 
 ROLE = "id_probe"
 GARBAGE = "lorem ipsum dolor sit amet"

@@ -1,7 +1,6 @@
-"""The dictionary of metrics: what each name means, in which unit, what is healthy, and what to do when it is not.
+"""The dictionary of metrics: meaning, unit, healthy range, and what to do outside it, from lockstep/config/metrics.yaml.
 
-`entries.py` holds the metrics themselves. `verdict` judges one value by its absolute range, `drift` by the run's own past.
-docs/metrics.md is `metrics_markdown()`.
+`verdict` judges one value by its absolute range, `drift` by the run's own past. docs/metrics.md is `metrics_markdown()`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal, TypeAlias
 
+from lockstep.config.metric import SOLVED, Drift, MetricInfo, Range
+from lockstep.config.metric import metrics as all_metrics
 from lockstep.errors import ConfigError
-from lockstep.track.entries import ENTRIES
-from lockstep.track.metric import Drift, Healthy, MetricInfo
 
-__all__ = [
-    "Drift", "Healthy", "Judge", "MetricInfo", "all_metrics", "drift", "explain", "find", "healthy_text", "metrics_markdown",
-    "verdict",
-]  # fmt: skip
+__all__ = ["Judge", "all_metrics", "applies", "drift", "explain", "find", "healthy_text", "metrics_markdown", "verdict"]
 
 LEAST = 5
 """Values that a median of recent ones is of."""
@@ -30,24 +26,19 @@ Verdict: TypeAlias = Literal["ok", "warn", ""]
 """warn: outside the healthy range, or not a finite number; "": there is no range to judge by."""
 
 
-def all_metrics() -> tuple[MetricInfo, ...]:
-    """Every metric, grouped by the part of its name before the slash."""
-    return ENTRIES
-
-
 @cache
 def find(name: str) -> MetricInfo | None:
-    """The metric of that name; patterns match too: eval/greedy/accuracy is described by eval/<mode>/accuracy."""
-    exact = [info for info in ENTRIES if info.name == name]
-    fitting = [info for info in ENTRIES if "<" in info.name and _pattern(info.name).fullmatch(name)]
+    """Return the metric of that name; patterns match too: eval/<mode>/accuracy describes eval/greedy/accuracy."""
+    exact = [info for info in all_metrics() if info.name == name]
+    fitting = [info for info in all_metrics() if "<" in info.name and _pattern(info.name).fullmatch(name)]
     return next(iter([*exact, *fitting]), None)
 
 
 def explain(name: str) -> MetricInfo:
-    """The metric of that name. Raises ConfigError with the nearest names if there is none."""
+    """Return the metric of that name. Raises ConfigError with the nearest names if there is none."""
     info = find(name)
     if info is None:
-        names = [info.name for info in ENTRIES]
+        names = [info.name for info in all_metrics()]
         tails = [full for full in names if full.rpartition("/")[2] == name]
         near = list(dict.fromkeys([*tails, *difflib.get_close_matches(name, names, n=3)]))
         hint = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(_groups())}"
@@ -55,15 +46,16 @@ def explain(name: str) -> MetricInfo:
     return info
 
 
-def verdict(name: str, value: float, step: int | None = None) -> Verdict:
-    """Judge one value. Ranges that hold for the first steps only are judged up to that step, or if `step` is None."""
-    info = find(name)
-    if info is not None and not math.isfinite(value):
+def verdict(name: str, value: float, step: int | None = None, ranges: Mapping[str, Range] | None = None) -> Verdict:
+    """Judge one value. Ranges that hold for the first steps only are judged up to that step, or if `step` is None.
+
+    `ranges`, by metric, stand in place of the table's.
+    """
+    info, own = find(name), (ranges or {}).get(name)
+    if (info or own) and not math.isfinite(value):
         return "warn"
-    if info is None or info.healthy is None:
-        return ""
-    healthy = info.healthy
-    if step is not None and healthy.until_step is not None and step > healthy.until_step:
+    healthy = own or (info.healthy if info else None)
+    if healthy is None or (step is not None and healthy.until is not None and step > healthy.until):
         return ""
     too_low = healthy.low is not None and (value < healthy.low or (healthy.open_low and value == healthy.low))
     too_high = healthy.high is not None and value > healthy.high
@@ -83,18 +75,31 @@ def drift(name: str, value: float, earlier: Sequence[float]) -> Verdict:
     return "warn" if outside else "ok"
 
 
-class Judge:
-    """Judges a run's steps in order, by absolute range and by drift; it remembers what drift is measured against."""
+def applies(name: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether a metric's ranges and rules apply to a step: those of sameness do not if most replies are right."""
+    info = find(name)
+    return info is None or not info.unsolved or metrics.get("answer/correct", 0.0) < SOLVED
 
-    def __init__(self) -> None:
+
+class Judge:
+    """Judges a run's steps in order, by absolute range and by drift; it remembers what drift is measured against.
+
+    `ranges`, by metric, stand in place of the table's (health.ranges).
+    """
+
+    def __init__(self, ranges: Mapping[str, Range] | None = None) -> None:
+        self._ranges = ranges or {}
         self._earlier: dict[str, list[float]] = {}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The names of the metrics that are outside."""
+        """Return the names of the metrics that are outside."""
         outside: list[str] = []
         for name, value in metrics.items():
             earlier = self._earlier.get(name, [])
-            if "warn" in (verdict(name, value, step), drift(name, value, earlier)):
+            if applies(name, metrics) and "warn" in (
+                verdict(name, value, step, self._ranges),
+                drift(name, value, earlier),
+            ):
                 outside.append(name)
             info = find(name)
             if info is not None and info.drift is not None and math.isfinite(value):
@@ -103,7 +108,7 @@ class Judge:
 
 
 def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
-    """What a drifting metric is compared with; None while there are too few finite values."""
+    """Return what a drifting metric is compared with; None while there are too few finite values."""
     values = [value for value in earlier if math.isfinite(value)]
     match rule.against:
         case "start":
@@ -113,12 +118,12 @@ def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
 
 
 def _window(rule: Drift, values: list[float]) -> list[float]:
-    """Of all finite values so far, those that the rule's baseline needs."""
+    """Return those of all finite values so far that the rule's baseline needs."""
     return values[: rule.steps] if rule.against == "start" else values[-rule.steps :]
 
 
 def metrics_markdown() -> str:
-    """The page docs/metrics.md."""
+    """Return the page docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
@@ -137,20 +142,21 @@ def metrics_markdown() -> str:
             "| name | unit | meaning | healthy | when it is not |",
             "|---|---|---|---|---|",
         ]
-        for info in (info for info in ENTRIES if info.group == group):
+        for info in (info for info in all_metrics() if info.group == group):
             cells = (f"`{info.name}`", info.unit, info.meaning, healthy_text(info), info.advice or "–")
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def healthy_text(info: MetricInfo) -> str:
-    """The metric's ranges in words, with their sources; "–" if it has none."""
+    """Return the metric's ranges in words, with their sources; "–" if it has none."""
     rules = [rule for rule in (info.healthy, info.drift) if rule is not None]
-    return "; ".join(f"{rule} ({rule.source})" for rule in rules) or "–"
+    text = "; ".join(f"{rule} ({rule.source})" for rule in rules) or "–"
+    return f"{text}, while less than {SOLVED:.0%} of replies are correct" if info.unsolved else text
 
 
 def _groups() -> list[str]:
-    return list(dict.fromkeys(info.group for info in ENTRIES))
+    return list(dict.fromkeys(info.group for info in all_metrics()))
 
 
 @cache

@@ -1,4 +1,7 @@
-"""The view of a run: a short line a step, a progress bar if the output is a terminal; log.txt has it in full."""
+"""The view of a run: a short line a step, bars below it if the output is a terminal; log.txt has it in full.
+
+rich is imported where a terminal is written to.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
-
+from lockstep.config.metric import Range
+from lockstep.text import hide_values
 from lockstep.track.catalogue import Judge
 from lockstep.track.files import Appender
 from lockstep.track.text import one_line, plain_table, visible
 from lockstep.track.writer import StepRecord
+
+if TYPE_CHECKING:
+    from lockstep.track.progress import Bars
 
 RECENT = 20
 """Steps over which the time of a step is averaged for the ETA."""
@@ -60,7 +64,7 @@ BRIEF = ("reward", "correct", "val", "loss", "len", "grad", "trunc", "Δlogp")
 """Labels of the short line, the most important first: of a line that is too long the last ones are left out."""
 WIDTH = 120
 """Longest step line on the screen, in columns; a narrower terminal has narrower lines."""
-COLOURS = {"warning:": "yellow", "alarm:": "yellow", "stopping": "red"}
+COLOURS = {"warning:": "yellow", "alarm:": "yellow", "! outside": "yellow", "stopping": "red", "reply ": "dim"}
 """Colours on a terminal of messages that begin so."""
 NAMED = 3
 """Metrics that are named when they leave their healthy range; log.txt has all of a step."""
@@ -72,7 +76,7 @@ class Console:
     """Prints a run's progress and appends it to `log` (log.txt; None writes none). Messages are plain text, not markup.
 
     An output that is closed (`| head`) or full ends the printing, not the run; log.txt goes on and says so.
-    `terminal` forces or forbids the progress bar; None asks the stream. `clock` is in seconds.
+    `terminal` forces or forbids the bars; None asks the stream. `clock` is in seconds. `ranges`: see Judge.
     """
 
     def __init__(
@@ -82,13 +86,14 @@ class Console:
         stream: TextIO | None = None,
         terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranges: Mapping[str, Range] | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._clock = clock
         self._log = None if log is None else Appender(log)
         self._printing = True
-        self._progress: Progress | None = None
+        self._bars: Bars | None = None
         self._total = 0
         self._evaluations: tuple[int, ...] = ()
         self._since = 0.0
@@ -98,7 +103,7 @@ class Console:
         """Seconds of the evaluations so far."""
         self._apart = 0.0
         """Seconds spent in evaluations since the last step."""
-        self._judge = Judge()
+        self._judge = Judge(ranges)
         self._named: set[str] = set()
         """Metrics that were said to be outside their healthy range."""
 
@@ -110,18 +115,29 @@ class Console:
         self._total, self._evaluations = total_steps, tuple(evaluations)
         self._times, self._since, self._apart = [], self._clock(), 0.0
         if self._terminal and self._printing:
-            rich = RichConsole(file=self._stream, force_terminal=True)
-            phase = TextColumn("{task.fields[phase]}")
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), phase, _EtaColumn())
-            self._progress = Progress(*columns, console=rich, transient=True, auto_refresh=False)
-            self._progress.add_task("steps", total=total_steps, completed=start_step, eta="", phase="")
-            self._progress.start()
+            from lockstep.track.progress import Bars
+
+            self._bars = Bars(self._stream, total_steps, start_step)
 
     def phase(self, name: str, done: int = 0, of: int = 0) -> None:
-        """Show on the bar what the run is doing, and how far that is."""
-        if self._progress is not None and (of == 0 or done == of or done % max(1, of // 50) == 0):
-            text = f"{name} {done}/{of}" if of else name
-            self._progress.update(self._progress.task_ids[0], phase=text, refresh=True)
+        """Show the present phase on its bar, and how far it is."""
+        if self._bars is not None:
+            self._bars.phase(name, done, of)
+            self._check()
+
+    def notice(self, text: str) -> None:
+        """Tell that a signal came, from within its handler: below the bars, or at once on standard error."""
+        if self._bars is not None:
+            self._bars.notice(text)
+        else:
+            os.write(2, f"\n{text}\n".encode())
+
+    def replies(self, lines: Sequence[str]) -> None:
+        """Show replies on a terminal, each cut to a line; rollouts/ has them all."""
+        if self._bars is not None:
+            width = min(WIDTH, shutil.get_terminal_size().columns)
+            for line in lines:
+                self._emit("", one_line(line, width))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -150,12 +166,13 @@ class Console:
             self._emit(
                 "", f"  ! outside the healthy range: {told}\n    what it means: lockstep metrics explain {new[0]}"
             )
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=record.step, eta=eta, phase="", refresh=True)
+        if self._bars is not None:
+            self._bars.step(record.step, eta)
+            self._check()
 
     def message(self, text: str, *, shown: bool = True) -> None:
         """Print text; control characters in it are shown, not obeyed. Unless `shown` it goes to log.txt alone."""
-        safe = visible(text)
+        safe = visible(hide_values(text))
         self._emit(safe, safe if shown else "")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -164,10 +181,10 @@ class Console:
         self._emit(text, text)
 
     def close(self) -> None:
-        """Take the bar away and close log.txt. Twice is once."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Take the bars away and close log.txt. Twice is once."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -179,7 +196,7 @@ class Console:
         self.close()
 
     def _eta(self, step: int) -> str:
-        """The steps and the evaluations that are left, each as long as those so far."""
+        """Estimate the time of the steps and evaluations that are left, each as long as those so far."""
         if not self._times or not self._total:
             return ""
         left = sum(planned > step for planned in self._evaluations)
@@ -196,22 +213,40 @@ class Console:
             self._log.append(lines.encode("utf-8", "backslashreplace"), flush=False)
         if not self._printing or not shown:
             return
-        colour = next((colour for head, colour in COLOURS.items() if shown.lstrip().startswith(head)), "")
-        text = Text(encodable(shown, self._stream), style=colour)
+        text = encodable(shown, self._stream)
         try:
-            if self._progress is not None:
-                self._progress.console.print(text, soft_wrap=True)
-            elif self._terminal and colour:
-                RichConsole(file=self._stream, force_terminal=True).print(text, soft_wrap=True)
+            if self._terminal:
+                self._paint(text)
             else:
-                self._stream.write(text.plain + "\n")
+                self._stream.write(text + "\n")
                 self._stream.flush()
         except OSError as error:
-            self._printing, self._progress = False, None
-            _discard(self._stream)
-            gone = isinstance(error, BrokenPipeError)
-            why = "nobody reads the output any more" if gone else f"the output cannot be written ({error.strerror})"
-            self._emit(f"{why}: from here on only this file is written", "")
+            self._lose(error)
+        else:
+            self._check()
+
+    def _check(self) -> None:
+        """Give up a terminal that was lost while the bars were drawn."""
+        if self._bars is not None and self._bars.error is not None:
+            self._lose(self._bars.error)
+
+    def _lose(self, error: OSError) -> None:
+        """Print nothing more; log.txt goes on and says so."""
+        bars, self._printing, self._bars = self._bars, False, None
+        _discard(self._stream)
+        if bars is not None:
+            bars.stop()
+        gone = isinstance(error, BrokenPipeError)
+        why = "the reader of the output has gone" if gone else f"the output cannot be written ({error.strerror})"
+        self._emit(f"{why}: from here on only this file is written", "")
+
+    def _paint(self, text: str) -> None:
+        from rich.console import Console as RichConsole
+        from rich.text import Text
+
+        colour = next((colour for head, colour in COLOURS.items() if text.lstrip().startswith(head)), "")
+        target = self._bars.console if self._bars is not None else RichConsole(file=self._stream, force_terminal=True)
+        target.print(Text(text, style=colour), soft_wrap=True)
 
 
 def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -> str:
@@ -231,7 +266,10 @@ def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -
 
 
 def brief_line(record: StepRecord, total: int, eta: str, outside: int, width: int = WIDTH) -> str:
-    """The step on a screen. Example: "step  12/50  reward 0.41  correct 0.39  loss 0.012  len 8.3  3.2s  eta 1m12s  ! 2" """
+    """Return a step's line for a screen.
+
+    Example: "step  12/50  reward 0.41  correct 0.39  loss 0.012  len 8.3  3.2s  eta 1m12s  ! 2"
+    """
     metrics = record.metrics
     known = {one.label: f"{one.label} {metrics[one.name]:{one.form}}" for one in SHOWN if one.name in metrics}
     middle = [known[label] for label in BRIEF if label in known]
@@ -257,7 +295,7 @@ def duration(seconds: float) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """The text with characters that the stream's encoding lacks replaced: Δ by d, others by escapes."""
+    """Return the text with characters that the stream's encoding lacks replaced: Δ by d, others by escapes."""
     encoding = stream.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -276,9 +314,3 @@ def _discard(stream: TextIO) -> None:
 def _accuracies(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     parts = [(name.split("/"), value) for name, value in metrics.items()]
     return [(path[1], value) for path, value in parts if len(path) == 3 and path[0] == "eval" and path[2] == "accuracy"]
-
-
-class _EtaColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        eta = task.fields.get("eta")
-        return Text(f"eta {eta}" if eta else "")

@@ -1,4 +1,4 @@
-"""What a run ran on and with: code, packages, machine, command line. The environment's variables are never recorded."""
+"""Facts about what a run ran on and with: code, packages, machine, command line. Environment variables are never recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 import lockstep
-from lockstep.text import SECRET_NAME, hide_secrets
+from lockstep.text import SECRET_NAME, hide_values
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "huggingface-hub", "numpy", "pyarrow", "pydantic",
@@ -50,13 +50,13 @@ def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
         "packages": package_versions(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu_facts(),
         **_torch(),
     }
 
 
 def mask(command: Sequence[str]) -> list[str]:
-    """The command with secrets replaced: `--token X`, `a.api_key=X`, hf_… tokens, passwords and keys in addresses."""
+    """Return the command with secrets replaced: `--token X`, `a.api_key=X`, hf_… tokens, passwords and keys in addresses."""
     shown: list[str] = []
     hide_next = False
     for word in command:
@@ -66,13 +66,13 @@ def mask(command: Sequence[str]) -> list[str]:
         elif equals and SECRET_NAME.fullmatch(name.lstrip("-")):
             shown.append(f"{name}=***")
         else:
-            shown.append(SECRET_TEXT.sub("***", hide_secrets(word)))
+            shown.append(SECRET_TEXT.sub("***", hide_values(word)))
         hide_next = word.startswith("-") and not equals and bool(SECRET_NAME.fullmatch(word.lstrip("-")))
     return shown
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of PACKAGES; those that are not installed are left out."""
+    """Return the installed versions of PACKAGES; those that are not installed are left out."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -82,22 +82,25 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def code_facts(folder: Path) -> dict[str, Any]:
-    """The git commit that `folder` is at and how it differs; `commit` is None, with a `why`, where there is none.
+def code_facts(folder: Path, skip: str | None = None) -> dict[str, Any]:
+    """Return the git commit that `folder` is at and how it differs; `commit` is None, with a `why`, where there is none.
 
-    A folder that lies in a repository without belonging to it (site-packages in a .venv) counts as not in git.
+    A folder that lies in a repository without belonging to it (site-packages in a .venv) counts as not in git. Changes below
+    `skip`, a path relative to `folder`, are left out.
     """
     try:
-        if not _git(folder, "ls-files", "--", ".").strip():
+        if not git(folder, "ls-files", "--", ".").strip():
             return {"commit": None, "why": "not tracked by git"}
-        commit = _git(folder, "rev-parse", "HEAD").strip()
-        changed = _git(folder, "status", "--porcelain").splitlines()
-        diff = _git(folder, "diff", "HEAD")
-        summary = _git(folder, "diff", "HEAD", "--shortstat").strip()
+        commit = git(folder, "rev-parse", "HEAD").strip()
+        branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        changed = git(folder, "status", "--porcelain", *_but(skip)).splitlines()
+        diff = git(folder, "diff", "HEAD", *_but(skip))
+        summary = git(folder, "diff", "HEAD", "--shortstat", *_but(skip)).strip()
     except (OSError, subprocess.SubprocessError) as error:
-        return {"commit": None, "why": _git_trouble(error)}
+        return {"commit": None, "why": git_trouble(error)}
     return {
         "commit": commit,
+        "branch": branch,
         "changed_files": len(changed),
         "changed": changed[:CHANGED_SHOWN],
         "diff": summary,
@@ -105,7 +108,21 @@ def code_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def project_diff(folder: Path, skip: str | None = None) -> str:
+    """Return what differs from the last commit in the repository of `folder`; "" without one."""
+    try:
+        return git(folder, "diff", "HEAD", *_but(skip))
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _but(skip: str | None) -> list[str]:
+    inside = skip is not None and not Path(skip).is_absolute() and ".." not in Path(skip).parts
+    return ["--", ":/", f":(exclude){skip}"] if inside else []
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder and return what it prints. Raises OSError or subprocess.SubprocessError."""
     # Without optional locks, reading never disturbs a commit that is under way.
     return subprocess.run(
         ["git", "--no-optional-locks", "-C", str(folder), *arguments],
@@ -113,13 +130,15 @@ def _git(folder: Path, *arguments: str) -> str:
     ).stdout  # fmt: skip
 
 
-def _git_trouble(error: Exception) -> str:
+def git_trouble(error: Exception) -> str:
+    """Say why a call of `git` failed."""
     if isinstance(error, subprocess.CalledProcessError):
         return (error.stderr or "").strip().splitlines()[0] if error.stderr else f"git ended with {error.returncode}"
     return "git is not installed" if isinstance(error, FileNotFoundError) else str(error)
 
 
-def _cpu() -> dict[str, Any]:
+def cpu_facts() -> dict[str, Any]:
+    """Return the processor's name, its cores and the memory."""
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

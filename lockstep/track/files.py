@@ -35,7 +35,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a plain file. Raises as `open_plain` does."""
+    """Return the content of a plain file. Raises as `open_plain` does."""
     with os.fdopen(open_plain(path), "rb") as file:
         return file.read()
 

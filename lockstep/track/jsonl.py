@@ -21,7 +21,7 @@ NON_FINITE = {"nan", "inf", "-inf"}
 
 
 def strict(value: object) -> Any:
-    """The value in terms of JSON: records become objects, tuples lists, paths text, non-finite numbers strings.
+    """Return the value in terms of JSON: records become objects, tuples lists, paths text, non-finite numbers strings.
 
     Raises TypeError for anything else, so that nothing is written as its `repr` by accident.
     """
@@ -65,7 +65,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of one JSON file. Raises RunDirectoryError if it is missing or broken."""
+    """Return the content of one JSON file. Raises RunDirectoryError if it is missing or broken."""
     try:
         return parse_json(read_plain(path))
     except OSError as error:
@@ -75,7 +75,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, in order; an unfinished last line (a write under way, or cut off) is left out.
+    """Return the objects of a file, in order; an unfinished last line (a write under way, or cut off) is left out.
 
     A missing file is an empty one. Raises RunDirectoryError, naming the line, if any other line is broken.
     """
@@ -141,7 +141,7 @@ class JsonlFile:
 
 
 def _content(path: Path) -> bytes:
-    """A missing file is an empty one."""
+    """Return the bytes of a file; a missing one is empty."""
     try:
         return read_plain(path)
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def _content(path: Path) -> bytes:
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """The part that ends in a newline, and the rest."""
+    """Return the part that ends in a newline, and the rest."""
     end = data.rfind(b"\n") + 1
     return data[:end], data[end:]
 

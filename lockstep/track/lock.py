@@ -27,7 +27,7 @@ SAME_START_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock. Example: Holder("node7", 4711, 1795231908.64, "2026-11-21T03:30:00Z")"""
+    """Holder of a lock. Example: Holder("node7", 4711, 1795231908.64, "2026-11-21T03:30:00Z")"""
 
     host: str
     pid: int
@@ -41,7 +41,7 @@ class Holder:
 
     @property
     def alive(self) -> bool | None:
-        """Whether the process still runs; None if it was on another host, where this one cannot look."""
+        """True while the process runs; None if it was on another host, where this one cannot look."""
         if self.host != socket.gethostname():
             return None
         try:
@@ -107,7 +107,7 @@ class Lock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who is named in a lock file; None if it is missing, empty, or was cut off while being written."""
+    """Return the holder that a lock file names; None if it is missing, empty, or was cut off while being written."""
     try:
         facts = parse_json(read_plain(path))
         return Holder(str(facts["host"]), int(facts["pid"]), float(facts["started"]), str(facts["since"]))
@@ -131,7 +131,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """A forked worker that outlives a killed trainer must not keep the run locked."""
+    """Let go of all locks: a forked worker that outlives a killed trainer must not keep the run locked."""
     for lock in list(_held):
         lock._forget()
 

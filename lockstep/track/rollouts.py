@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,26 @@ from lockstep.errors import RunDirectoryError
 from lockstep.track.files import atomic_path, open_plain
 from lockstep.track.jsonl import dumps, number, parse_json
 from lockstep.track.rundir import RunDirectory
-from lockstep.types import Group, Message, Rollout
+from lockstep.types import Branch, Group, Message, Rollout, TokenIds
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_LISTS = ("prompt_ids", "ids", "logprobs", "trained")
+FACTS = "facts"
+"""Name in the column `metrics` under which a grader's texts are stored."""
+LEARNED = ("learner_logprobs", "entropies")
+LATER = (*LEARNED, "branches")
+"""Columns that older runs do not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The learner's numbers for the trained tokens of a reply, in order, before the step's first update."""
+
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    """In nats, at the sampling temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +58,21 @@ class RolloutRow:
     """None: could not be scored, `error` says why."""
     error: str | None
     metrics: dict[str, float]
+    facts: dict[str, str]
+    """Texts that the grader named."""
     extracted: str | None
     method: str
     advantage: float
+    branches: tuple[Branch, ...] = ()
+    """Further rows of the episode, where its program rewrote or forked its history."""
+    learner_logprobs: tuple[float, ...] = ()
+    """The learner's, of the trained tokens alone. Empty if it did not process the reply, or track.tokens is off."""
+    entropies: tuple[float, ...] = ()
+    """Entropies of the learner's distributions, stored as float16, of the same tokens."""
 
     @property
     def right(self) -> bool | None:
-        """Whether the reply is correct: its `correct` if there is one, else a reward of at least 1. None: unscored."""
+        """True if the reply is correct: its `correct` if there is one, else a reward of at least 1. None: unscored."""
         if self.reward is None:
             return None
         return self.metrics.get("correct", self.reward) >= 1
@@ -59,17 +84,22 @@ def rollout_path(run: RunDirectory, step: int) -> Path:
 
 
 def rollout_steps(run: RunDirectory) -> list[int]:
-    """The steps whose rollouts are stored, in order."""
+    """Return the steps whose rollouts are stored, in order."""
     names = [re.fullmatch(r"step_(\d+)\.parquet", path.name) for path in run.rollouts_path.glob("step_*.parquet")]
     return sorted(int(name.group(1)) for name in names if name is not None)
 
 
 def write_rollouts(
-    run: RunDirectory, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]
+    run: RunDirectory,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    learned: Mapping[tuple[TokenIds, TokenIds], Learned] | None = None,
 ) -> Path:
     """Store a step's rollouts at once, replacing what an earlier attempt stored for it.
 
-    `advantages[g][i]` belongs to `groups[g].rollouts[i]`; raises ValueError if the shapes differ.
+    `advantages[g][i]` belongs to `groups[g].rollouts[i]`; raises ValueError if the shapes differ. `learned` holds the learner's
+    numbers by prompt ids and ids.
     Lone surrogates, which parquet cannot hold, are written as \\udXXX escapes; the ids are unchanged.
     """
     import pyarrow as pa
@@ -78,7 +108,7 @@ def write_rollouts(
     run.require_writable()
     rows: list[dict[str, object]] = []
     for group, values in zip(groups, advantages, strict=True):
-        rows += [_row(rollout, value) for rollout, value in zip(group.rollouts, values, strict=True)]
+        rows += [_row(rollout, value, learned or {}) for rollout, value in zip(group.rollouts, values, strict=True)]
     table = pa.Table.from_pylist(rows, schema=_schema())
     path = rollout_path(run, step)
     path.parent.mkdir(exist_ok=True)
@@ -88,11 +118,22 @@ def write_rollouts(
 
 
 def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
-    """The rollouts of a step, groups and samples in order. Raises RunDirectoryError if not stored, or damaged.
+    """Return the rollouts of a step, groups and samples in order. Raises RunDirectoryError if not stored, or damaged."""
+    return read_rows(run, step)
+
+
+def read_rows(run: RunDirectory, step: int, wanted: Sequence[int] | None = None) -> list[RolloutRow]:
+    """Read the rows with these positions in a step's file, or all of them. Raises as `read_rollouts`."""
+    table = read_table(run, step)
+    with _readable(rollout_path(run, step)):
+        return [_from_row(row) for row in (table if wanted is None else table.take(wanted)).to_pylist()]
+
+
+def read_table(run: RunDirectory, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a step's rollouts as a table, or some of its columns. Raises as `read_rollouts`.
 
     Each page has a checksum, which is verified: a flipped bit would else be another reward or token that still reads well.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = rollout_path(run, step)
@@ -100,12 +141,22 @@ def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
         steps = rollout_steps(run)
         fix = f"choose one of the {len(steps)} stored steps, {steps[0]} to {steps[-1]}" if steps else "none are stored"
         raise RunDirectoryError(f"no rollouts of step {step}", where=str(run.path), fix=fix)
+    with _readable(path), os.fdopen(open_plain(path), "rb") as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        missing = [name for name in LATER if name not in parquet.schema_arrow.names]
+        if parquet.schema_arrow.remove_metadata() != _schema(missing):
+            names = ", ".join(parquet.schema_arrow.names)[:200]
+            raise ValueError(f"its columns are not those of rollouts: {names}")
+        return parquet.read(columns=None if columns is None else list(columns))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise RunDirectoryError, which names the file, for whatever a damaged one raises."""
+    import pyarrow as pa
+
     try:
-        with os.fdopen(open_plain(path), "rb") as file:
-            table = pq.read_table(file, page_checksum_verification=True, partitioning=None)
-        if table.schema.remove_metadata() != _schema():
-            raise ValueError(f"its columns are not those of rollouts: {', '.join(table.schema.names)[:200]}")
-        return [_from_row(row) for row in table.to_pylist()]
+        yield
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise RunDirectoryError(
@@ -113,50 +164,71 @@ def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
         ) from error
 
 
-def _row(rollout: Rollout, advantage: float) -> dict[str, object]:
-    grade = rollout.grade
+def _row(rollout: Rollout, advantage: float, learned: Mapping[tuple[TokenIds, TokenIds], Learned]) -> dict[str, object]:
+    grade, known = rollout.grade, learned.get((rollout.prompt_ids, rollout.ids), Learned((), ()))
     return {
-        "prompt_id": _storable(rollout.prompt.id),
-        "task": _storable(rollout.prompt.task),
+        "prompt_id": storable(rollout.prompt.id),
+        "task": storable(rollout.prompt.task),
         "messages": dumps(rollout.prompt.messages),
-        "answer": _storable(rollout.prompt.answer),
+        "answer": storable(rollout.prompt.answer),
         "sample": rollout.sample,
         "prompt_ids": rollout.prompt_ids,
-        "text": _storable(rollout.text),
+        "text": storable(rollout.text),
         "ids": rollout.ids,
         "logprobs": rollout.logprobs,
         "trained": rollout.trained,
         "finish": rollout.finish.value,
         "version": rollout.version,
         "reward": grade.reward,
-        "error": None if grade.error is None else _storable(grade.error),
-        "metrics": dumps({name: float(value) for name, value in grade.metrics.items()}),
-        "extracted": None if grade.extracted is None else _storable(grade.extracted),
-        "method": _storable(grade.method),
+        "error": None if grade.error is None else storable(grade.error),
+        "metrics": dumps({**{name: float(value) for name, value in grade.metrics.items()}, **_facts(grade.facts)}),
+        "extracted": None if grade.extracted is None else storable(grade.extracted),
+        "method": storable(grade.method),
         "advantage": float(advantage),
+        "branches": [{**asdict(branch), "text": storable(branch.text)} for branch in rollout.branches],
+        "learner_logprobs": known.logprobs,
+        "entropies": known.entropies,
     }
 
 
+def _facts(facts: Mapping[str, str]) -> dict[str, object]:
+    return {FACTS: {name: storable(text) for name, text in facts.items()}} if facts else {}
+
+
 def _from_row(row: Mapping[str, Any]) -> RolloutRow:
-    lists = {name: tuple(row[name]) for name in ("prompt_ids", "ids", "logprobs", "trained")}
-    metrics = {name: number(value) for name, value in parse_json(row["metrics"]).items()}
+    lists: dict[str, Any] = {name: tuple(row[name]) for name in (*_LISTS, *LEARNED) if name in row}
+    named = parse_json(row["metrics"])
+    facts = {name: str(text) for name, text in named.pop(FACTS).items()} if isinstance(named.get(FACTS), dict) else {}
+    metrics = {name: number(value) for name, value in named.items()}
     messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in parse_json(row["messages"]))
-    return RolloutRow(**{**row, **lists, "messages": messages, "metrics": metrics})
+    branches = tuple(
+        Branch(text=str(one["text"]), **{name: tuple(one[name]) for name in _LISTS})
+        for one in row.get("branches") or ()
+    )
+    return RolloutRow(
+        **{**row, **lists, "messages": messages, "metrics": metrics, "facts": facts, "branches": branches}
+    )
 
 
-def _schema() -> pa.Schema:
+def _schema(without: Sequence[str] = ()) -> pa.Schema:
+    """Return the columns; `without` those that older runs do not have."""
     import pyarrow as pa
 
     text, int32, int64 = pa.string(), pa.int32(), pa.int64()
-    types = {
-        "prompt_id": text, "task": text, "messages": text, "answer": text, "sample": int32, "text": text,
+    lists = {
         "prompt_ids": pa.list_(int64), "ids": pa.list_(int64), "logprobs": pa.list_(pa.float32()),
         "trained": pa.list_(pa.bool_()),
+    }  # fmt: skip
+    types = {
+        "prompt_id": text, "task": text, "messages": text, "answer": text, "sample": int32, "text": text, **lists,
         "finish": text, "version": int64, "reward": pa.float64(), "error": text, "metrics": text, "extracted": text,
         "method": text, "advantage": pa.float64(),
+        "branches": pa.list_(pa.struct(list((lists | {"text": text}).items()))),
+        "learner_logprobs": pa.list_(pa.float32()), "entropies": pa.list_(pa.float16()),
     }  # fmt: skip
-    return pa.schema(list(types.items()))
+    return pa.schema([(name, kind) for name, kind in types.items() if name not in without])
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
+    """Write lone surrogates, which parquet cannot hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,8 +1,9 @@
 """A run directory: everything that one run was given, did and left. Layout:
 
     runs/<name>/  recipe.yaml (resolved)  manifest.json (code, packages, machine, attempts, …)  run.lock
-      metrics.jsonl  events.jsonl  log.txt  report.html
+      metrics.jsonl  events.jsonl  spikes.jsonl  stall.txt  log.txt  report.html
       rollouts/step_000012.parquet  scores/*.json  checkpoints/step_000010/
+      code/ (copies of the user's files)  trackers/NAME.json  wandb/  tensorboard/
 
 One process writes (create, resume); any number read (open). `run.lock` names the writer.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import rmtree
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -25,15 +27,17 @@ from lockstep.track.lock import Holder, Lock
 __all__ = ["RunDirectory", "is_run", "manifest_facts"]
 
 FORMAT = 1
-"""Of the layout; a directory of a newer format is refused."""
+"""Version of the layout; a directory of a newer one is refused."""
 LOCK, MANIFEST = "run.lock", "manifest.json"
 FOLDERS = ("rollouts", "scores", "checkpoints")
-FOREIGN = frozenset({"wandb", "tensorboard"})
-"""Folders of trackers, which nothing here reads; W&B keeps links in its own."""
-LEFT = (MANIFEST, "recipe.yaml", "events.jsonl", "log.txt", "report.html")
+CODE = "code"
+"""Copies of the user's files, which a run that stopped before its first step leaves, too."""
+FOREIGN = frozenset({"wandb", "tensorboard", "trackers"})
+"""Folders of trackers; W&B keeps links in its own. A run that stopped before its first step leaves them, too."""
+LEFT = (MANIFEST, "recipe.yaml", "events.jsonl", "stall.txt", "log.txt", "report.html")
 """Files of a run that stopped before its first step."""
 UNFINISHED = {LOCK, "recipe.yaml"}
-"""What a creation that was killed may have left, besides empty folders; manifest.json is written last."""
+"""Files that a killed creation may have left, besides empty folders; manifest.json is written last."""
 
 
 class RunDirectory:
@@ -67,6 +71,8 @@ class RunDirectory:
             replaced = is_run(path)
             for name in LEFT if replaced else ():
                 (path / name).unlink(missing_ok=True)
+            for name in (CODE, *FOREIGN) if replaced else ():
+                rmtree(path / name, ignore_errors=True)
             for folder in FOLDERS:
                 (path / folder).mkdir(exist_ok=True)
             write_atomic(path / "recipe.yaml", recipe_yaml)
@@ -80,7 +86,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run, to read.
+        """Open an existing run to read it.
 
         Raises RunDirectoryError if there is none that this version reads, or a link or a pipe is among its files.
         """
@@ -135,6 +141,10 @@ class RunDirectory:
         return self.path / "log.txt"
 
     @property
+    def spikes_path(self) -> Path:
+        return self.path / "spikes.jsonl"
+
+    @property
     def rollouts_path(self) -> Path:
         return self.path / "rollouts"
 
@@ -152,7 +162,7 @@ class RunDirectory:
 
     # --- content ---
     def recipe_yaml(self) -> str:
-        """The resolved recipe. Raises RunDirectoryError if it is gone."""
+        """Return the resolved recipe. Raises RunDirectoryError if it is gone."""
         try:
             return read_plain(self.recipe_path).decode()
         except OSError as error:
@@ -243,22 +253,24 @@ class _Manifest(BaseModel):
 
 
 def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:
-    """What may differ between the processes of one run; the rest stands once at the top of the manifest."""
+    """Return the facts that may differ between the processes of one run; the rest stands once at the top of the manifest."""
     kept = facts if number > 1 else {key: facts[key] for key in ("time", "host", "pid", "command") if key in facts}
     return {"attempt": number, **kept}
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was started there. `RunDirectory.open` says whether it can be read."""
+    """Return True if a run was started there. `RunDirectory.open` says whether it can be read."""
     return (path / MANIFEST).is_file()
 
 
 def never_began(path: Path) -> bool:
-    """Whether a run stopped before its first step and left nothing but its recipe and messages: no number, score, checkpoint."""
+    """Return True if a run stopped before its first step and left its recipe and messages alone: no number, score, checkpoint."""
     if not is_run(path):
         return False
     kept = [
-        entry for entry in path.iterdir() if entry.name not in {*LEFT, "metrics.jsonl"} and not _is_unfinished(entry)
+        entry
+        for entry in path.iterdir()
+        if entry.name not in {*LEFT, CODE, *FOREIGN, "metrics.jsonl"} and not _is_unfinished(entry)
     ]
     metrics = path / "metrics.jsonl"
     return not kept and not (metrics.exists() and metrics.stat().st_size)

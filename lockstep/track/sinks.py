@@ -1,217 +1,274 @@
-"""Other places where a run's numbers go: W&B, trackio, TensorBoard. They never stop a run and never ask anything.
+"""Delivery of a run's numbers to trackers. Each works in a thread of its own, and neither stops the run nor slows it.
 
-A sink that cannot be set up is an error before the first step; one that fails later is reported once and switched off.
+metrics.jsonl has everything. A tracker that fails or hangs is reported once and left behind; what it missed is sent when the run
+is resumed, or by `lockstep track sync`, from the step after the last that it holds.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import netrc
-import os
+import math
+import queue
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, assert_never
-from urllib.parse import urlparse
+from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
+from lockstep.config.records import Mode, Sink
 from lockstep.config.schema import Track
 from lockstep.errors import ConfigError
-from lockstep.track.files import read_plain, write_atomic
+from lockstep.text import hide_values
+from lockstep.track.facts import SECRET_TEXT
+from lockstep.track.files import write_atomic
+from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.rundir import RunDirectory
+from lockstep.track.trackers import BUILT_IN, Sample, TrackedRun, is_installed
+from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Tracker
+from lockstep.user_code import load_object
 
-SinkName: TypeAlias = Literal["wandb", "trackio", "tensorboard"]
-OnFailure: TypeAlias = Callable[[SinkName, Exception], None]
+OnFailure: TypeAlias = Callable[[str, Exception], None]
 Recipe: TypeAlias = Mapping[str, Any]
+Work: TypeAlias = Callable[[Any], None]
 
-ONLINE_SECONDS = 30
-"""How long W&B may take to answer before the run is tracked offline."""
-FLUSH_SECONDS = 10
+GROUP = "lockstep.trackers"
+"""Group of entry points in which packages register trackers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Record of a tracker, in trackers/<name>.json."""
+
+    id: str
+    sent: dict[str, int] = field(default_factory=dict)
+    """Last step that it took, by mode."""
+    failed: str = ""
+    """Reason why it was left behind, "" if it was not."""
 
 
 def build_sinks(
-    track: Track, run: RunDirectory, run_name: str, resolved_recipe: Recipe, *, on_failure: OnFailure
-) -> list[Tracker]:
-    """Open the trackers of `track.sinks`. `on_failure` hears, once for each, of a sink that failed while logging.
+    track: Track, run: RunDirectory, run_name: str, recipe: Recipe, *, on_failure: OnFailure, start: int = 0
+) -> list[Sender]:
+    """Open the trackers of `track.sinks`. `on_failure` hears, once for each, of one that failed. `start`: trained steps so far.
 
-    Raises ConfigError, with the pip line, for packages that are not installed, and for a sink that cannot be set up.
+    Raises ConfigError, with the pip line, for packages that are not installed, and for a tracker that cannot be opened when a run
+    starts; a run that is resumed goes on without it.
     """
     run.require_writable()
     check_installed(track)
-    sinks: list[Tracker] = []
-    for name in dict.fromkeys(track.sinks):
-        try:
-            sinks.append(Guarded(name, _open(name, track, run, run_name, resolved_recipe), on_failure))
-        except (
-            Exception
-        ) as error:  # whatever a tracker raises, the others must be closed and the user told which it was
-            for sink in sinks:
-                sink.close()
-            mistake = f"track.sinks: {name} cannot be set up: {type(error).__name__}: {error}"
-            raise ConfigError([mistake], fix="mend it, or take it out of track.sinks") from error
-    return sinks
+    senders: list[Sender] = []
+    for sink in track.sinks:
+        if sink.mode == "off":
+            continue
+        sender = Sender(sink, run, told(track, sink, run, run_name, recipe), track.timeout_s, on_failure)
+        senders.append(sender)
+        error = sender.open(start)
+        if error is not None and run.attempt == 1 and not isinstance(error, TimeoutError):
+            for one in senders:
+                one.close()
+            mistake = f"track.sinks: {sink.name} cannot be set up: {reason(error)}"
+            raise ConfigError([mistake], fix="fix it, or take it out of track.sinks") from error
+    return senders
 
 
 def check_installed(track: Track) -> None:
-    """Raise ConfigError, with the pip line, for trackers whose package is missing. To be asked before a run is created."""
-    missing = [name for name in track.sinks if importlib.util.find_spec(name) is None]
-    if missing:
-        mistakes = [f"track.sinks: {name} is not installed" for name in missing]
+    """Raise ConfigError for trackers that are not there. To be asked before a run is created: it runs a user's file."""
+    mistakes = [f"track.sinks: {why}" for sink in track.sinks if sink.mode != "off" and (why := missing(sink.name))]
+    if mistakes:
         raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or take it out of track.sinks")
 
 
-class Guarded:
-    """A sink that is switched off, and reported, the first time that it fails."""
-
-    def __init__(self, name: SinkName, sink: Tracker, on_failure: OnFailure) -> None:
-        self.name = name
-        self._sink: Tracker | None = sink
-        self._on_failure = on_failure
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        if self._sink is not None:
-            self._try(lambda sink: sink.log(step, metrics))
-
-    def close(self) -> None:
-        if self._sink is not None:
-            self._try(lambda sink: sink.close())
-            self._sink = None
-
-    def _try(self, action: Callable[[Tracker], None]) -> None:
-        if self._sink is None:
-            return
-        try:
-            action(self._sink)
-        except Exception as error:  # a tracker may raise anything, and none of it is worth the run
-            self._sink = None
-            self._on_failure(self.name, error)
+def missing(name: str) -> str:
+    """Say why there is no tracker of this name; "" if there is one."""
+    if name in BUILT_IN:
+        return "" if is_installed(name) else f"{name} is not installed"
+    if ".py:" in name:
+        load_object(name, ConfigError)
+        return ""
+    others = [one.name for one in entry_points(group=GROUP)]
+    near = get_close_matches(name, [*BUILT_IN, *others], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"no package registers it as an entry point {GROUP}"
+    return "" if name in others else f"there is no tracker {name}; {hint}"
 
 
-def _open(name: SinkName, track: Track, run: RunDirectory, run_name: str, recipe: Recipe) -> Tracker:
-    match name:
-        case "wandb":
-            return Wandb(track, run, run_name, recipe)
-        case "trackio":
-            return Trackio(track, run, run_name, recipe)
-        case "tensorboard":
-            return TensorBoard(run, run_name, recipe)
-        case _:
-            assert_never(name)
+def maker(name: str) -> Callable[[TrackedRun], Any]:
+    """Return the class of a tracker: a built-in one, one of a package's, or one in a user's file."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ".py:" in name:
+        found: Any = load_object(name, ConfigError)
+        return found  # type: ignore[no-any-return]
+    (one,) = entry_points(group=GROUP, name=name)
+    return one.load()  # type: ignore[no-any-return]
 
 
-class Wandb:
-    """W&B, its files in <run>/wandb. Offline without a key or an answer; `wandb sync` sends it later. WANDB_MODE wins."""
-
-    def __init__(self, track: Track, run: RunDirectory, run_name: str, recipe: Recipe) -> None:
-        import wandb
-
-        identity = run.path / "wandb" / "run_id"
-        identity.parent.mkdir(exist_ok=True)
-        if not identity.exists():
-            write_atomic(identity, uuid.uuid4().hex[:12])
-        options: dict[str, Any] = {
-            "project": track.project,
-            "name": run_name,
-            "id": read_plain(identity).decode(),
-            "resume": "allow" if run.attempt > 1 else None,
-            "dir": str(run.path),
-            "tags": track.tags or None,
-            "config": dict(recipe),
-            "save_code": False,
-            "settings": wandb.Settings(console="off", init_timeout=ONLINE_SECONDS, login_timeout=ONLINE_SECONDS),
-        }
-        asked = os.environ.get("WANDB_MODE")
-        # Online without a key it would ask for one at the terminal.
-        mode: Literal["offline"] | None = None if _has_wandb_key() or asked in ("offline", "disabled") else "offline"
-        try:
-            self._run = wandb.init(mode=mode, **options)
-        except wandb.errors.CommError:
-            if mode == "offline" or asked:
-                raise
-            wandb.teardown()  # the half-made run holds the id
-            self._run = wandb.init(mode="offline", **options)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def told(
+    track: Track, sink: Sink, run: RunDirectory, name: str, recipe: Recipe, mode: Mode | None = None
+) -> TrackedRun:
+    """Return what the tracker is told of the run."""
+    return TrackedRun(
+        name=name,
+        id=record_of(run.path, sink.name).id,
+        folder=run.path,
+        project=track.project,
+        group=track.group,
+        job_type=track.job_type,
+        tags=track.tags,
+        recipe=recipe,
+        mode=mode or sink.mode,
+        resumed=run.attempt > 1,
+        settings=sink.settings,
+    )
 
 
-class Trackio:
-    """trackio in its local store (TRACKIO_DIR, by default in the Hugging Face cache): no Space, no server, no hub.
+def reason(error: Exception) -> str:
+    """Return an error in one line, without secrets."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return SECRET_TEXT.sub("***", hide_values(text))[:500]
 
-    Variables of trackio that name a Space or a server, and the hub's name look-up, are switched off while it starts.
+
+class Sender:
+    """One tracker in its thread. `log`, `samples` and `artifact` return at once.
+
+    Steps that the tracker holds already are not sent again.
     """
 
-    def __init__(self, track: Track, run: RunDirectory, run_name: str, recipe: Recipe) -> None:
-        with _no_hub():
-            import trackio
+    def __init__(
+        self, sink: Sink, run: RunDirectory, about: TrackedRun, timeout_s: float, on_failure: OnFailure
+    ) -> None:
+        self.name = sink.name
+        self._run, self._about, self._timeout, self._on_failure = run, about, timeout_s, on_failure
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._busy: float | None = None
+        """Time when the present piece of work began."""
+        self._error: Exception | None = None
+        self._on, self._opened = True, threading.Event()
+        self._last, self._mode, self._rewrites = -1, "online", False
+        self._record = record_of(run.path, sink.name)
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {self.name}", daemon=True)
+        self.caught_up: list[int] = []
+        """Steps that were sent from metrics.jsonl."""
 
-            self._run = trackio.init(
-                project=track.project,
-                name=run_name,
-                resume="allow" if run.attempt > 1 else "never",
-                config=dict(recipe),
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-        self._finish: Callable[[], None] = trackio.finish
+    def open(self, start: int | None) -> Exception | None:
+        """Open the tracker and send what it misses of the steps up to `start`, of all if None. Returns what went wrong."""
+        if self._about.resumed:
+            rows = [row for row in read_metrics(self._run) if start is None or row.step <= start]
+            self._work.put(lambda tracker: self._catch_up(tracker, rows))
+        self._thread.start()
+        self._opened.wait(self._timeout)
+        if not self._opened.is_set():
+            self._error = TimeoutError(f"it did not open within {self._timeout:g} s")
+        error = self._error
+        if error is not None and (self._run.attempt > 1 or isinstance(error, TimeoutError)):
+            self._alive()
+        elif error is not None:
+            self._on = False
+        return error
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
+    def log(self, step: int, metrics: Metrics, *, more: bool = False) -> None:
+        """Send a step's metrics; `more`: they add to a step that was sent."""
+        copy = dict(metrics)
+        self._put(lambda tracker: self._log(tracker, step, copy, more=more))
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send replies as text, if the tracker takes any."""
+        self._put(lambda tracker: tracker.samples(step, samples) if hasattr(tracker, "samples") else None)
+
+    def artifact(self, path: Path, name: str) -> None:
+        """Send a folder, if the tracker takes files."""
+        self._put(lambda tracker: tracker.artifact(path, name) if hasattr(tracker, "artifact") else None)
 
     def close(self) -> None:
-        self._finish()
+        """Finish what waits, within the time that a tracker has in all."""
+        self.wait(time.monotonic() + self._timeout)
+
+    def wait(self, until: float = math.inf) -> None:
+        """Finish what waits, however long it is, while each piece is done in its time."""
+        if self._alive():
+            self._work.put(None)
+            while self._thread.is_alive() and self._alive() and time.monotonic() < until:
+                self._thread.join(0.1)
+            if self._thread.is_alive():
+                self._error = self._error or TimeoutError(f"it did not finish within {self._timeout:g} s")
+            self._alive()
+        self._on = False
+
+    def _put(self, work: Work) -> None:
+        if self._alive():
+            self._work.put(work)
+
+    def _alive(self) -> bool:
+        """Return whether the tracker works; one that stopped working is reported here, by the run's own thread."""
+        if self._on and self._error is None and self._busy and time.monotonic() - self._busy > self._timeout:
+            self._error = TimeoutError(f"it has not answered for {self._timeout:g} s")
+        if self._on and self._error is not None:
+            self._on = False
+            self._remember(failed=reason(self._error))
+            self._on_failure(self.name, self._error)
+        return self._on
+
+    def _serve(self) -> None:
+        tracker: Any = None
+        try:
+            tracker = maker(self.name)(self._about)
+            self._mode, self._rewrites = getattr(tracker, "mode", "online"), getattr(tracker, "rewrites", False)
+            held = tracker.last_step() if hasattr(tracker, "last_step") else self._record.sent.get(self._mode, -1)
+            self._last = held if self._about.resumed else -1
+            self._opened.set()
+            while self._error is None and (work := self._work.get()) is not None:
+                self._busy = time.monotonic()
+                work(tracker)
+                self._busy = None
+            if self._error is None:
+                self._busy = time.monotonic()
+                tracker.close()
+        except Exception as error:  # a tracker may raise anything, and none of it is worth the run
+            self._error = self._error or error
+        finally:
+            self._busy = None
+            self._opened.set()
+
+    def _log(self, tracker: Tracker, step: int, metrics: Metrics, *, more: bool = False) -> None:
+        if step <= self._last and not more and not self._rewrites:
+            return  # a resumed run makes steps again that the tracker holds
+        tracker.log(step, metrics)
+        if self._error is None:  # else it was left behind, and the run has reported that
+            self._remember(sent={**self._record.sent, self._mode: step}, failed="")
+
+    def _catch_up(self, tracker: Tracker, rows: Sequence[Any]) -> None:
+        held = self._last
+        for row in rows:
+            if row.step > held:
+                self._busy = time.monotonic()
+                self._log(tracker, row.step, row.metrics)
+                self.caught_up.append(row.step)
+
+    def _remember(self, **changes: Any) -> None:
+        self._record = replace(self._record, **changes)
+        _write(self._run.path, self.name, self._record)
 
 
-class TensorBoard:
-    """TensorBoard's event files in <run>/tensorboard; `tensorboard --logdir runs` shows all runs."""
-
-    def __init__(self, run: RunDirectory, run_name: str, recipe: Recipe) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder = run.path / "tensorboard"
-        self._text = f"{run_name}\n\n" + "\n".join(f"    {key}: {value}" for key, value in recipe.items())
-        self._make = SummaryWriter
-        self._writer: SummaryWriter | None = None
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        if self._writer is None:
-            # Opened now, because a resumed run must hide the points that a killed attempt wrote from this step on.
-            self._writer = self._make(str(self._folder), purge_step=step, flush_secs=FLUSH_SECONDS)
-            self._writer.add_text("recipe", self._text)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+def record_of(run: Path, name: str) -> Record:
+    """Return what the run remembers of a tracker; a new identity, stored at once, if it is nothing."""
+    path = _place(run, name)
+    if path.is_file():
+        return TypeAdapter(Record).validate_python(read_json(path))
+    record = Record(uuid.uuid4().hex[:12])
+    _write(run, name, record)
+    return record
 
 
-def _has_wandb_key() -> bool:
-    """Whether W&B would find a key without asking: in the environment or in ~/.netrc."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    with suppress(FileNotFoundError, netrc.NetrcParseError):
-        return netrc.netrc(str(path)).authenticators(host) is not None
-    return False
+def _write(run: Path, name: str, record: Record) -> None:
+    path = _place(run, name)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, dumps(asdict(record)) + "\n")
 
 
-@contextmanager
-def _no_hub() -> Iterator[None]:
-    import huggingface_hub.constants as hub
-
-    names = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    offline = hub.HF_HUB_OFFLINE
-    hub.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        hub.HF_HUB_OFFLINE = offline
-        os.environ.update(saved)
+def _place(run: Path, name: str) -> Path:
+    return run / "trackers" / f"{Path(name).name.replace(':', '.')}.json"

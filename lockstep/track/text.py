@@ -17,7 +17,7 @@ def one_line(text: str, width: int = 0) -> str:
 
 
 def reading_line(extracted: str | None, method: str, answer: str) -> str:
-    """How a reply was read, and the reference. Example: "extracted '7' by boxed, answer '7'"."""
+    """Say how a reply was read, and the reference. Example: "extracted '7' by boxed, answer '7'"."""
     reference = f"answer {one_line(answer, 80)!r}"
     if method == "environment":
         return f"graded by the environment, {reference}" if answer else "graded by the environment"
@@ -30,7 +30,7 @@ def reading_line(extracted: str | None, method: str, answer: str) -> str:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in aligned text; columns of numbers are right-aligned. Raises ValueError if a row has another length."""
+    """Return a table in aligned text; columns of numbers are right-aligned. Raises ValueError if a row has another length."""
     cells = [[one_line(cell) for cell in row] for row in (columns, *rows)]
     by_column = list(zip(*cells, strict=True))
     widths = [max(cell_width(cell) for cell in column) for column in by_column]

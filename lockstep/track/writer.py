@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.errors import RunDirectoryError
+from lockstep.text import hide_values
 from lockstep.track.jsonl import JsonlFile, Prefix, number, read_jsonl, strict
 from lockstep.track.rollouts import RolloutRow, read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
@@ -102,7 +103,7 @@ class RunWriter:
 
     def event(self, kind: str, message: str = "", *, step: int | None = None, **facts: object) -> Event:
         """Append one event; `facts` are whatever JSON can hold. Raises StorageError, TypeError."""
-        event = Event(_now(), self._attempt, kind, step, message, strict(facts))
+        event = Event(_now(), self._attempt, kind, step, hide_values(message), strict(facts))
         self._events.append(asdict(event))
         return event
 
@@ -118,7 +119,7 @@ class RunWriter:
 
 
 def read_metrics(run: RunDirectory) -> list[StepRecord]:
-    """One record a step, in order of steps. Where attempts overlap the last one wins: see `lineage`.
+    """Return one record a step, in order of steps. Where attempts overlap the last one wins: see `lineage`.
 
     Raises RunDirectoryError, naming the line, if the file was damaged elsewhere than at its end.
     """
@@ -134,7 +135,7 @@ def read_metrics(run: RunDirectory) -> list[StepRecord]:
 
 
 def lineage(rows: Iterable[StepRecord]) -> list[StepRecord]:
-    """The rows of the weights that the run ended with.
+    """Return the rows of the weights that the run ended with.
 
     An attempt that starts at step s continues the weights of step s - 1, so rows of earlier attempts from s on belong
     to weights that no longer exist: they are left out, even if this attempt has not come as far again. Rows of one
@@ -153,7 +154,7 @@ def lineage(rows: Iterable[StepRecord]) -> list[StepRecord]:
 
 
 def read_events(run: RunDirectory) -> list[Event]:
-    """All events of all attempts, as they happened. Raises RunDirectoryError as `read_metrics`."""
+    """Return all events of all attempts, as they happened. Raises RunDirectoryError as `read_metrics`."""
     events: list[Event] = []
     for index, row in enumerate(read_jsonl(run.events_path), start=1):
         try:
@@ -164,7 +165,7 @@ def read_events(run: RunDirectory) -> list[Event]:
 
 
 def proof_from_json(row: Mapping[str, Any]) -> Proof:
-    """The proof as a record again. Raises KeyError or TypeError if the row is none."""
+    """Return the proof as a record again. Raises KeyError or TypeError if the row is none."""
     probe = row["probe"]
     kept = ("mean", "p99", "max", "tolerance")
     return Proof(

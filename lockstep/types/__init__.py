@@ -1,6 +1,6 @@
 """The nouns of Lockstep; import them from here. No logic beyond small properties; importing this loads no torch.
 
-Data flows through `rollout`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`;
+Data flows through `rollout`, `serving`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`;
 `protocols` holds the interfaces that pass it on.
 
 Shape suffixes used here and everywhere: T tokens (packed end to end), N sequences, P prompts, G samples of one prompt, V
@@ -11,16 +11,41 @@ from __future__ import annotations
 
 from lockstep.types.basic import Message, Metrics, TokenIds, WeightStream
 from lockstep.types.evaluation import Conditions, Estimate, ItemResult, Score
-from lockstep.types.protocols import Critic, Env, EnvTask, Learner, RolloutEngine, Task, Tracker, WeightSync
-from lockstep.types.rollout import Completion, FinishReason, Grade, Group, Prompt, Request, Rollout, Sampling, Turn
-from lockstep.types.training import Batch, Loss, LossInput, LossOutput, TrainSequence
+from lockstep.types.protocols import (
+    Critic,
+    Env,
+    EnvTask,
+    Learner,
+    NativeRollouts,
+    RolloutEngine,
+    Task,
+    Tracker,
+    WeightSync,
+)
+from lockstep.types.rollout import (
+    Branch,
+    Completion,
+    FinishReason,
+    Grade,
+    Group,
+    Prompt,
+    ReplyText,
+    Request,
+    Rollout,
+    Sampling,
+    Turn,
+)
+from lockstep.types.serving import Door, OpenDoor, SampleAsk, Sampler
+from lockstep.types.training import Batch, Loss, LossInput, LossOutput, Scored, TrainSequence
 from lockstep.types.weights import Forward, ForwardReport, LearnerFacts, NormNoise, Probe, Proof
 
 __all__ = [
     "Batch",
+    "Branch",
     "Completion",
     "Conditions",
     "Critic",
+    "Door",
     "Env",
     "EnvTask",
     "Estimate",
@@ -37,15 +62,21 @@ __all__ = [
     "LossOutput",
     "Message",
     "Metrics",
+    "NativeRollouts",
     "NormNoise",
+    "OpenDoor",
     "Probe",
     "Prompt",
     "Proof",
+    "ReplyText",
     "Request",
     "Rollout",
     "RolloutEngine",
+    "SampleAsk",
+    "Sampler",
     "Sampling",
     "Score",
+    "Scored",
     "Task",
     "TokenIds",
     "Tracker",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lockstep.types.basic import Metrics, TokenIds, WeightStream
 from lockstep.types.rollout import Completion, Grade, Prompt, Request, Turn
@@ -85,6 +85,24 @@ class RolloutEngine(Protocol):
         """Return the weights that would sample now, for the proof of sync."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class NativeRollouts(Protocol):
+    """Further methods and counts of the engines of this process. Others run a cancelled request to its end and count nothing."""
+
+    processed: int
+    """Tokens that went through the model for requests since the engine was built: of prompts, and sampled ones."""
+    reused: int
+    """Tokens of prompts whose keys and values were there already."""
+
+    @property
+    def held(self) -> int:
+        """Number of rows, waiting requests and prompts in memory for them; 0 when no request is open."""
+        ...
+
+    def cancel(self, id: str) -> None:
+        """Drop a request, between two tokens. It has no completion; its row and pages are free for the next."""
 
 
 class Learner(Protocol):

@@ -43,10 +43,29 @@ class Grade:
     """Method by which the answer was read. Example: "boxed", "last_number", "none"."""
     error: str | None = None
     """Reason why the reply could not be scored."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Named texts for the stored rollouts. Example: {"why": "the unit is missing"}"""
 
     @property
     def scored(self) -> bool:
         return self.reward is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyText:
+    """A reply as reward functions of other systems read it. Example: ReplyText("7", "<think>4 + 3</think>7", (9, 31, 2))"""
+
+    answer: str
+    """Text after the thoughts, which the built-in verifiers read."""
+    text: str
+    """All of its text, thoughts included, without its end token."""
+    ids: TokenIds
+    """Its token ids, with the end token if one was sampled."""
+
+    @classmethod
+    def probe(cls, text: str) -> ReplyText:
+        """Return a reply that no model sampled, for a self-test: the bytes of its text and a 0 stand for its ids."""
+        return cls(text, text, (*text.encode("utf-8", "replace"), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,8 @@ class Request:
     """
     room: int = 0
     """Most tokens that later requests of the same episode may reach, prompt included, so that memory is reserved once."""
+    keep: bool = False
+    """True if later requests may begin with these ids: an engine that can keeps their keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,25 @@ class Completion:
     finish: FinishReason
     version: int
     """Version of the weights that sampled it."""
+    read: tuple[str, str] | None = None
+    """Its text and its answer (ChatFormat.read), if they were decoded where it was sampled."""
+    routes: bytes = b""
+    """Experts of every token that was fed, prompt included (models.routing.Row); empty if none are recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One row of an episode: tokens that followed one another. Lists are per token after its prompt."""
+
+    prompt_ids: TokenIds
+    """Ids before its first own reply. Tokens among them that were sampled in an earlier row are trained there, not here."""
+    ids: TokenIds
+    logprobs: tuple[float, ...]
+    """Log-probability of each token; 0 for observed tokens."""
+    trained: tuple[bool, ...]
+    """True for tokens that were sampled in this row."""
+    text: str = ""
+    """The decoded ids, for people and records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +194,22 @@ class Rollout:
     """Rewards credited turn by turn: index of each reply's last token, and its reward. Empty: all at the end."""
     turns: int = 0
     """Number of replies of an episode with an environment; 0 for a question with one reply."""
+    routes: bytes = b""
+    """Experts of every token up to the last one fed, likewise (Completion.routes)."""
     cut: Literal["", "turns", "timeout", "error"] = ""
     """Cause of an early end of the episode: its limit of turns, or its environment, which took too long or failed."""
+    branches: tuple[Branch, ...] = ()
+    """Further rows of the episode: histories that its program rewrote or forked. They share its grade."""
+
+    @property
+    def rows(self) -> tuple[Branch, ...]:
+        """All rows of the episode; the first is the rollout's own."""
+        return (Branch(self.prompt_ids, self.ids, self.logprobs, self.trained, self.text), *self.branches)
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy chose, in all rows."""
+        return sum(self.trained) + sum(sum(branch.trained) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class TrainSequence:
     weight: float
     """The share of this sequence's summed token losses in the batch loss: aggregation is decided before any split."""
     group: int
-    """Index of the group; sequences of one group have the same prompt_ids."""
+    """Index of the group, within which rewards are compared; those of its sequences with equal prompt_ids share their work."""
     old_logprobs: tuple[float, ...] | None = None
     """Log-probabilities before the first update of this rollout; None if there is only one update (the ratio is 1)."""
     ref_logprobs: tuple[float, ...] | None = None
@@ -40,6 +40,11 @@ class TrainSequence:
     """
     penalties: tuple[float, ...] = ()
     """Amounts subtracted from each token's reward (KL in the reward); empty is none."""
+    sample: int | None = None
+    """Index in the step of the graded sample whose row it is; rows of one sample share its reward. None: the sequence is a sample
+    of its own."""
+    routes: bytes = b""
+    """Experts that sampling chose for each token (Rollout.routes); empty: routers choose by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,20 @@ class LossInput:
     ref_logprobs_T: Tensor | None = None
     kl_coef: float = 0.0
     """Current weight of the KL penalty, as set by the controller."""
+    order: TokenIds = ()
+    """Index in the batch of each of the sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Numbers of the trained tokens that an update computed for one micro-batch, sequence by sequence, float32."""
+
+    order: TokenIds
+    """Index in the batch of each of its sequences."""
+    logprobs: bytes
+    """log π_θ."""
+    entropies: bytes
+    """In nats, at the sampling temperature."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class LearnerFacts:
     """Lines that say which weights are trained and how updates are made."""
     base: str
     """Fingerprint of the frozen base under an adapter; empty if all weights are trained."""
+    trained: int
+    """Number of weights that are trained."""
 
 
 @dataclass(frozen=True, slots=True)

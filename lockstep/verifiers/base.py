@@ -1,20 +1,21 @@
-"""What every verifier is, and the grade that the built-in ones give."""
+"""The interface of verifiers, and the grades that the built-in ones give."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, cast
 
-from lockstep.types import Grade, Prompt
+from lockstep.types import Grade, Prompt, ReplyText
 from lockstep.verifiers.extract import Answer
 
 MAX_SHOWN = 200
 """Characters of an answer that are kept in a Grade or shown in an error."""
 
 CANCEL: ContextVar[threading.Event | None] = ContextVar("CANCEL", default=None)
-"""Set when nobody wants the grade any more: a verifier that waits for others then gives up."""
+"""Set when the grade is no longer needed: a verifier that waits for a judge then gives up."""
 
 
 class Verifier(Protocol):
@@ -24,23 +25,40 @@ class Verifier(Protocol):
         """Never raises for a bad answer. `Grade.reward is None` means that the reply could not be scored."""
 
 
-def workers_of(grader: object) -> int:
-    """How many replies a verifier or task may be given at once, because it grades them in processes of its own; 0: one by one.
+Reads: TypeAlias = Literal["answer", "reply", "group"]
+"""Input of one call of a grader: the text after the thoughts, a whole reply, or all samples of a prompt."""
 
-    It says so by an attribute `workers`.
-    """
+
+class ReplyVerifier(Verifier, Protocol):
+    """A verifier that reads whole replies, or all of a group."""
+
+    reads: Reads
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        """Return a grade for each reply; never raises for a bad one."""
+
+
+def workers_of(grader: object) -> int:
+    """Return the number of replies that a verifier grades at once in worker processes, its attribute `workers`; 0: one by one."""
     return int(getattr(grader, "workers", 0))
 
 
-def workers_for(grader: object, prompt: Prompt) -> int:
-    """As workers_of, for replies to one prompt: a mix of tasks, of which only some work so, has a method `workers_for`."""
-    method = getattr(grader, "workers_for", None)
-    return workers_of(grader) if method is None else int(method(prompt))
-
-
 def notes_of(verifier: object) -> tuple[str, ...]:
-    """What a user should read of a verifier before a run, which it says by an attribute `notes`."""
+    """Return the lines that a user should read before a run: the verifier's attribute `notes`."""
     return tuple(getattr(verifier, "notes", ()))
+
+
+def reads_of(verifier: Verifier) -> Reads:
+    """Return the input of one call of a verifier, its attribute `reads`; without one it is `answer`."""
+    reads: Reads = getattr(verifier, "reads", "answer")
+    return reads
+
+
+def grade_replies(verifier: Verifier, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+    """Grade replies to one prompt together: by the method `grade_replies` of a verifier that reads more than the answer."""
+    if reads_of(verifier) == "answer":
+        return [verifier.grade(prompt, reply.answer) for reply in replies]
+    return cast(ReplyVerifier, verifier).grade_replies(prompt, replies)
 
 
 def keep_in(grader: object, folder: Path) -> None:
@@ -56,16 +74,12 @@ def shown(text: str) -> str:
     return safe + "…" if len(text) > MAX_SHOWN else safe
 
 
-def verdict(answer: Answer, correct: bool) -> Grade:
-    """Grade of a reply that was read: 1 or 0, with the diagnostics of docs/verifiers.md."""
+def verdict(answer: Answer, correct: bool, *, boxes: bool = True) -> Grade:
+    """Grade a reply that was read: 1 or 0, with the diagnostics of docs/verifiers.md. `boxes`: it reads boxed answers."""
+    box = {"boxed": float(answer.method == "boxed"), "boxed_in_final": float(answer.boxed_in_final)} if boxes else {}
     return Grade(
         reward=float(correct),
-        metrics={
-            "correct": float(correct),
-            "has_answer": float(bool(answer.text)),
-            "boxed": float(answer.method == "boxed"),
-            "boxed_in_final": float(answer.boxed_in_final),
-        },
+        metrics={"correct": float(correct), "has_answer": float(bool(answer.text)), **box},
         extracted=None if answer.text is None else shown(answer.text),
         method=answer.method,
     )

@@ -16,10 +16,12 @@ from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.regex import Regex, compile_pattern
 from lockstep.verifiers.sets import UnorderedSet
 from lockstep.verifiers.structured import StructuredJson
+from lockstep.verifiers.trl import TrlRewards
+from lockstep.verifiers.verl import VerlScore
 
 
 def build_verifier(settings: schema.Verifier) -> Verifier:
-    """The verifier that the settings describe. Raises TaskError if a function of the user's or a schema cannot be used."""
+    """Return the verifier that the settings describe. Raises TaskError if a function of the user's or a schema cannot be used."""
     match settings:
         case schema.NumericVerifier():
             return Numeric(settings.fallback, settings.tolerance)
@@ -38,6 +40,10 @@ def build_verifier(settings: schema.Verifier) -> Verifier:
             return StructuredJson(settings)
         case schema.PythonVerifier():
             return UserFunction(settings.path, settings)
+        case schema.TrlVerifier():
+            return TrlRewards(settings)
+        case schema.VerlVerifier():
+            return VerlScore(settings)
         case schema.CodeVerifier():
             return Code(settings)
         case schema.JudgeVerifier():

@@ -18,7 +18,7 @@ _ANOTHER = re.compile(
     r"|(?:\b(?:or|and)\b|[,;/])\s*([a-z])(?:[.:](?!\S)|$)"  # or C, / C:
     r"|^([a-z])$"
 )
-"""Where the text after an option's letter names an option."""
+"""Places where the text after an option's letter names an option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Choice:
         return verdict(answer, answer.text is not None and self.read(answer.text) == reference)
 
     def read(self, text: str) -> frozenset[str]:
-        """The options that a written answer names; empty if it names none, one twice, or more than one may be."""
+        """Return the options that a written answer names; empty if it names none, one twice, or more than one may be."""
         if len(text) > 2000:
             return frozenset()
         if not self.several:
@@ -54,7 +54,7 @@ class Choice:
         return frozenset(letters)
 
     def _one(self, text: str) -> str:
-        """The letter of B, (B), b., **B**, B) Paris, "Answer: B"; "" for anything else."""
+        """Return the letter of B, (B), b., **B**, B) Paris, "Answer: B"; "" for anything else."""
         text = _bare(text)
         lower = text.lower()
         lead = next((lead for lead in _LEADS if lower.startswith(lead)), "")

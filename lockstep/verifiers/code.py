@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
+from lockstep.verifiers import code_worker
 from lockstep.verifiers.base import shown, unscored
 from lockstep.verifiers.code_worker import PATIENCE
 from lockstep.verifiers.extract import FINAL_SHARE, Answer, final_span
-from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 from lockstep.verifiers.sandbox import plain
 from lockstep.verifiers.sandbox.isolation import Limits
+from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 
 if TYPE_CHECKING:
     from lockstep.config import schema
@@ -69,15 +70,15 @@ class Code:
         """Raises TaskError if isolation is strict and something that it needs is not to be had here."""
         self.column, self.workers = settings.tests, settings.workers
         limits = Limits(settings.cpu_seconds, settings.memory_mib << 20, settings.file_mib << 20, settings.threads)
-        load = {
-            "kind": "code",
+        wanted = {
             "limits": asdict(limits),
             "strict": settings.isolation == "strict",
             "wall_seconds": settings.wall_seconds,
             "output_bytes": settings.output_kib << 10,
             "tolerance": settings.tolerance,
         }
-        work = Work(load, WHERE, sum(PATIENCE) * settings.wall_seconds + SLACK_SECONDS, own_code=True)
+        seconds = sum(PATIENCE) * settings.wall_seconds + SLACK_SECONDS
+        work = Work(code_worker.__name__, {"settings": wanted}, WHERE, seconds, own_code=True)
         self.pool = WorkerPool(work, settings.workers)
         outcome = self.pool.call(None)
         if not isinstance(outcome, Answered):
@@ -190,7 +191,9 @@ def _calls(cases: Sequence[Mapping[str, Any]]) -> Calls:
             made.append({"function": function, **{name: plain.encode(value) for name, value in values.items()}})
             size = len(json.dumps(made[-1]))
         except (plain.NotPlainError, RecursionError) as error:
-            raise ValueError(f"the test {_start_of(case)} has a value that cannot be sent: {error}") from error
+            raise ValueError(
+                f"the test {_start_of(case)} has a value that cannot be sent to the sandbox: {error}"
+            ) from error
         if size > MAX_CASE:
             raise ValueError(f"the test {_start_of(case)} has {size} characters; the most are {MAX_CASE}")
     return Calls(tuple(made))

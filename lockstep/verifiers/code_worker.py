@@ -24,7 +24,7 @@ from lockstep.verifiers.sandbox.zygote import CALLS, SCRIPT, TESTS
 
 WHERE = "verifier code"
 ATTEMPTS = 8
-"""Most times that a sandbox is started, or a program run, that somebody kills."""
+"""Most times that a sandbox is started, or a program run, if it is killed from outside."""
 PATIENCE = (1, 2, 4)
 """Deadlines of the attempts, as multiples of wall_seconds: the next one is made if the program had too little of a processor."""
 USED_UP = 0.9
@@ -146,7 +146,7 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
             return isolation
         try:
             return judge.run(call["code"], call["tests"])
-        except ZygoteGone:  # whoever ended it would have ended this process too: the pool makes both anew
+        except ZygoteGone:  # the pool replaces this process and its sandbox together
             os.kill(os.getpid(), signal.SIGKILL)
             raise
 
@@ -177,7 +177,7 @@ def _probe(sandbox: Sandbox) -> list[str]:
         except EOFError as error:
             ended = run.end()
             if ended is None or ended.status == -signal.SIGKILL:
-                raise ZygoteGone("somebody killed its first program") from error
+                raise ZygoteGone("its first program was killed") from error
             raise SandboxError(f"a program in it ends with status {ended.status}") from error
         except plain.NotPlainError as error:
             raise SandboxError(f"a program in it gives no answer: {error}") from error

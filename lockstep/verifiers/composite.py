@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, keep_in, notes_of, shown, unscored, workers_of
+from lockstep.types import Grade, Prompt, ReplyText
+from lockstep.verifiers.base import (
+    Reads,
+    Verifier,
+    grade_replies,
+    keep_in,
+    notes_of,
+    reads_of,
+    shown,
+    unscored,
+    workers_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +56,21 @@ class Composite:
         for part in self.parts:
             keep_in(part.verifier, folder)
 
+    @property
+    def reads(self) -> Reads:
+        return max((reads_of(part.verifier) for part in self.parts), key=get_args(Reads).index)
+
     def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return self._combined(prompt, (part.verifier.grade(prompt, reply) for part in self.parts))
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        columns = [grade_replies(part.verifier, prompt, replies) for part in self.parts]
+        return [self._combined(prompt, row) for row in zip(*columns, strict=True)]
+
+    def _combined(self, prompt: Prompt, found: Iterable[Grade]) -> Grade:
+        """Combine the parts' grades of one reply; the first that is unscored ends it."""
         grades: list[tuple[WeightedPart, Grade, float]] = []
-        for part in self.parts:
-            grade = part.verifier.grade(prompt, reply)
+        for part, grade in zip(self.parts, found, strict=True):
             if grade.reward is None:
                 return unscored(f"part {part.name}: {grade.error}")
             if self.combine == "weighted" and not 0 <= grade.reward <= 1:

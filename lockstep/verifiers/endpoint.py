@@ -49,7 +49,7 @@ class ChatEndpoint:
         self._slots = threading.BoundedSemaphore(at_once)
 
     def ask(self, body: Mapping[str, Any], read: Callable[[str], T | None]) -> T:
-        """What `read` makes of the answer's text; None from it means that the answer is no use. Raises Unanswered, Refused."""
+        """Ask until `read` makes something of the answer's text, and return that; None asks again. Raises Unanswered, Refused."""
         give_up = time.monotonic() + self._patience
         last = "never asked"
         for attempt in range(self._attempts):
@@ -78,7 +78,7 @@ class ChatEndpoint:
         raise Unanswered(self._without_key(f"no verdict after {attempt + 1} attempts; the last: {last}"))
 
     def _post(self, body: Mapping[str, Any], give_up: float) -> tuple[int, httpx.Headers, str]:
-        """One request. Raises httpx.HTTPError, and ValueError for an answer that is too long, too slow, or no longer wanted.
+        """Make one request. Raises httpx.HTTPError; ValueError for an answer that is too long, too slow, or no longer wanted.
 
         It is made in another thread: however slowly the endpoint sends whatever it sends, the wait ends at the deadline.
         """
@@ -109,20 +109,20 @@ class ChatEndpoint:
             return response.status_code, response.headers, data.decode("utf-8", "replace")
 
     def _without_key(self, text: str) -> str:
-        """An endpoint may say the key back."""
+        """Remove the key from a text: an endpoint may repeat it."""
         return text.replace(self._key, "[key]") if self._key else text
 
 
 @cache
 def _event_loop(_: int) -> asyncio.AbstractEventLoop:
-    """The loop of this process's requests, in a thread that ends with it."""
+    """Return the loop of this process's requests, in a thread that ends with it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="lockstep-endpoint", daemon=True).start()
     return loop
 
 
 def _content(text: str) -> str:
-    """The message's text. Raises ValueError if the answer is no chat completion."""
+    """Return the message's text. Raises ValueError if the answer is no chat completion."""
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:

@@ -8,12 +8,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, assert_never
 
 from lockstep.types import Grade, Prompt
+from lockstep.verifiers import symbolic
 from lockstep.verifiers.base import shown, unscored, verdict
 from lockstep.verifiers.extract import MINUS, read_answer
 from lockstep.verifiers.normalise import MAX_DIGITS, close, parse_number, plain
-from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Outcome, Work, WorkerPool
 from lockstep.verifiers.screen import too_hard
 from lockstep.verifiers.sets import encloses, split_items
+from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Outcome, Work, WorkerPool
 
 if TYPE_CHECKING:
     from lockstep.config import schema
@@ -38,7 +39,8 @@ class Expression:
     def __init__(self, settings: schema.MathVerifier) -> None:
         self._settings = settings
         work = Work(
-            {"kind": "math"},
+            symbolic.__name__,
+            {},
             "verifier math",
             wall_seconds=WALL_SECONDS + 4 * settings.cpu_seconds,
             cpu_seconds=settings.cpu_seconds,
@@ -101,7 +103,7 @@ class Expression:
 
 
 def decide(answer: str, reference: str, tolerance: float, written_out: bool = False) -> bool | None:
-    """The first stage, linear in both texts: right, wrong, or not known without computer algebra.
+    """Decide without computer algebra, in time linear in both texts: right, wrong, or None if it is not known.
 
     Two written numbers are right or wrong; the same text, but for spaces and spellings of LaTeX, is right; nothing is wrong.
     """
@@ -123,7 +125,7 @@ def decide(answer: str, reference: str, tolerance: float, written_out: bool = Fa
 
 
 def _brackets(text: str) -> str:
-    r"""Which of "set", \{1,2\}, and "tuple", (1,2) or an interval, a text writes; "" for anything else."""
+    r"""Return which of "set", \{1,2\}, and "tuple", (1,2) or an interval, a text writes; "" for anything else."""
     body = spelling(text).rpartition("=")[2]
     for opening, closing in (("\\{", "\\}"), ("\\lbrace", "\\rbrace")):
         if body.startswith(opening) and body.endswith(closing) and encloses(body, opening, closing):
@@ -133,8 +135,8 @@ def _brackets(text: str) -> str:
 
 
 def _hedges(answer: str) -> bool:
-    """Whether an answer to a question for a number is several, or takes itself back. Computer algebra would read 41 = 42 as 42,
-    the last part; 0 0 as 0, their product; and "not 0" as 0, a product of letters and 0."""
+    """Return whether an answer to a question for a number gives several, or negates itself. Computer algebra would read 41 = 42
+    as 42, the last part; 0 0 as 0, their product; and "not 0" as 0, a product of letters and 0."""
     values = {value for part in answer.split("=")[:8] if (value := parse_number(part)) is not None}
     words = plain(answer).split()
     apart = len(words) > 1 and all(parse_number(word) is not None for word in words)

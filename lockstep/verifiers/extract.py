@@ -1,4 +1,4 @@
-r"""Where a reply gives its answer: its last balanced \boxed{…}, else what the fallback reads.
+r"""The answer of a reply: its last balanced \boxed{…}, else what the fallback reads.
 
 Everything is one pass over at most REGION characters, found by plain substring search: time grows linearly with the
 reply, whatever it holds. No regular expressions.
@@ -35,10 +35,10 @@ _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|return|>", "<|end
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a reply answers and how that was read. Example: Answer("42", "boxed", True)"""
+    """The answer of a reply and how it was read. Example: Answer("42", "boxed", True)"""
 
     text: str | None
-    """As written, outer whitespace removed; None if nothing was found; empty for an empty box."""
+    """The text as written, outer whitespace removed; None if nothing was found; empty for an empty box."""
     method: Method
     boxed_in_final: bool = False
     """The box starts in the last 20 % of the reply."""
@@ -54,7 +54,7 @@ class Box:
 
 
 def read_answer(reply: str, fallback: Fallback) -> Answer:
-    """The last balanced box of the reply's final part, else what `fallback` reads. Linear in len(reply)."""
+    """Return the last balanced box of the reply's final part, else what `fallback` reads. Linear in len(reply)."""
     start, end = final_span(reply)
     region_start = max(start, end - REGION)
     region = reply[region_start:end]
@@ -113,9 +113,9 @@ def _without_end_tokens(region: str) -> str:
 
 
 def last_boxed(text: str) -> Box | None:
-    r"""The balanced \boxed{…} that starts last, or None. One pass; `\{` and `\}` do not count as braces.
+    r"""Return the balanced \boxed{…} that starts last, or None. One pass; `\{` and `\}` do not count as braces.
 
-    An unclosed box is no answer: an earlier closed one counts. Of nested boxes the inner one starts last.
+    An unclosed box is no answer: an earlier closed one counts. The inner one of nested boxes starts last.
     """
     if BOX not in text:
         return None
@@ -155,7 +155,7 @@ def _box_content(text: str, i: int) -> int:
 
 
 def last_number(text: str, *, first_may_be_cut: bool = False) -> str | None:
-    r"""The last match of `-?[0-9][0-9,]*(?:\.[0-9]+)?`, trailing commas removed, by hand in one pass.
+    r"""Return the last match of `-?[0-9][0-9,]*(?:\.[0-9]+)?`, trailing commas removed, by hand in one pass.
 
     `first_may_be_cut`: a number at index 0 goes on before the text and is not read.
     """

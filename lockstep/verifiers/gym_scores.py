@@ -23,12 +23,13 @@ from typing import Any
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers import gym_worker, no_code, wire
+from lockstep.verifiers import gym_worker, no_code
 from lockstep.verifiers.base import shown, unscored
 from lockstep.verifiers.extract import read_answer
 from lockstep.verifiers.sandbox.host import Flood, Run, Sandbox, SandboxError, TimeOut, ZygoteGone
 from lockstep.verifiers.sandbox.isolation import Limits
 from lockstep.verifiers.sandbox.plain import NotPlainError
+from lockstep.workers import wire
 
 FULL = 1.0 - 1e-9
 ATTEMPT = 0.011
@@ -44,7 +45,7 @@ START_SECONDS = 100.0
 """Longest time until a process is ready; the first one waits until reasoning-gym is imported and the data set made."""
 LIMITS = Limits(cpu_seconds=5, memory=2 << 30, file_bytes=1 << 20, threads=4)
 ATTEMPTS = 8
-"""To score a reply, when somebody kills its process."""
+"""Attempts to score a reply whose process is killed from outside."""
 
 MAX_LENGTH = 2000
 """Characters of an answer to a data set that evaluates it."""
@@ -70,7 +71,7 @@ _NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?![a-z])", re.IGNORECASE
 
 
 def admitted(dataset: str, text: str, reference: str) -> bool:
-    """Whether an answer may be given to the data set's score function; it is wrong otherwise. Linear."""
+    """Return whether an answer may be given to the data set's score function; it is wrong otherwise. Linear."""
     if _NOT_FINITE.search(text) and re.search("[0-9]", reference) and not _NOT_FINITE.search(reference):
         return False
     written = EVALUATED.get(dataset)
@@ -95,11 +96,11 @@ class Scorer:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What the isolation lacks here, with the reasons."""
+        """Measures that the isolation lacks on this machine, with the reasons."""
         return self._running().missing
 
     def score(self, dataset: str, settings: str, answer: str, item: Mapping[str, Any]) -> float | str:
-        """The data set's score; or why the answer made its score function fail or exceed a limit.
+        """Return the data set's score; or why the answer made its score function fail or exceed a limit.
 
         Raises SandboxError if no score can be had, through no fault of the answer; TaskError if no sandbox starts.
         """
@@ -162,7 +163,7 @@ def _ask(run: Run, call: Mapping[str, Any]) -> float | str:
         ended = run.by_itself()
         cpu = ended is not None and ended.cpu_seconds > 0.75 * LIMITS.cpu_seconds  # two clocks: they differ by a tenth
         if ended is not None and ended.status == -signal.SIGKILL and not cpu:
-            raise ZygoteGone("somebody killed the process that scores") from None
+            raise ZygoteGone("the process that scores was killed") from None
         return f"more than {LIMITS.cpu_seconds} s of processor time" if cpu else f"its process ended ({ended})"
     score = said.get("score")
     if type(score) is float and 0 <= score <= 1:  # nan is not
@@ -171,7 +172,7 @@ def _ask(run: Run, call: Mapping[str, Any]) -> float | str:
 
 
 def package_folders() -> list[str]:
-    """Where reasoning-gym and the packages that it needs are installed."""
+    """Return the folders of reasoning-gym and the packages that it needs."""
     spec = importlib.util.find_spec("reasoning_gym")
     found = [] if spec is None or spec.origin is None else [str(Path(spec.origin).parents[1])]
     found += [
@@ -182,7 +183,7 @@ def package_folders() -> list[str]:
 
 @cache
 def scorer() -> Scorer:
-    """One for all data sets."""
+    """Return the scorer of this process, one for all data sets."""
     return Scorer()
 
 
@@ -222,7 +223,7 @@ class GymScores:
 
 
 def _tagged(reply: str) -> str | None:
-    """What stands between the last <answer> and </answer>, as reasoning-gym's own prompts ask for."""
+    """Return the text between the last <answer> and </answer>, as reasoning-gym's own prompts ask for."""
     _, opened, rest = reply.rpartition("<answer>")
     body, closed, _ = rest.partition("</answer>")
     return body.strip() if opened and closed and len(body) <= 1 << 16 else None

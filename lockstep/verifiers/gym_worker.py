@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from lockstep.verifiers import no_code, wire
+from lockstep.verifiers import no_code
 from lockstep.verifiers.sandbox.plain import send
+from lockstep.workers import wire
 
 Serve = Callable[[io.BufferedReader, io.BufferedWriter], NoReturn]
 

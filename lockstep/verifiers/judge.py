@@ -85,7 +85,7 @@ class Judge:
         return Grade(score / BEST, {"correct": correct, "judge_score": score / BEST}, None, "judge")
 
     def _score(self, prompt: Prompt, reply: str) -> int | str:
-        """The judge's score; 0 without asking for an empty reply, and for one that holds a verdict; or why there is none."""
+        """Return the judge's score, or why there is none; 0, without asking, for an empty reply or one with a verdict in it."""
         start, end = final_span(reply)
         text = reply[start:end].strip()[-MAX_REPLY:]
         if not text or holds_verdict(text):
@@ -121,7 +121,7 @@ class Judge:
 
 
 def asks_judge(verifier: object) -> bool:
-    """Whether it asks a judge of some replies."""
+    """Return whether a verifier asks a judge about some replies."""
     parts = getattr(verifier, "parts", ())
     return isinstance(verifier, Judge) or any(asks_judge(part.verifier) for part in parts)
 
@@ -133,7 +133,7 @@ def prompt_hash(settings: schema.JudgeVerifier) -> str:
 
 
 def read_verdict(answer: str, mark: str) -> int | None:
-    """The score of the last verdict with the mark, None if there is none or the last is not as asked for.
+    """Return the score of the last verdict with the mark, None if there is none or the last is not as asked for.
 
     What the judge quotes of the reply has no mark: see Judge.ask_as.
     """
@@ -146,7 +146,7 @@ def read_verdict(answer: str, mark: str) -> int | None:
 
 
 def holds_verdict(reply: str) -> bool:
-    """Whether a reply holds something in the form of a verdict, with whatever mark."""
+    """Return whether a reply holds something in the form of a verdict, with whatever mark."""
     return any({"mark", "score"} <= value.keys() or value.keys() == {"score"} for value in objects(reply))
 
 
@@ -168,11 +168,11 @@ def objects(text: str) -> list[dict[str, object]]:
 
 
 def label(settings: schema.JudgeVerifier) -> str:
-    """What a score by this judge depends on: model, prompt, day. Example: "judge(m, prompt 0f3a…, 2026-11-21)"."""
+    """Return the conditions of a score by this judge: model, prompt, day. Example: "judge(m, prompt 0f3a…, 2026-11-21)"."""
     return f"judge({shown(settings.model)}, prompt {prompt_hash(settings)}, {_today()})"
 
 
 @cache
 def _today() -> datetime.date:
-    """The day on which this process first asked, in UTC: all scores of a run compare, also past midnight."""
+    """Return the day on which this process first asked, in UTC: all scores of a run compare, also past midnight."""
     return datetime.datetime.now(datetime.UTC).date()

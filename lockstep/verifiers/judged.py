@@ -43,7 +43,7 @@ class Verdicts:
 
 
 def _read(path: Path) -> dict[str, int]:
-    """The file's verdicts. Lines that are none, as a run leaves that is killed while it writes, are dropped from it."""
+    """Return the file's verdicts. Lines that are none, left by a run that was killed, are removed from it."""
     if not path.exists():
         return {}
     scores, kept, dropped = {}, b"", 0

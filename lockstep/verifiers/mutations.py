@@ -21,7 +21,7 @@ from lockstep.verifiers.exact import Numeric, Text
 from lockstep.verifiers.expression import Expression, spelling
 from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.normalise import close, normalise_text, parse_number
-from lockstep.verifiers.python import UserFunction
+from lockstep.verifiers.python import UserGrader
 from lockstep.verifiers.regex import Regex
 from lockstep.verifiers.sets import UnorderedSet, split_items
 from lockstep.verifiers.structured import StructuredJson, read_json, same
@@ -31,7 +31,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
-    """A reply that must score 1; None if none can be made from the reference."""
+    """Return a reply that must score 1; None if none can be made from the reference."""
     match verifier:
         case Regex(pattern=None):
             example = prompt.data.get("example")
@@ -44,6 +44,8 @@ def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
             return f"```python\n{prompt.answer}\n```" if prompt.answer.strip() else None
         case Judge():
             return None if verifier.rule is None else right_reply(verifier.rule, prompt)
+        case UserGrader() if not prompt.answer:
+            return None
         case Composite():
             return right_reply(verifier.parts[0].verifier, prompt)
         case _:
@@ -53,7 +55,7 @@ def right_reply(verifier: Verifier, prompt: Prompt) -> str | None:
 def wrong_replies(verifier: Verifier, prompt: Prompt) -> tuple[str, ...]:
     """Up to 20 wrong replies, which must score 0; none for a function of the user's."""
     match verifier:
-        case UserFunction():
+        case UserGrader():
             return ()
         case Judge():
             return () if verifier.rule is None else wrong_replies(verifier.rule, prompt)
@@ -210,7 +212,7 @@ def _sets(verifier: UnorderedSet, reference: str) -> list[str]:
 
 
 def _expressions(reference: str) -> list[str]:
-    """Of a number, other numbers; of anything else, what adding to it or changing a part of it makes it."""
+    """Return other numbers for a number; for anything else, expressions with something added or a part changed."""
     text = reference.strip()
     if parse_number(text) is not None:
         return _numbers(text, 1e-6)
@@ -261,7 +263,7 @@ def _changed(value: Any) -> Iterator[Any]:
 
 
 def _finds(verifier: Regex, reply: str, reference: str) -> bool:
-    """Whether the pattern reads something else than the reference: it may cut a wrong answer down to the right one."""
+    """Return whether the pattern reads something else than the reference: it may cut a wrong answer down to the right one."""
     found = verifier.find(reply).text or ""
     if verifier.compare == "text":
         return normalise_text(found) != normalise_text(reference)
@@ -270,5 +272,5 @@ def _finds(verifier: Regex, reply: str, reference: str) -> bool:
 
 
 def _distinct(answers: Sequence[str], right: Callable[[str], bool]) -> list[str]:
-    """The answers that are not right, each once."""
+    """Return the answers that are not right, each once."""
     return [answer for answer in dict.fromkeys(answers) if not right(answer)]

@@ -64,7 +64,7 @@ def replace_parser() -> None:
 
 
 def read_value(text: str) -> Any:
-    """The value of a Python literal or an arithmetic expression. Raises ValueError, SyntaxError for anything else."""
+    """Return the value of a Python literal or an arithmetic expression. Raises ValueError, SyntaxError for anything else."""
     try:
         return ast.literal_eval(text)
     except ValueError:
@@ -72,7 +72,7 @@ def read_value(text: str) -> Any:
 
 
 def parse_expr(text: str, local_dict: Mapping[str, Any] | None = None, **_: object) -> Any:
-    """What sympy's parse_expr gives for an arithmetic expression. Raises ValueError, SyntaxError for anything else."""
+    """Return what sympy's parse_expr gives for an arithmetic expression. Raises ValueError, SyntaxError for anything else."""
     return _built(ast.parse(text.strip(), mode="eval").body, text.strip(), local_dict or {})
 
 

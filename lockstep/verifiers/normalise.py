@@ -29,7 +29,7 @@ _MAX_WRAPS = 8
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a written number, or None if it is not one or is beyond the limits. Linear; never raises."""
+    """Return the exact value of a written number, or None if it is not one or is beyond the limits. Linear; never raises."""
     if len(text) > REGION:
         return None
     body = plain(text.translate(MINUS))
@@ -113,7 +113,7 @@ def _sign(text: str) -> tuple[int, str]:
 
 
 def _magnitude(text: str) -> Fraction | None:
-    """A number without its sign and percent."""
+    """Return a number without its sign and percent."""
     if text.startswith(_FRACTIONS):
         return _latex_fraction(text[text.index("c") + 1 :].lstrip())
     if "/" in text:
@@ -128,7 +128,7 @@ def _magnitude(text: str) -> Fraction | None:
 
 
 def _latex_fraction(text: str) -> Fraction | None:
-    r"""What follows \frac: {a}{b}, or two digits."""
+    r"""Return the fraction after \frac: {a}{b}, or two digits."""
     if len(text) == 2 and text[0] in DIGITS and text[1] in DIGITS:
         return _ratio(text[0], text[1])
     if not (text.startswith("{") and text.endswith("}")):
@@ -150,7 +150,7 @@ def _ratio(above: str, below: str, *, signed_above: bool = True) -> Fraction | N
 
 
 def _power_of_ten(text: str) -> str:
-    """The exponent of 10^n or 10^{n}; a text that is no exponent if it is neither."""
+    """Return the exponent of 10^n or 10^{n}; a text that is no exponent if it is neither."""
     if not text.startswith("10^"):
         return ""
     exponent = text[3:]

@@ -1,25 +1,27 @@
-"""A grader of one's own: def grade(prompt, reply) in a Python file, or a method of a task, called in killable processes."""
+"""User-defined graders: def grade(prompt, reply) in a Python file, or a method of a task, called in killable processes."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from lockstep.errors import TaskError
-from lockstep.types import Grade, Prompt
+from lockstep.types import Grade, Prompt, ReplyText
 from lockstep.user_code import describe, load_object
-from lockstep.verifiers.base import unscored
-from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
-from lockstep.verifiers.wire import dumps, grade_fields, prompt_fields, read_grade, read_prompt
+from lockstep.verifiers.base import Reads, unscored
+from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.workers.wire import dumps
 
 LARGEST = 1e300
-"""Size of a reward: the sum of a step's must be a number."""
+"""Largest size of a reward, so that the sum over a step stays finite."""
+LONGEST_FACT = 2000
+"""Characters of a text among a grader's metrics that are stored."""
 
 if TYPE_CHECKING:  # a worker has no use for the settings
     from lockstep.config import schema
@@ -27,9 +29,42 @@ if TYPE_CHECKING:  # a worker has no use for the settings
 UserGrade = Callable[[Prompt, str], object]
 
 
-class UserFunction:
-    """Calls the user's function, in a process of its own. What it returns or raises by mistake, a call that takes too long
-    or too much memory, and one that starts processes or ends its own become an unscored reply, never a 0."""
+class UserGrader:
+    """User code that grades, in processes of its own. What it returns or raises by mistake, a call that takes too long or too
+    much memory, and one that starts processes or ends its own leave the replies of that call unscored, never at 0."""
+
+    def __init__(self, module: str, arguments: Mapping[str, Any], path: str, limits: schema.OwnGrading) -> None:
+        """Start one process, which loads the module (see process.Work). `path` is the user's file.py:name.
+
+        Raises TaskError if it cannot be loaded.
+        """
+        memory, file = None if limits.memory_gib is None else int(limits.memory_gib * 2**30), path.rpartition(":")[0]
+        work = Work(module, arguments, path, limits.seconds, memory=memory, own_code=True, file=file)
+        self.pool = WorkerPool(work, limits.workers)
+        self.workers = limits.workers
+        self.pool.start()
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return self.ask(prompt, [reply])[0]
+
+    def ask(self, prompt: Prompt, replies: Sequence[str | ReplyText]) -> list[Grade]:
+        """Return a grade for each reply, all from one call."""
+        match self.pool.call({"prompt": prompt, "replies": list(replies)}):
+            case Answered(value):
+                return list(value)
+            case Failed(error):
+                failed = unscored(error)
+            case Exceeded(limit, error):
+                failed = unscored(f"the grader met its {limit} limit: {error}")
+            case Died(error):
+                failed = unscored(f"the grader did not live: {error}")
+            case outcome:
+                assert_never(outcome)
+        return [failed] * len(replies)
+
+
+class UserFunction(UserGrader):
+    """Calls a function of the user's for one reply at a time."""
 
     def __init__(
         self, path: str, limits: schema.OwnGrading, arguments: Mapping[str, schema.Json] | None = None
@@ -37,43 +72,39 @@ class UserFunction:
         """`path` is file.py:function; with `arguments` it is file.py:Class, and the function is `grade` of an object made with
         them. Raises TaskError if a process cannot load or make it, or if it cannot be called as (prompt, reply).
         """
-        memory = None if limits.memory_gib is None else int(limits.memory_gib * 2**30)
-        load = {"kind": "python", "path": path, "arguments": None if arguments is None else dict(arguments)}
-        work = Work(load, path, wall_seconds=limits.seconds, memory=memory, own_code=True)
-        self.pool = WorkerPool(work, limits.workers)
-        self.workers = limits.workers
-        self.pool.start()
+        given = None if arguments is None else dict(arguments)
+        super().__init__(__name__, {"path": path, "arguments": given}, path, limits)
+
+
+class RewardFunctions(UserGrader):
+    """Functions written for another system, which read whole replies."""
+
+    reads: Reads = "reply"
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        match self.pool.call({"prompt": prompt_fields(prompt), "reply": reply}):
-            case Answered(value):
-                return read_grade(value)
-            case Failed(error):
-                return unscored(error)
-            case Exceeded(limit, error):
-                return unscored(f"the grader met its {limit} limit: {error}")
-            case Died(error):
-                return unscored(f"the grader did not live: {error}")
-            case outcome:
-                assert_never(outcome)
+        return self.ask(prompt, [ReplyText.probe(reply)])[0]
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        return self.ask(prompt, replies)
 
 
-def load_in_worker(spec: str, arguments: Mapping[str, Any] | None) -> Callable[[Any], dict[str, Any]]:
-    """What UserFunction calls, as a worker calls it. Raises TaskError if it cannot be used."""
-    function = load_function(spec) if arguments is None else load_method(spec, arguments)
-
-    def answer(call: Any) -> dict[str, Any]:
-        grade = as_grade(function(read_prompt(call["prompt"]), call["reply"]))
-        return grade_fields(grade)
-
-    return answer
+def load(path: str, arguments: Mapping[str, Any] | None) -> Callable[[Any], list[Grade]]:
+    """Load what UserFunction calls, in a worker. Raises TaskError if it cannot be used."""
+    function = load_function(path) if arguments is None else load_method(path, arguments)
+    return lambda call: [as_grade(function(call["prompt"], reply)) for reply in call["replies"]]
 
 
-def load_function(spec: str) -> UserGrade:
-    """The function `file.py:function`. Raises TaskError if it is missing or cannot be called as (prompt, reply)."""
+def load_callable(spec: str) -> Callable[..., Any]:
+    """Load the function `file.py:function`. Raises TaskError if it is missing or no function."""
     function = load_object(spec)
     if not callable(function):
         raise TaskError(f"it is a {type(function).__name__}, not a function", where=spec, fix="name a function")
+    return function
+
+
+def load_function(spec: str) -> UserGrade:
+    """Return the function `file.py:function`. Raises TaskError if it is missing or cannot be called as (prompt, reply)."""
+    function = load_callable(spec)
     check_call(function, ("prompt", "reply"), spec)
     return function
 
@@ -88,7 +119,7 @@ def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
 
 
 def load_class(spec: str) -> type:
-    """The class `file.py:Class`. Raises TaskError if it is missing, or something else."""
+    """Return the class `file.py:Class`. Raises TaskError if it is missing, or something else."""
     made = load_object(spec)
     if not inspect.isclass(made):
         raise TaskError(f"it is a {type(made).__name__}, not a class", where=spec, fix="name a class")
@@ -96,7 +127,7 @@ def load_class(spec: str) -> type:
 
 
 def make_object(made: type, arguments: Mapping[str, Any], spec: str) -> object:
-    """An object of the class at `spec`. Raises TaskError if it cannot be made with these settings of a task."""
+    """Return an object of the class at `spec`. Raises TaskError if it cannot be made with these settings of a task."""
     try:
         return made(**arguments)
     except Exception as error:
@@ -109,7 +140,7 @@ def make_object(made: type, arguments: Mapping[str, Any], spec: str) -> object:
 def check_sendable(prompt: Prompt, where: str) -> None:
     """Raise TaskError for a prompt that holds what cannot be given to the processes that grade its replies."""
     try:
-        dumps(prompt_fields(prompt))
+        dumps(prompt)
     except TypeError as error:
         raise TaskError(
             f"its prompt {prompt.id} cannot be given to the processes that grade: {error}",
@@ -134,12 +165,11 @@ def check_call(function: Callable[..., object], arguments: tuple[str, ...], wher
 
 
 def as_grade(result: object) -> Grade:
-    """A number or bool as a Grade (correct at 1 or more), a Grade as it is after a check; anything else is unscored.
+    """Return the grade for what a user's function returned: a number, a bool, or a Grade, which is checked; else it is unscored.
 
     numpy's bool, which `a == b` of its numbers is, and Decimal are no numbers.Real to Python.
     """
-    if isinstance(result, Decimal) or (type(result).__module__ == "numpy" and getattr(result, "ndim", 1) == 0):
-        result = float(result)  # type: ignore[arg-type]
+    result = _plain(result)
     match result:
         case Grade():
             return _checked(result)
@@ -155,16 +185,36 @@ def as_grade(result: object) -> Grade:
             return unscored(f"the grader returned {type(result).__name__}, not a number, bool or Grade")
 
 
+def as_number(value: object) -> float | None:
+    """Return a finite number as a float; None for anything else."""
+    value = _plain(value)
+    return float(value) if isinstance(value, numbers.Real) and _finite(value) else None
+
+
+def _plain(value: object) -> object:
+    """Return Decimal and single numbers of numpy and torch as floats; anything else as it is."""
+    if isinstance(value, Decimal) or (type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0):
+        return float(value)  # type: ignore[arg-type]
+    return value
+
+
 def _checked(grade: Grade) -> Grade:
     if grade.reward is None:
         return grade if grade.error else replace(grade, error="the grader gave no reward and no error")
     if not _finite(grade.reward):
         return unscored(f"the grader's Grade has the reward {grade.reward!r}, not a finite number")
-    wrong = [name for name, value in grade.metrics.items() if not (isinstance(name, str) and _finite(value))]
-    if wrong:
-        return unscored(f"the grader's metric {wrong[0]!r} is {grade.metrics[wrong[0]]!r}, not a finite number")
-    metrics = {"correct": float(grade.reward >= 1.0)} | {name: float(value) for name, value in grade.metrics.items()}
-    return replace(grade, reward=float(grade.reward), metrics=metrics)
+    named = {str(name): value for name, value in dict(grade.metrics).items()}
+    values = {name: value for name, value in named.items() if isinstance(value, int | float | numbers.Real)}
+    if wrong := [name for name, value in values.items() if not _finite(value)]:
+        return unscored(f"the grader's metric {wrong[0]!r} is {values[wrong[0]]!r}, not a finite number")
+    metrics = {"correct": float(grade.reward >= 1.0)} | {name: float(value) for name, value in values.items()}
+    facts = {name: _fact(value) for name, value in {**named, **dict(grade.facts)}.items() if name not in values}
+    return replace(grade, reward=float(grade.reward), metrics=metrics, facts=facts)
+
+
+def _fact(value: object) -> str:
+    """Return a value that is no number as a text of bounded length, for the stored rollouts."""
+    return (value if isinstance(value, str) else repr(value))[:LONGEST_FACT]
 
 
 def _finite(value: object) -> bool:

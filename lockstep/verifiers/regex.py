@@ -35,14 +35,14 @@ class Regex:
             if number is None:
                 return unscored(f"the reference answer of {shown(prompt.id)} is not a number: {shown(prompt.answer)!r}")
             value = None if answer.text is None else parse_number(answer.text)
-            return verdict(answer, value is not None and close(value, number, TOLERANCE))
+            return verdict(answer, value is not None and close(value, number, TOLERANCE), boxes=False)
         text = normalise_text(prompt.answer)
         if not text:
             return unscored(f"the reference answer of {shown(prompt.id)} is empty")
-        return verdict(answer, answer.text is not None and normalise_text(answer.text) == text)
+        return verdict(answer, answer.text is not None and normalise_text(answer.text) == text, boxes=False)
 
     def find(self, reply: str) -> Answer:
-        """The last match in the last 4096 characters of the reply's final part: its group if there is one, else all of it."""
+        """Return the last match in the last 4096 characters of the final part: its group if there is one, else all of it."""
         start, end = final_span(reply)
         start = max(start, end - REGION)
         last = None
@@ -64,7 +64,7 @@ class Regex:
 
 
 def compile_pattern(pattern: str, where: str) -> Any:
-    """The pattern, compiled by RE2. Raises TaskError if it is none."""
+    """Return the pattern, compiled by RE2. Raises TaskError if it is none."""
     import re2
 
     options = re2.Options()

@@ -1,4 +1,4 @@
-r"""Which written expressions are simple enough to be handed to computer algebra. Linear in the text.
+r"""Limits of expressions that are handed to computer algebra, checked in time linear in the text.
 
 The limits lie far above the answers of contest and textbook problems. What is beyond them would be stopped by the worker's
 limits too; to know it beforehand saves the time and the process.
@@ -44,7 +44,7 @@ _ASCII = frozenset(map(chr, range(32, 127)))
 
 
 def too_hard(answer: str, reference: str) -> str:
-    """Why the answer is not handed on, "" if it is. Example: "a number of 4000 digits"
+    """Return why the answer is not handed on, "" if it is. Example: "a number of 4000 digits"
 
     A reference beyond the limits raises none of them for its answers, but may use the calculus that it uses itself.
     """
@@ -167,7 +167,7 @@ def _numbers(text: str) -> str:
 
 
 def _exponents(text: str) -> str:
-    """An exponent that is too large. An exponent that has a power or a factorial in it may have no large number."""
+    """Return an exponent that is too large. An exponent that has a power or a factorial in it may have no large number."""
     degree = 1
     for i, char in enumerate(text):
         if char != "^":
@@ -202,7 +202,7 @@ def _has_variables(text: str) -> bool:
 
 
 def _operand(text: str, i: int) -> str:
-    """What an exponent sign at i - 1 applies to: a group, a command with its groups, or a character; and a power of it."""
+    """Return what an exponent sign at i - 1 applies to: a group, a command with its groups, or a character; and a power of it."""
     while i < len(text) and text[i] == " ":
         i += 1
     start, depth = i, 0
@@ -231,7 +231,7 @@ def _literals(text: str) -> list[tuple[int, int]]:
 
 
 def _tower(values: list[int]) -> float:
-    """An upper bound of powers of these numbers, outermost last; infinity beyond what a float holds."""
+    """Return an upper bound of powers of these numbers, outermost last; infinity beyond what a float holds."""
     bound = 1.0
     for value in reversed(values):
         if bound > 64 or value > 10**6:

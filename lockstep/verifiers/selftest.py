@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from lockstep.types import Grade, Prompt
-from lockstep.verifiers.base import Verifier, shown
+import math
+
+from lockstep.types import Grade, Prompt, ReplyText
+from lockstep.verifiers.base import Verifier, grade_replies, reads_of, shown
 from lockstep.verifiers.composite import Composite
 from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.mutations import right_reply, wrong_replies
-from lockstep.verifiers.python import UserFunction
+from lockstep.verifiers.python import UserFunction, UserGrader
+from lockstep.verifiers.trl import NONE_APPLIES
 
+FORMS = ("#### {}", "Answer: {}", "<answer>{}</answer>", "<think>\nso\n</think>\n\\boxed{{{}}}", "{}")
+"""Forms of a right reply that examples of TRL and verl read, besides the boxed answer."""
+NEARLY = 0.95
+"""Share of the reference's reward from which garbage counts as rewarded alike."""
 GARBAGE = ("qwerty uiop", "\\boxed{@#!}", "\\boxed{")
 
 
 def self_test(
-    verifier: Verifier, prompt: Prompt, *, pays: bool = True, garbage: bool = True, mutations: bool = False
+    verifier: Verifier, prompt: Prompt, *, exact: bool = True, garbage: bool = True, mutations: bool = False
 ) -> list[str]:
-    """The problems found with this prompt: a right reply must score 1; an empty one and `garbage` 0; wrong
+    """Return the problems found with this prompt: a right reply must score 1; an empty one and `garbage` 0; wrong
     answers made from the reference (`mutations`) 0.
 
-    With `pays=False` the probes only have to be scored: a grader of one's own may score as it likes.
+    With `exact=False` the probes only have to be scored: a user-defined grader may give any reward.
     Example of a problem: "chain_sum/3f9a…: the reference '4 + 3' in a box scores 0.0, not 1"
     """
     probes: list[tuple[str, str, float]] = []
@@ -35,33 +42,65 @@ def self_test(
         grade = verifier.grade(prompt, reply)
         label = f"{shown(prompt.id)}: {name}"
         score = _score(verifier, grade)
-        if score is None:
+        if score is None and applies(grade):
             problems.append(f"{label} cannot be scored: {grade.error}")
-        elif pays and score != due:
+        elif exact and score != due:
             problems.append(f"{label} scores {score:g}, not {due:g}")
-    return problems
+    return problems or _group_problems(verifier, prompt, [reply for _, reply, _ in probes])
+
+
+def _group_problems(verifier: Verifier, prompt: Prompt, replies: list[str]) -> list[str]:
+    """Return the fault of a grader of whole groups that scores single replies, but not several in one call."""
+    if reads_of(verifier) != "group":
+        return []
+    grades = grade_replies(verifier, prompt, [ReplyText.probe(reply) for reply in replies])
+    failed = [grade.error for grade in grades if grade.reward is None and applies(grade)]
+    where = f"{shown(prompt.id)}: {len(replies)} replies in one call"
+    return [f"{where} cannot be scored: {failed[0]}"] if failed else []
+
+
+def applies(grade: Grade) -> bool:
+    """Return whether a grader has anything to say of a reply: reward functions of TRL may return None instead."""
+    return grade.error != NONE_APPLIES
 
 
 def oddities(verifier: Verifier, prompt: Prompt) -> list[str]:
-    """What a user should know of a grader of their own: one that scores an empty reply or garbage as high as the
-    reference, or the same reply not the same twice."""
-    if not isinstance(verifier, UserFunction):
+    """Return what a user should know of their own grader: it scores an empty reply or garbage as high as the reference, or
+    the same reply not the same twice."""
+    if not isinstance(verifier, UserGrader):
         return []
-    right = right_reply(verifier, prompt) or ""
-    due, again = (verifier.grade(prompt, right).reward for _ in range(2))
+    forms = [right_reply(verifier, prompt) or ""]
+    name = "the boxed reference"
+    if not isinstance(verifier, UserFunction):  # written for prompts of its own, which say how to write the answer
+        forms += [form.format(prompt.answer) for form in FORMS]
+        name = "the reference in its best form"
+    scores = [(verifier.grade(prompt, form).reward, form) for form in forms]
+    due, right = max(scores, key=lambda pair: -math.inf if pair[0] is None else pair[0])
+    again = verifier.grade(prompt, right).reward
     found = []
     if due != again:
-        found.append(f"{shown(prompt.id)}: the boxed reference scores {due}, and {again} when it is graded again")
+        found.append(f"{shown(prompt.id)}: {name} scores {due}, and {again} when it is graded again")
     for reply in ("", *GARBAGE):
         score = verifier.grade(prompt, reply).reward
         if score is not None and due is not None and score >= due:
-            name = f"the reply {reply!r}" if reply else "an empty reply"
-            found.append(f"{shown(prompt.id)}: {name} scores {score:g}, as the boxed reference or more ({due:g})")
+            what = f"the reply {reply!r}" if reply else "an empty reply"
+            found.append(f"{shown(prompt.id)}: {what} scores {score:g}, as {name} or more ({due:g})")
     return found
 
 
+def scored_garbage(verifier: Verifier, prompt: Prompt) -> str:
+    """Return the evidence that a user's grader rewards every garbage reply about as much as the reference, else ""."""
+    if not isinstance(verifier, UserFunction):  # the others must score 0: see self_test
+        return ""
+    replies = [right_reply(verifier, prompt) or "", *GARBAGE]
+    due, *scores = [verifier.grade(prompt, reply).reward for reply in replies]
+    if due is None or due <= 0 or any(score is None or score <= 0 or score < NEARLY * due for score in scores):
+        return ""
+    return f"{shown(prompt.id)}: {', '.join(map(repr, GARBAGE))} score {scores}, the reference {due:g}"
+
+
 def _score(verifier: Verifier, grade: Grade) -> float | None:
-    """The reward; of a judge or a weighted composition, whether it counts as right: more may be asked for than the answer."""
+    """Return the reward; for a judge or a weighted composite, whether it counts as right: they ask for more than the answer."""
     if grade.reward is not None and isinstance(verifier, Judge):
         return grade.metrics["correct"]
     if grade.reward is None or not isinstance(verifier, Composite):

@@ -20,7 +20,7 @@ _BRACKETS = (("\\{", "\\}"), ("\\lbrace", "\\rbrace"), ("{", "}"), ("[", "]"))
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What a list holds: its numbers in order of size, and the other items with their counts."""
+    """The items of a list: its numbers in order of size, and the other items with their counts."""
 
     numbers: tuple[Fraction, ...]
     texts: Counter[str]
@@ -43,7 +43,7 @@ class UnorderedSet:
         return verdict(answer, items is not None and self.same(items, reference))
 
     def read(self, text: str) -> Items | None:
-        """The items of a written list; None if it is empty, has an empty item, or is beyond the limits."""
+        """Return the items of a written list; None if it is empty, has an empty item, or is beyond the limits."""
         parts = split_items(text)
         if not parts:
             return None
@@ -55,7 +55,7 @@ class UnorderedSet:
         return Items(tuple(numbers), texts)
 
     def same(self, items: Items, reference: Items) -> bool:
-        """Whether both have the same items: numbers in order of size within the tolerance, texts exactly."""
+        """Return whether both have the same items: numbers in order of size within the tolerance, texts exactly."""
         return (
             items.texts == reference.texts
             and len(items.numbers) == len(reference.numbers)
@@ -64,7 +64,7 @@ class UnorderedSet:
 
 
 def split_items(text: str) -> list[str]:
-    r"""The items of a list, without its outer braces; [] if it has an empty item or more than 256.
+    r"""Return the items of a list, without its outer braces; [] if it has an empty item or more than 256.
 
     Items are separated by semicolons if there is one outside brackets, else by commas and by " and "; never inside brackets:
     "(1, 2), (3, 4)" has two items. A comma between digits separates too: thousands are written 10{,}000.
@@ -83,7 +83,7 @@ def split_items(text: str) -> list[str]:
 
 
 def encloses(text: str, opening: str, closing: str) -> bool:
-    """Whether the first bracket closes at the very end."""
+    """Return whether the first bracket closes at the end of the text."""
     inner = text[len(opening) : len(text) - len(closing)]
     depth = 0
     for char in inner:

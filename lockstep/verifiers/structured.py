@@ -11,7 +11,7 @@ from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored, verdict
 from lockstep.verifiers.extract import FINAL_SHARE, MAX_DEPTH, Answer, final_span
-from lockstep.verifiers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 
 if TYPE_CHECKING:
     from lockstep.config import schema
@@ -33,9 +33,8 @@ class StructuredJson:
         self.pool: WorkerPool | None = None
         self.workers = 0
         if settings.json_schema:
-            load = {"kind": "json", "schema": settings.json_schema}
             wall = WALL_SECONDS + 4 * settings.cpu_seconds
-            work = Work(load, "verifier json", wall, cpu_seconds=settings.cpu_seconds, memory=MEMORY)
+            work = Work(__name__, {"wanted": settings.json_schema}, "verifier json", wall, settings.cpu_seconds, MEMORY)
             self.pool = WorkerPool(work, settings.workers)
             self.workers = settings.workers
             self.pool.start()
@@ -67,7 +66,7 @@ class StructuredJson:
 
 
 def find_json(reply: str) -> Answer:
-    """The last closed ```json block of the reply's final part, else all of it. Linear; backquotes in a string close none."""
+    """Return the last closed ```json block of the final part, else all of it. Linear; backquotes in a string close none."""
     start, end = final_span(reply)
     start = max(start, end - REGION)
     text = reply[start:end]
@@ -88,7 +87,7 @@ def find_json(reply: str) -> Answer:
 
 
 def read_json(text: str) -> Any:
-    """A JSON value. Raises ValueError for anything else, and for NaN, infinities, repeated keys, and nesting deeper than 64."""
+    """Return a JSON value. Raises ValueError for NaN, infinities, repeated keys, nesting deeper than 64, and anything else."""
     if _depth(text) > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
@@ -104,7 +103,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest outside strings."""
+    """Return how deep brackets nest outside strings."""
     depth = deepest = 0
     in_string = escaped = False
     for char in text:
@@ -133,7 +132,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def load_schema(wanted: dict[str, Any]) -> Callable[[Any], object]:
+def load(wanted: dict[str, Any]) -> Callable[[Any], object]:
     """Load what answers calls in a worker: whether a value fits the schema, which may take exponential work.
 
     Nothing is fetched: a reference to another document is an error. Raises TaskError if the schema is none, or jsonschema is

@@ -28,7 +28,7 @@ ROUNDING = 6
 PRECISION = 15
 """Digits to which two numbers without variables are compared; math-verify's default."""
 FIRST_POINT, POINT_STEP = 1.3718281828, 0.2141592653
-"""Where expressions are evaluated: the first variable's value, and how much larger each next one's is."""
+"""Point at which expressions are evaluated: the first variable's value, and how much larger each next one's is."""
 MAX_WORK = 300
 """Parts of an expression that are evaluated at most; fractions in fractions in fractions have more."""
 CLEARLY = 1e-3
@@ -36,7 +36,7 @@ CLEARLY = 1e-3
 
 
 def load() -> Callable[[Any], object]:
-    """What answers calls in a worker. Raises TaskError if math-verify is not installed."""
+    """Return the function that answers calls in a worker. Raises TaskError if math-verify is not installed."""
     from lockstep.errors import TaskError
 
     try:
@@ -57,7 +57,7 @@ def load() -> Callable[[Any], object]:
 
 
 def compare(answer: str, reference: str) -> Verdict:
-    """Whether math-verify takes both for the same. May take for ever, and any memory."""
+    """Return whether math-verify finds both equal. It may never end, and may take any amount of memory."""
     from math_verify import verify
 
     right = _read_reference(reference)
@@ -75,7 +75,7 @@ def compare(answer: str, reference: str) -> Verdict:
 
 
 def apart(a: Any, b: Any) -> bool:
-    """Whether two expressions are shown to be different by their values at a point, which takes a millisecond.
+    """Return whether two expressions are shown to be different by their values at a point, which takes a millisecond.
 
     To simplify their difference, as math-verify does next, takes a hundred times that where it is long, and cannot make zero of
     it: what has another value somewhere is not the same expression. So this is only ever said where math-verify would say the
@@ -97,7 +97,7 @@ def apart(a: Any, b: Any) -> bool:
 
 
 def _work(node: Any) -> float:
-    """How many parts are evaluated for the value of an expression: twice those below a fraction bar, as evalf does it.
+    """Return how many parts are evaluated for the value of an expression: twice those below a fraction bar, as evalf does it.
 
     Infinite for anything that does not mean at any positive point what it means in general; so a variable that is known to be
     an integer.
@@ -123,7 +123,7 @@ def _read_reference(reference: str) -> tuple[Any, ...]:
 
 
 def _read(text: str) -> list[Any]:
-    """What math-verify reads: an expression and its text; empty if it cannot read it."""
+    """Return what math-verify reads: an expression and its text; empty if it cannot read it."""
     from math_verify import LatexExtractionConfig, parse
 
     found: list[Any] = parse(

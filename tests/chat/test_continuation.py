@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.chat.chat import ChatFormat
-from lockstep.chat.tools import shows_tools
+from lockstep.chat.template import shows_tools
 from lockstep.config.schema import Chat
 from lockstep.errors import ChatError
 from lockstep.types import Message

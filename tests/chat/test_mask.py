@@ -32,10 +32,7 @@ def test_runs_of_true() -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "end"),
-    [
-        (chatml(), "<|im_end|>"),
-        (chatml(CHATML_GENERATION), "<|im_end|>"),
-    ],
+    [(chatml(), "<|im_end|>"), (chatml(CHATML_GENERATION), "<|im_end|>")],
     ids=["by prefix", "by generation blocks"],
 )
 def test_assistant_turns_are_trained_to_their_end_token(tokenizer: object, end: str) -> None:

@@ -55,10 +55,7 @@ def test_think_tags(text: str, opened: bool, answer: str) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (
-            "<|channel|>analysis<|message|>4+3=8? no<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>",
-            "7",
-        ),
+        ("<|channel|>analysis<|message|>4+3=8? no<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>", "7"),
         ("<|channel|>final<|message|>The answer is 7", "The answer is 7"),
         ("<|channel|>analysis<|message|>4+3=7", ""),
         ("<|channel|>analysis<|message|>is it final? 7<|end|>", ""),

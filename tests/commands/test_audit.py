@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.evaluate.records import score_path, write_score
-from tests.evaluate.scores import score
+from lockstep.evaluation.records import score_path, write_score
+from tests.evaluation.scores import score
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.evaluate.records import score_path, write_score
+from lockstep.evaluation.records import score_path, write_score
 from lockstep.types import Score
-from tests.evaluate.scores import score
+from tests.evaluation.scores import score
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
@@ -78,7 +78,7 @@ def test_a_run_alone_is_its_base_against_its_last_score(run: Path, capsys: pytes
     assert "B run at step 40" in out
     (run / "scores" / "step_000000_greedy.json").unlink()
     code, _, err = said(capsys, run)
-    assert (code, "no base and a later score" in err) == (7, True)
+    assert (code, "a base score and a later one" in err) == (7, True)
 
 
 def test_items_are_listed_with_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_every_built_in_recipe_passes_the_check(capsys: pytest.CaptureFixture[st
         (["lr"], "optimizer.lr"),
         (["kl"], "algorithm.kl.coef"),
         (["batch", "size"], "prompts_per_step"),
-        (["epochs"], "update.epochs"),
+        (["ppo_epochs"], "update.epochs"),
         (["num_generations"], "samples_per_prompt"),
         (["temperature"], "rollout.temperature"),
     ],

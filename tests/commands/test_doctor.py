@@ -13,14 +13,15 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.load import load
-from lockstep.doctor.recipe import check_disk_plan, check_engine, check_memory_plan, check_model, judge_need, needs
+from lockstep.doctor.recipe import check_engine, check_model, check_recipe, judge_need, needs
 from lockstep.doctor.run import require_machine
 from lockstep.errors import MachineError
 from tests.loops.runs import NO_EVAL, recipe, trained, words
 
 ROOT = Path(__file__).parents[2]
 MACHINE = [
-    "python", "packages", "torch", "allocator", "threads", "load", "memory", "shared memory", "disk", "cache", "limits", "clock",
+    "imports", "versions", "shadows", "pip", "encoding", "temporary", "proxy", "model cache", "torch", "allocator", "attention",
+    "uvloop", "python", "packages", "compiler", "threads", "load", "memory", "shared memory", "disk", "cache", "limits", "clock",
     "loopback",
 ]  # fmt: skip
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -111,12 +112,15 @@ def test_a_model_of_a_hub_is_here_or_can_be_fetched_or_not(monkeypatch: pytest.M
 
 def test_a_plan_that_does_not_fit_is_a_failed_check(tmp_path: Path, tiny_model_dir: Path) -> None:
     fits = recipe(tmp_path, tiny_model_dir)
-    assert [check.verdict for check in (*check_memory_plan(fits), *check_disk_plan(fits))] == ["ok", "ok"]
-    (full,) = check_disk_plan(recipe(tmp_path, tiny_model_dir, "steps=1000000000"))
-    assert full.verdict == "fail"
-    assert "of disk" in full.found
-    absent = recipe(tmp_path, tiny_model_dir, "model.path=nobody/nothing")
-    assert (check_memory_plan(absent), check_disk_plan(absent)) == ([], [])
+    assert [(check.name, check.verdict) for check in check_recipe(fits)] == [
+        ("settings", "ok"), ("memory plan", "ok"), ("disk plan", "ok"),
+    ]  # fmt: skip
+    full = recipe(tmp_path, tiny_model_dir, "steps=1000000000")
+    for allow, verdict in (([], "fail"), (["disk"], "warn")):
+        (disk, memory) = check_recipe(full.model_copy(update={"allow": allow}))
+        assert (disk.name, disk.verdict, memory.verdict) == ("disk", verdict, "ok")
+        assert "of disk" in disk.found
+    assert check_recipe(recipe(tmp_path, tiny_model_dir, "model.path=nobody/nothing")) == []
 
 
 # --- what train takes from it ---------------------------------------------------------------------------------------
@@ -125,7 +129,10 @@ def test_a_machine_that_cannot_run_it_is_refused_before_there_is_a_run(tmp_path:
     done = shell("train", *args, files=200)
     assert done.returncode == 8, done.stderr
     assert "lockstep: this machine: limits: 200 open files are allowed" in done.stderr
-    assert "to fix: ulimit -n 65536; `lockstep doctor` checks the rest" in done.stderr
+    assert (
+        "to fix: ask for a higher hard limit: docker run --ulimit nofile=65536, or limits.conf; `lockstep doctor` checks the rest"
+        in done.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 

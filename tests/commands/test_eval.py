@@ -15,7 +15,7 @@ from lockstep.cli import main
 from lockstep.commands.eval import choose_modes, named, share_range
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from tests.commands.evaluating import said
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, weights, words
@@ -142,7 +142,7 @@ def test_two_models_are_compared_only_when_asked(
     assert (code, "verdict" in out) == (0, False)
     code, out, _ = said(capsys, str(tmp_path / "other"), "--recipe", *recipe, "--mode", "sampled", "--allow-mismatch")
     assert (code, "verdict" in out) == (0, True)
-    assert "compared across different model because you said so" in out
+    assert "compared across different model at your request" in out
 
 
 def test_another_base_is_refused_before_anything_is_measured(
@@ -229,7 +229,7 @@ def test_modes_that_mean_nothing_are_refused(run: Path, capsys: pytest.CaptureFi
 
 def test_a_changed_reply_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stored score of the same weights that does not say the same is a warning, and stays as it was."""
-    from lockstep.evaluate.records import write_score
+    from lockstep.evaluation.records import write_score
 
     path = score_path(run, 3, "greedy")
     score = read_score(path)

@@ -23,8 +23,8 @@ from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.errors import StaleWeightsError, SyncError
-from lockstep.evaluate.records import read_score, score_path, write_score
-from lockstep.evaluate.runner import require_proof
+from lockstep.evaluation.records import read_score, score_path, write_score
+from lockstep.evaluation.runner import require_proof
 from lockstep.rollout.native import NativeEngine
 from lockstep.scoring.targets import EvalSession, build_eval_session, find_target
 from lockstep.types import ItemResult, Score, WeightStream

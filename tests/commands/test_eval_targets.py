@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from tests.commands.evaluating import said
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words
@@ -210,7 +210,7 @@ def test_numerics_that_change_no_reply_since_the_last_command_are_an_alarm(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two commands, as in note 000: the second finds the first one's score. Its record is given the second's own replies."""
-    from lockstep.evaluate.records import write_score
+    from lockstep.evaluation.records import write_score
 
     words = (run, "--numerics", "mxfp4-w4a4", "--mode", "greedy", "--no-base")
     code, out, _ = said(capsys, *words)
@@ -236,5 +236,5 @@ def test_with_base_a_model_stands_beside_the_recipes_own(
         capsys, tmp_path / "other", "--with-base", "--mode", "sampled", "--recipe", *words(tmp_path, model)
     )
     assert code == 0
-    assert "compared across different model because you said so" in out
+    assert "compared across different model at your request" in out
     assert "conditions differ" not in out

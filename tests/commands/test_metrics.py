@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cli import main
-from lockstep.track.catalogue import all_metrics, metrics_markdown
+from lockstep.config.metric import elsewhere
+from lockstep.track.catalogue import all_metrics, explain, metrics_markdown
 
 
 def test_explain_tells_unit_range_source_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +27,7 @@ def test_list_has_a_line_a_metric_and_filters(capsys: pytest.CaptureFixture[str]
     assert main(["metrics", "list", "grad/"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [
         "grad/norm",
+        "grad/escalation",
         "grad/clipped",
         "grad/skipped",
     ]
@@ -37,3 +39,29 @@ def test_list_has_a_line_a_metric_and_filters(capsys: pytest.CaptureFixture[str]
 def test_the_page_can_be_written_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", "list", "--markdown"]) == 0
     assert capsys.readouterr().out == metrics_markdown()
+
+
+def test_each_metric_of_another_system_is_one_of_ours() -> None:
+    assert {system: len(metrics) >= 20 for system, metrics in elsewhere().items()} == dict.fromkeys(
+        ("verl", "openrlhf", "trl"), True
+    )
+    for metrics in elsewhere().values():
+        for name, one in metrics.items():
+            assert explain(one.ours).meaning, name
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pg_loss", "actor/pg_loss of verl: the clipped policy loss alone"),
+        ("ppo_kl", "here ratio/log_abs_max: ours is the largest size"),
+        ("ppo_kl", "ppo_kl of OpenRLHF"),
+        ("actor/pg_clipfrac", "Trained tokens whose gradient the clip range stopped"),
+        ("train/clip_ratio/region_mean", "below 1 - epsilon with a negative advantage"),
+        ("critic/rewards/mean", "the KL penalty, if there is one in the rewards"),
+        ("kl", "here kl/ref"),
+    ],
+)
+def test_names_of_other_systems_are_understood(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "explain", name]) == 0
+    assert says in capsys.readouterr().out

@@ -191,7 +191,7 @@ def test_a_checkpoint_that_is_not_there_is_told_apart_from_a_count(
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")
     code, out = said(capsys, "export", tmp_path / "runs" / "run", tmp_path / "there")
-    assert (code, "there is there already" in out) == (2, True)
+    assert (code, "there exists already" in out) == (2, True)
 
 
 def test_a_file_that_looks_like_a_hub_id_is_sought_beside_its_folder(

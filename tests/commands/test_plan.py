@@ -21,12 +21,20 @@ def test_plan_prints_batches_formula_rate_and_steps(capsys: pytest.CaptureFixtur
     recipe = load(["smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"])
     assert out.startswith("smoke: rl, task reasoning_gym, 40 steps\n")
     said = [section.title for section in SECTIONS if f"\n{section.title}\n" in out]
-    assert said == [section.title for section in SECTIONS if section.lines(recipe)] == [s.title for s in SECTIONS[:-1]]
+    assert said == [section.title for section in SECTIONS if section.lines(recipe)] == [s.title for s in SECTIONS]
     assert all(f"  {line}\n" in out for line in batch_lines(recipe))
     assert all(f"  {line}\n" in out for line in build_objective(recipe).formula.splitlines())
     assert "  learning rate 1e-05: set by optimizer.lr; constant over 80 optimizer steps, no warm-up\n" in out
     assert "  will evaluate at steps 0, 20, 40 (last)" in out
     assert "  will save at steps 20, 40 (last)" in out
+
+
+def test_an_adapter_of_a_model_that_is_not_here_is_still_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    assert main(["plan", "smoke", "adapter.kind=lora"]) == 0
+    assert "  lora: its layers are not counted, since the model's config is not known here\n" in capsys.readouterr().out
 
 
 def test_plan_refuses_a_recipe_with_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,8 +44,18 @@ def test_plan_refuses_a_recipe_with_mistakes(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_of_the_repository_has_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(path)]) == 0
+    several = load([str(path)]).placement.kind != "local"
+    assert main(["plan", str(path), *(["--gpu-gib", "141"] if several else [])]) == 0
     assert "optimizer step" in capsys.readouterr().out
+
+
+def test_a_recipe_for_eight_gpus_is_planned_and_refused_for_those_that_are_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", str(RECIPES / "gpt_oss_20b_4x4.yaml"), "device=cuda"]) == 2
+    said = capsys.readouterr()
+    assert "optimizer step" in said.out
+    assert "rank 7  samples" in said.err
 
 
 def test_no_model_is_loaded_or_even_looked_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.evaluate.records import read_score
+from lockstep.evaluation.records import read_score
 from tests.loops.runs import words
 
 GOOD = '''

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.commands.sample import Sample, show
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.text import visible
 from lockstep.types import ItemResult, Message, Prompt

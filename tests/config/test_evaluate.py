@@ -1,4 +1,4 @@
-"""Modes that keep what their names say, and decisions that hang on nothing too small."""
+"""Modes that keep what their names say, and decisions that rest on nothing too small."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_several_replies_at_temperature_zero_are_refused_outside_of_nondet_proxy
         ({"name": "pass@8", "temperature": 0.6, "samples": 4}, "pass@8 needs 8 samples"),
         ({"name": "maj@4", "temperature": 0.6, "samples": 8}, "maj@4 needs 4 samples"),
         ({"name": "pass@8", "temperature": 0.6, "samples": 8, "estimates": ["maj@8"]}, "whose first estimate is maj@8"),
-        ({"name": "x", "temperature": 0.6, "samples": 8, "estimates": ["best@8"]}, "best@8 is no estimate"),
+        ({"name": "x", "temperature": 0.6, "samples": 8, "estimates": ["best@8"]}, "best@8 is not an estimate"),
         ({"name": "x", "temperature": 0.6, "samples": 8, "estimates": ["avg@4"]}, "avg@4 needs 4 samples"),
     ],
 )
@@ -62,8 +62,8 @@ SETS = "eval.also=[{role: ood_probe, items: 202}, {role: sanity, items: 18}, {ro
 @pytest.mark.parametrize(
     ("metric", "says"),
     [
-        ("eval/sanity.greedy/accuracy", "no decision can hang on a sanity set (18 items, 1 item = 5.6 points)"),
-        ("eval/train.greedy/accuracy", "no decision can hang on a train set (it is not held out)"),
+        ("eval/sanity.greedy/accuracy", "a sanity set must not decide anything (18 items, 1 item = 5.6 points)"),
+        ("eval/train.greedy/accuracy", "a train set must not decide anything (it is not held out)"),
         ("eval/ood.greedy/accuracy", "no evaluation has this name; there are eval/greedy/accuracy"),
         ("eval/greedy/mean_tokens", "mean_tokens says nothing about quality"),
         ("eval/nondet_proxy/accuracy", "a diagnosis of the hardware"),

@@ -28,8 +28,8 @@ optimizer:
 rollout: {lr: 1}
 adapter:
   kind: lorra
-track:
-  sinks: [wandb, tensorbord]
+sync:
+  transport: share
 steps: 3
 health: {warn_unscored: 0.5}
 """)
@@ -40,8 +40,8 @@ health: {warn_unscored: 0.5}
         f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr or algorithm.critic.lr?",
         f"{file}:4: optimizer.eps = 0: must be above 0",
         f"{file}:3: optimizer.lrr = 3e-06: no such setting; did you mean optimizer.lr?",
+        f'{file}:9: sync.transport = "share": must be shared or copy; did you mean shared?',
         "eval.items = 0: must be at least 1",
-        f'{file}:9: track.sinks.1 = "tensorbord": must be wandb or trackio or tensorboard; did you mean tensorboard?',
         "samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2",
         f"{file}:11: health.warn_unscored is above health.max_unscored: the warning could never come first",
     ]
@@ -129,7 +129,7 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
         ),
         (
             ["algorithm.correction={kind: mis, level: geometric}"],
-            "[0.5, 5] is no band for a geometric mean, which stays within a few percent of 1",
+            "[0.5, 5] is too wide for a geometric mean, which stays within a few percent of 1",
         ),
         (
             ["samples_per_prompt=1"],
@@ -296,9 +296,20 @@ def test_a_source_of_the_wrong_form_names_the_right_one() -> None:
     assert line == "task.data: a web page; write the hub id openai/gsm8k"
 
 
-def test_a_run_takes_one_gpu_and_no_recipe_asks_for_more():
+def test_a_run_takes_one_gpu_unless_its_placement_asks_for_more():
     assert mistakes("device=cuda:1") == ['device = "cuda:1": must be auto or cpu or cuda; did you mean cuda?']
-    assert mistakes("gpus=2") == ["gpus = 2: no such setting"]
+    assert mistakes("gpus=2") == ["gpus = 2: no such setting; did you mean placement.gpus?"]
+
+
+def test_what_workers_cannot_run_is_refused():
+    place = "placement={kind: colocated, gpus: 2}"
+    for setting, named in (
+        ("rollout.engine=vllm", "rollout.engine = vllm"),
+        ("sync.transport=copy", "sync.transport = copy"),
+    ):
+        (line,) = mistakes(place, setting)
+        assert f"{named} does not run with placement.kind = colocated yet; take local" in line
+    assert mistakes("placement.gpus=0", "placement.kind=colocated") != []
 
 
 @pytest.mark.parametrize(

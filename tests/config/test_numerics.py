@@ -47,6 +47,7 @@ def test_labels_say_all_that_a_score_depends_on(settings: dict[str, Any], label:
         ({"scale": "rceil"}, "no phase computes in mxfp4"),
         ({"train": "bf16", "eval": "fp32"}, "both named"),
         ({"train": "mxfp4-w4a4", "exclude": [""]}, "empty name"),
+        ({"exact": True, "eval": "nvfp4-w4a16"}, "nvfp4-w4a16, which it does not cover"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], reason: str):

@@ -145,5 +145,5 @@ def test_the_card_of_many_empty_lines_is_read_at_once() -> None:
 
 def test_a_pipe_among_data_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"train\.jsonl: is no plain file"):
+    with pytest.raises(DataError, match=r"train\.jsonl: is not a regular file"):
         open_rows(Data(source=str(tmp_path)), where="data").prompts()

@@ -94,7 +94,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ('{"prompt": "p", "answer": ["1"]}', "'answer' must be text or a number, this is a list"),
         ('{"prompt": "\\ud800", "answer": 1}', "'prompt' has a lone surrogate at character 0"),
         ('{"prompt": [], "answer": 1}', "'prompt' must end with a user message"),
-        ('{"prompt": ["p"], "answer": 1}', "prompt[0] must have role and content, and nothing else"),
+        ('{"prompt": ["p"], "answer": 1}', "prompt[0] must have role and content, and of"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "prompt[0] must have role and content"),
         ('{"prompt": [{"role": "bot", "content": "p"}], "answer": 1}', "prompt[0].role must be one of system, user, assistant"),
         ('{"prompt": [{"role": ["user"], "content": "p"}], "answer": 1}', "prompt[0].role must be one of"),

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.dom import minidom
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lockstep.cli import main
@@ -17,6 +19,7 @@ from lockstep.config.load import load_run
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMING = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+REWARDS = (ROOT / "docs" / "coming_from_rewards.md").read_text(encoding="utf-8")
 ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 
 
@@ -66,20 +69,31 @@ def test_the_settings_of_the_table_are_settings() -> None:
     assert [name for name in named if name not in known | short] == []
 
 
-def test_rewards_of_other_systems_are_called_as_theirs_are() -> None:
+def test_the_reward_of_openrlhf_is_called_as_there() -> None:
     prompt = SimpleNamespace(answer="7", messages=({"role": "user", "content": "3 + 4"},), data={"level": 1})
-    trl, kept, other = blocks(COMING, "python")[:3]
-    scope: dict = {
-        "compute_score": lambda source, text, truth, extra_info: float(truth in text and extra_info == {"level": 1}),
-        "reward_func": lambda queries, prompts, labels: {"rewards": [float(labels[0] in queries[0])]},
-    }
-    exec(trl, scope)
+    (other,) = [block for block in blocks(COMING, "python") if "reward_func" in block]
+    scope: dict = {"reward_func": lambda queries, prompts, labels: {"rewards": [float(labels[0] in queries[0])]}}
+    exec(other, scope)
     assert (scope["grade"](prompt, "it is 7"), scope["grade"](prompt, "8")) == (1.0, 0.0)
-    exec(kept, scope)
-    assert (scope["grade"](prompt, "it is 7"), scope["grade"](prompt, "8")) == (1.0, 0.0)
-    for part in other.split("\n\n"):
-        exec(part, scope)
-        assert scope["grade"](prompt, "it is 7") == 1.0
+
+
+def test_the_reward_files_of_trl_and_verl_would_start(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    questions = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}], "ground_truth": str(i + 1)} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    models = [{"reward_model": {"style": "rule", "ground_truth": row["ground_truth"]}} for row in questions]
+    rows = [{"prompt": q["prompt"], "data_source": "sums", **model} for q, model in zip(questions, models, strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    for file, code, recipe in zip(
+        ("rewards.py", "score.py"), blocks(REWARDS, "python"), blocks(REWARDS, "yaml"), strict=True
+    ):
+        (tmp_path / file).write_text(code)
+        (tmp_path / "own.yaml").write_text(recipe)
+        overrides = [f"model={tiny_model_dir}", "task.heldout_rows=8", "prompts_per_step=8", "eval.items=8"]
+        assert main(["doctor", "own.yaml", *overrides]) == 0, capsys.readouterr().out
+        assert "as the reference" not in capsys.readouterr().out
 
 
 def test_an_environment_that_knows_its_question_plays(

@@ -11,13 +11,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
-NOT_YET = (
-    *("config", "verifiers", "plan", "data", "models", "export", "doctor", "track", "health", "commands", "report"),
-    *("hub.py", "errors.py", "sync/fingerprint.py", "sync/record.py", "checkpoint/state.py", "checkpoint/store.py"),
-    *("chat/template.py", "evaluate/alarms.py", "evaluate/brief.py", "evaluate/table.py", "evaluate/estimates.py"),
-)
-"""Packages and files that are not swept yet. Remove entries; add none."""
-
 BEGINNINGS = re.compile(r"(Of|What|Whether|Where|How|Whose|Who|Which|Why|As|That)\b")
 """First words that no docstring may have."""
 NOUNS = re.compile(r"(The|A|An|All|Each|Every|One|Both|No|None|Some|Any|These|Those|It|Its|Their|For|With|In|To)\b")
@@ -40,13 +33,6 @@ WORDS = {
     r"\b(?:somebody|nobody)\b": "a caller, no process (name who it is)",
 }
 """Patterns that are not used, each with the words to use instead."""
-
-
-def swept() -> Iterator[Path]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if not any(name == entry or name.startswith(f"{entry}/") for entry in NOT_YET):
-            yield path
 
 
 def is_text(node: ast.AST) -> bool:
@@ -76,7 +62,7 @@ def texts(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def modules() -> list[tuple[str, str, ast.Module]]:
-    read = ((path, path.read_text()) for path in swept())
+    read = ((path, path.read_text()) for path in sorted(PACKAGE.rglob("*.py")))
     return [(str(path.relative_to(PACKAGE.parent)), source, ast.parse(source)) for path, source in read]
 
 
@@ -99,7 +85,3 @@ def test_words_are_plain(modules: list[tuple[str, str, ast.Module]]):
         if (match := re.search(pattern, text))
     ]
     assert not wrong, "write other words:\n" + "\n".join(wrong)
-
-
-def test_packages_not_yet_swept_are_there():
-    assert all((PACKAGE / entry).exists() for entry in NOT_YET), "remove what is gone"

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.doctor import machine
 from lockstep.doctor.check import Check, lines, perform, worst
+from lockstep.doctor.imports import PIP
 
 GIB = 2**30
 LIMITS = {"files": 65536.0, "size": math.inf, "memory": math.inf, "processes": math.inf}
@@ -44,12 +45,12 @@ LIMITS = {"files": 65536.0, "size": math.inf, "memory": math.inf, "processes": m
         (machine.judge_disk(Path("runs"), 9e9, 2e9), "warn", "9.0 GB free, writes 2000 MB/s", "lockstep plan"),
         (machine.judge_disk(Path("runs"), 90e9, 40e6), "warn", "writes 40 MB/s: checkpoints take long", "local disk"),
         (machine.judge_disk(Path("runs"), 90e9, 400e6), "ok", "writes 400 MB/s", ""),
-        (machine.judge_limits(LIMITS | {"files": 128.0}), "fail", "128 open files", "ulimit -n 65536"),
-        (machine.judge_limits(LIMITS | {"files": 512.0}), "warn", "512 open files", "ulimit -n 65536"),
+        (machine.judge_limits(LIMITS | {"files": 128.0}), "fail", "128 open files", "ulimit -Sn 65536"),
+        (machine.judge_limits(LIMITS | {"files": 512.0}), "warn", "512 open files", "ulimit -Sn 65536"),
         (machine.judge_limits(LIMITS | {"size": 1e6}), "fail", "a larger checkpoint ends the run", "ulimit -f unlimited"),
         (machine.judge_limits(LIMITS | {"size": 8.0 * GIB}), "warn", "8.00 GiB", "ulimit -f unlimited"),
         (machine.judge_limits(LIMITS | {"memory": 16.0 * GIB}), "warn", "16.0 GiB of address space", "ulimit -v"),
-        (machine.judge_limits(LIMITS | {"processes": 100.0}), "warn", "100 processes", "ulimit -u"),
+        (machine.judge_limits(LIMITS | {"processes": 100.0}), "warn", "100 processes", "ulimit -Su 65536"),
         (machine.judge_limits(LIMITS), "ok", "65536 open files, inf processes", ""),
         # now, the disk's clock, the newest file of the program: seconds
         (machine.judge_clock(2e9, 2e9 - 1, 1.9e9), "ok", "2033-05-18 03:33:20 UTC", ""),
@@ -77,7 +78,10 @@ DECLARED = [
 def test_packages_are_held_against_the_declared_ranges_all_at_once() -> None:
     bad = machine.judge_packages(DECLARED, {"torch": "2.9.0", "numpy": None, "vllm": None, "tomli": None})
     assert bad == Check(
-        "packages", "fail", "torch (2.9.0, not >=2.11), numpy (not installed)", "pip install 'torch>=2.11' 'numpy>=2.0'"
+        "packages",
+        "fail",
+        "torch (2.9.0, not >=2.11), numpy (not installed)",
+        f"{PIP} install 'torch>=2.11' 'numpy>=2.0'",
     )
     good = {"torch": "2.11.0+cu130", "numpy": "2.4.1", "vllm": None, "math-verify": "1.1"}
     assert machine.judge_packages(DECLARED, good) == Check("packages", "ok", "all 2 within their ranges")

@@ -109,3 +109,17 @@ def look_up(key: str, times: int = 1) -> str:
 class NoStep:
     def start(self, seed: int) -> Turn:
         return Turn()
+
+
+class Tool:
+    """Answers nine replies with the result of a tool; the tenth ends it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self, seed: int) -> Turn:
+        return Turn((Message(role="user", content=f"Work out {seed % 1000} with the tool, step by step."),))
+
+    def step(self, reply: str) -> Turn:
+        self.steps += 1
+        return Turn((Message(role="tool", content=f"result of call {self.steps}: 42"),), done=self.steps == 10)

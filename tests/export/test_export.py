@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lockstep.export.export as module
 from lockstep.cli import main
 from lockstep.errors import ConfigError, ExportError, RunDirectoryError
-from lockstep.evaluate.records import read_score
+from lockstep.evaluation.records import read_score
 from lockstep.export import check
 from lockstep.export.export import Exported, choice_note, export
 from lockstep.export.measure import spacing
@@ -187,7 +187,7 @@ def test_sft_and_its_heir(home: Path, model: Path, tmp_path: Path) -> None:
     exported(heir, tmp_path / "heir")
     assert "loop sft" in (tmp_path / "sft" / "README.md").read_text()
     assert f"**Started from**: {first.path}" in (tmp_path / "heir" / "README.md").read_text()
-    with pytest.raises(ConfigError, match="no published model"):
+    with pytest.raises(ConfigError, match="not a published model"):
         exported(heir, tmp_path / "adapter", adapter=True)
 
 
@@ -237,7 +237,7 @@ def test_the_code_of_the_card_asks_as_the_run_did(adapter: bool, home: Path, mod
 
 def test_what_is_there_is_not_overwritten(lora: RunDirectory, full: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         exported(lora, tmp_path)
     with pytest.raises(ConfigError, match="has no adapter"):
         exported(full, tmp_path / "x", adapter=True)
@@ -296,16 +296,14 @@ def test_a_wrong_base(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.Mo
     refused(lora, tmp_path / "out", "log-probabilities are off")
 
 
-def test_a_stale_step(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = dict(merged_weights(module._trained(find_target(str(lora.path), step=1)).model))
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_stale_step(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = request.getfixturevalue(kind)
+    old = dict(merged_weights(module._trained(find_target(str(run.path), step=1)).model))
     plant(monkeypatch, lambda _, weights: old)
-    refused(lora, tmp_path, "log-probabilities are off")
-
-
-def test_a_stale_step_of_full_training(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = dict(merged_weights(module._trained(find_target(str(full.path), step=1)).model))
-    plant(monkeypatch, lambda _, weights: old)
-    refused(full, tmp_path, "log-probabilities are off")
+    refused(run, tmp_path, "log-probabilities are off")
 
 
 def test_a_missing_head(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,29 +314,29 @@ def test_a_missing_head(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.
 def test_a_head_beside_a_tied_embedding(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What adapters on the head or the embedding would leave: more parameters than the model has."""
     plant(monkeypatch, lambda _, weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 1.5})
-    refused(lora, tmp_path, "the files have 1 tensor such as lm_head.weight, which the model has not")
+    refused(lora, tmp_path, "the files have 1 tensor such as lm_head.weight, which the model does not have")
 
 
-def test_a_config_that_ties_what_is_not(full: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def overwrite(monkeypatch: pytest.MonkeyPatch, file: str, text: str) -> None:
+    """Have an export write another text into a file beside the weights."""
     real = module.copy_model_files
 
-    def tied(source: Path, folder: Path, dtype: str, **how: bool) -> list[str]:
+    def copy(source: Path, folder: Path, dtype: str, **how: bool) -> list[str]:
         changes = real(source, folder, dtype, **how)
-        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / file).write_text(text)
         return changes
 
-    monkeypatch.setattr(module, "copy_model_files", tied)
+    monkeypatch.setattr(module, "copy_model_files", copy)
+
+
+def test_a_config_that_ties_what_is_not(
+    full: RunDirectory, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    overwrite(monkeypatch, "config.json", json.dumps(config))
     refused(full, tmp_path, "config.json says tie_word_embeddings: True, the weights say False")
 
 
 def test_another_tokenizer(lora: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.copy_model_files
-
-    def other(source: Path, folder: Path, dtype: str, **how: bool) -> list[str]:
-        changes = real(source, folder, dtype, **how)
-        (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-        return changes
-
-    monkeypatch.setattr(module, "copy_model_files", other)
+    overwrite(monkeypatch, "chat_template.jinja", "{{ messages[0]['content'] }}")
     refused(lora, tmp_path, "ids of a chat")

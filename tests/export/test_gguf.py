@@ -198,66 +198,54 @@ def test_splits_are_what_tokenizers_makes_of_them(tmp_path: Path) -> None:
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
-def changed(folder: Path, file: str, **more: Any) -> Path:
-    content = json.loads((folder / file).read_text()) | more
-    (folder / file).write_text(json.dumps(content))
-    return folder
+@pytest.fixture
+def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may change."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def refused(model: Path, text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        write_gguf(model, model.with_suffix(".gguf"))
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("file", "more", "text"),
     [
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type = linear"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"model_type": "gemma3_text"}, "type gemma3_text"),
-        ({"vocab_size": 100}, "of a model with 100"),
+        (
+            "config",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = linear",
+        ),
+        ("config", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ("config", {"attention_bias": True}, "attention_bias = True"),
+        ("config", {"mlp_bias": True}, "mlp_bias = True"),
+        ("config", {"model_type": "gemma3_text"}, "type gemma3_text"),
+        ("config", {"vocab_size": 100}, "of a model with 100"),
+        ("tokenizer", {"normalizer": {"type": "Lowercase"}}, "normalizer of type Lowercase"),
+        ("tokenizer", {"pre_tokenizer": {"type": "Whitespace"}}, "no name for"),
+        ("tokenizer", {"pre_tokenizer": None}, "no name for"),
+        ("tokenizer", {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "not byte-level BPE"),
     ],
 )
-def test_a_config_that_the_format_cannot_say(
-    more: dict[str, Any], text: str, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    changed(tmp_path / "model", "config.json", **more)
-    with pytest.raises(ModelError, match=text):
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+def test_what_the_format_cannot_express(file: str, more: dict[str, Any], text: str, model: Path) -> None:
+    path = model / f"{file}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    refused(model, text)
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({"normalizer": {"type": "Lowercase"}}, "normalizer of type Lowercase"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for"),
-        ({"pre_tokenizer": None}, "no name for"),
-        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "not byte-level BPE"),
-    ],
-)
-def test_a_tokenizer_that_the_format_cannot_say(
-    more: dict[str, Any], text: str, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    changed(tmp_path / "model", "tokenizer.json", **more)
-    with pytest.raises(ModelError, match=text):
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf")
-
-
-def test_a_token_with_blanks_around_it(tiny_model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer.json"
+def test_a_token_with_blanks_around_it(model: Path) -> None:
+    path = model / "tokenizer.json"
     content = json.loads(path.read_text())
     content["added_tokens"][2]["rstrip"] = True
     path.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="takes blanks around it"):
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    refused(model, "strips spaces")
 
 
-def test_a_token_whose_id_is_another(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_token_whose_id_is_another(model: Path) -> None:
     """tokenizers gives a new token the next free id, whatever tokenizer.json says."""
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    rewritten(tmp_path / "model", "smollm", user="<tool_call>", place=600)
-    with pytest.raises(ModelError, match="'<tool_call>', whose ids are not"):
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    rewritten(model, "smollm", user="<tool_call>", place=600)
+    refused(model, "'<tool_call>', whose ids differ")
 
 
 def test_an_adapter_alone_is_no_gguf(tmp_path: Path) -> None:

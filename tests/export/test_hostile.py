@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Change, type[LockstepError], str]] = {
     ),
     "an empty file": (lambda p: (p / WEIGHTS).write_bytes(b""), CheckpointError, "cannot be read"),
     "rubbish": (lambda p: (p / WEIGHTS).write_bytes(b"\xff" * 1000), CheckpointError, "cannot be read"),
-    "no tensor": (lambda p: save_file({}, p / WEIGHTS), CheckpointError, "lacks 20 tensors"),
+    "no tensor": (lambda p: save_file({}, p / WEIGHTS), CheckpointError, "20 tensors are missing"),
     "a missing shard": (
         index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
         CheckpointError,
@@ -118,19 +118,19 @@ CASES: dict[str, tuple[Change, type[LockstepError], str]] = {
         "model.norm.weight has numbers that are not finite",
     ),
     "an empty adapter": (adapter({}, LORA), CheckpointError, "holds no tensor"),
-    "an adapter of nothing": (adapter(ONE, {}), ModelError, "describes no adapter of PEFT"),
-    "an unknown adapter": (adapter(ONE, LORA | {"peft_type": "EVIL"}), ModelError, "describes no adapter of PEFT"),
+    "an adapter of nothing": (adapter(ONE, {}), ModelError, "does not describe an adapter of PEFT"),
+    "an unknown adapter": (adapter(ONE, LORA | {"peft_type": "EVIL"}), ModelError, "does not describe an adapter of PEFT"),
     "an adapter of whole numbers": (
         adapter({n: t.int() for n, t in ONE.items()}, LORA), CheckpointError, "is int32",
     ),
     "a shard without names": (shard({1: torch.zeros(2)}), CheckpointError, "not named tensors"),
-    "a world of nobody": (shard({"a": torch.zeros(1)}, world=0), CheckpointError, "world of no rank"),
+    "a world of no rank": (shard({"a": torch.zeros(1)}, world=0), CheckpointError, "world of no rank"),
     "a sparse shard": (
         shard(lambda own: {n: t.to_sparse() if t.ndim == 2 else t for n, t in own.items()}),
         CheckpointError,
         "is sparse",
     ),
-    "states without names": (states({1: torch.zeros(1)}), CheckpointError, "no whole module"),
+    "states without names": (states({1: torch.zeros(1)}), CheckpointError, "not hold a whole module"),
 }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_where_nothing_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for name in (tmp_path / "file", tmp_path / "link", tmp_path, Path(), Path(".."), Path(os.sep)):
-        with pytest.raises(ConfigError, match="there already"):
+        with pytest.raises(ConfigError, match="exists already"):
             new_folder(name)
     assert new_folder(Path("new")) == tmp_path / "empty" / "new"
     for name in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):

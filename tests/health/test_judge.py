@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-from lockstep.config.health import Health
-from lockstep.config.load import load
+from lockstep.config.health import HealthRule
+from lockstep.config.load import load, load_mapping
+from lockstep.config.metric import built_in_rules
 from lockstep.config.schema import Recipe
 from lockstep.errors import ConfigError
 from lockstep.health.judge import Alarm, HealthJudge, replay
-from lockstep.health.rules import RULES, health_lines
-from lockstep.track.catalogue import find
+from lockstep.health.rules import health_lines
+from lockstep.health.smoke import SmokeGate
+from lockstep.track.catalogue import Judge, find
 
 DEFAULTS = Recipe()
-STOPPING = ["clipping", "leap", "mismatch", "unscored", "reward_flat", "disk"]
+SETTINGS = {rule.name: setting for rule, setting in DEFAULTS.health.in_force()}
+STOPPING = {
+    "clipping", "leap", "mismatch", "unscored", "reward_flat", "disk",
+    "flat_start", "no_format", "zero_gradient", "unmoved", "reward_hacking", "divergence",
+}  # fmt: skip
 
 
 def said(
@@ -28,7 +35,7 @@ def said(
 
 
 def alarms_of(rows: Sequence[Mapping[str, float]], *overrides: str, checkpoint_gib: float = 0.0) -> list[Alarm]:
-    return replay(load(["smoke", *overrides]), list(enumerate(rows, 1)), checkpoint_gib)
+    return replay(load(["smoke", "optimizer.lr=1.0e-5", *overrides]), list(enumerate(rows, 1)), checkpoint_gib)
 
 
 def series(name: str, values: Sequence[float], **others: float) -> list[dict[str, float]]:
@@ -36,9 +43,9 @@ def series(name: str, values: Sequence[float], **others: float) -> list[dict[str
 
 
 def test_every_rule_has_its_settings_and_its_metric() -> None:
-    assert sorted(DEFAULTS.health.rules) == sorted(rule.name for rule in RULES)
-    for rule in RULES:
-        for name in (rule.metric, *rule.shown, *filter(None, [rule.needs])):
+    assert sorted(SETTINGS) == sorted(rule.name for rule in built_in_rules().values())
+    for rule in built_in_rules().values():
+        for name in (rule.metric, *rule.shown, *rule.needs):
             assert find(name) is not None, (rule.name, name)
         assert rule.meaning
         assert rule.advice
@@ -46,9 +53,9 @@ def test_every_rule_has_its_settings_and_its_metric() -> None:
 
 
 def test_only_unambiguous_rules_stop_and_none_at_a_single_step() -> None:
-    stopping = [name for name, setting in DEFAULTS.health.rules.items() if setting.tier == "stop"]
+    stopping = {name for name, setting in SETTINGS.items() if setting.tier == "stop"}
     assert stopping == STOPPING
-    assert all(setting.steps >= 2 for setting in DEFAULTS.health.rules.values())
+    assert all(setting.steps >= 2 for setting in SETTINGS.values() if setting.tier == "stop")
 
 
 HEALTHY = {
@@ -56,7 +63,8 @@ HEALTHY = {
     "mismatch/mean_abs_dlogp": 0.012, "mismatch/k3": 4e-4, "mismatch/ess_tokens": 0.99,
     "reward/unscored": 0.0, "reward/std": 0.4, "reward/zero_std_groups": 0.3, "length/truncated": 0.02, "length/mean": 200.0,
     "entropy/sampled": 0.6, "advantage/nonzero": 0.7, "ratio/clip_share": 0.01, "kl/ref": 0.01, "weights/changed_tensors": 28.0,
-    "memory/disk_free_gib": 90.0,
+    "memory/disk_free_gib": 90.0, "reward/high_but_wrong": 0.0, "ratio/log_abs_max": 0.1, "answer/has_answer": 1.0, "lr": 1e-5,
+    "time/grade_share": 0.02, "gpu/seen": 1.0, "routes/differ": 0.03,
 }  # fmt: skip
 CASES = [
     # rule, metric, bad value, good steps before, bad steps until it speaks
@@ -68,26 +76,36 @@ CASES = [
     ("ess", "mismatch/ess_tokens", 0.4, 6, 3),
     ("unscored", "reward/unscored", 0.06, 6, 3),
     ("reward_flat", "advantage/nonzero", 0.0, 6, 10),
-    ("zero_variance", "reward/zero_std_groups", 0.96, 6, 10),
-    ("truncation", "length/truncated", 0.81, 6, 10),
-    ("length_collapse", "length/mean", 49.0, 6, 5),
-    ("entropy_collapse", "entropy/sampled", 0.059, 6, 10),
+    ("zero_variance", "reward/zero_std_groups", 0.96, 6, 8),
+    ("truncation", "length/truncated", 0.81, 6, 5),
+    ("length_collapse", "length/mean", 49.0, 6, 2),
+    ("entropy_collapse", "entropy/sampled", 0.059, 6, 4),
     ("entropy_explosion", "entropy/sampled", 1.81, 6, 5),
     ("clip_share", "ratio/clip_share", 0.41, 6, 3),
     ("kl_reference", "kl/ref", 1.01, 6, 5),
     ("unmoved", "weights/changed_tensors", 0.0, 6, 5),
     ("disk", "memory/disk_free_gib", 1.2, 6, 2),
+    ("zero_gradient", "grad/norm", 0.0, 6, 3),
+    ("reward_hacking", "reward/high_but_wrong", 0.16, 6, 4),
+    ("ratio_tail", "ratio/log_abs_max", 5.1, 6, 2),
+    ("kl_dead", "kl/ref", 0.0, 6, 5),
+    ("flat_start", "advantage/nonzero", 0.0, 0, 6),
+    ("no_format", "answer/has_answer", 0.0, 0, 6),
+    ("cold", "lr", 9e-7, 0, 8),
+    ("idle_gpu", "time/grade_share", 0.31, 6, 5),
 ]
+OTHERS = {"reward_falls", "spike_escalation", "divergence", "routes"}
+"""Rules over what many steps show, and one that warns at its first bad step; they have tests of their own."""
 
 
-def test_the_cases_below_are_all_rules() -> None:
-    assert [case[0] for case in CASES] == [rule.name for rule in RULES]
+def test_the_cases_above_are_all_rules() -> None:
+    assert {case[0] for case in CASES} == built_in_rules().keys() - OTHERS
 
 
 @pytest.mark.parametrize(("rule", "metric", "bad", "good", "steps"), CASES, ids=[case[0] for case in CASES])
 def test_a_rule_speaks_at_its_step_and_not_before(rule: str, metric: str, bad: float, good: int, steps: int) -> None:
     rows = [dict(HEALTHY) for _ in range(good)] + [HEALTHY | {metric: bad} for _ in range(steps)]
-    tier = DEFAULTS.health.rules[rule].tier
+    tier = SETTINGS[rule].tier
     alone = ["health.grad_spike=off"] if rule == "clipping" else []  # such norms are a spike, too
     assert said(rows[:-1], *alone, checkpoint_gib=1.0) == []
     assert said(rows, *alone, checkpoint_gib=1.0) == [(good + steps, rule, tier)]
@@ -95,7 +113,7 @@ def test_a_rule_speaks_at_its_step_and_not_before(rule: str, metric: str, bad: f
     other = "warn" if tier == "stop" else "stop"
     assert said(rows, *alone, f"health.{rule}={other}", checkpoint_gib=1.0) == [(good + steps, rule, other)]
     rows[good + steps // 2] = dict(HEALTHY)  # a good step in between
-    if rule != "clipping":  # which allows for some
+    if SETTINGS[rule].within is None:  # the others allow for some
         assert said(rows, checkpoint_gib=1.0) == []
 
 
@@ -174,10 +192,11 @@ COLLAPSED = [
 
 def test_a_recorded_collapse_stops_83_steps_early() -> None:
     rows = [{"reward/mean": mean, "reward/std": std, "advantage/nonzero": float(std > 0)} for mean, std in COLLAPSED]
-    (alarm,) = alarms_of(rows)
+    *earlier, alarm = alarms_of(rows)
+    assert [(one.rule.name, one.seen[-1].step) for one in earlier] == [("reward_falls", 10)]
     assert (alarm.rule.name, alarm.seen[-1].step) == ("reward_flat", 17)
     assert "reward/mean 0)" in alarm.what
-    (at_most,) = alarms_of([{"reward/mean": 1.0, "advantage/nonzero": 0.0}] * 10)
+    (at_most,) = alarms_of([{"reward/mean": 1.0, "advantage/nonzero": 0.0}] * 6)
     assert "reward/mean 1)" in at_most.what
 
 
@@ -227,7 +246,20 @@ def test_a_step_without_a_gradient_may_leave_the_weights_as_they_are() -> None:
     rows = series("weights/changed_tensors", [0.0] * 6)
     assert said(rows) == []
     assert said([row | {"grad/norm": 0.0} for row in rows]) == []
-    assert said([row | {"grad/norm": 0.7} for row in rows]) == [(5, "unmoved", "warn")]
+    assert said([row | {"grad/norm": 0.7} for row in rows]) == [(5, "unmoved", "stop")]
+
+
+def test_a_grader_that_takes_the_time_is_named_where_there_is_a_gpu_to_idle() -> None:
+    rows = series("time/grade_share", [0.5] * 9)
+    assert said(rows) == []
+    assert said([row | {"gpu/seen": 0.0} for row in rows]) == []
+    assert said([row | {"gpu/seen": 1.0} for row in rows]) == [(5, "idle_gpu", "warn")]
+
+
+def test_routes_that_differ_are_named_at_their_first_step_and_once() -> None:
+    rows = series("routes/differ", [0.03, 0.3, 0.31, 0.4, 0.03])
+    assert said(rows) == [(3, "routes", "warn")]
+    assert said(rows, "health.routes=off") == []
 
 
 # --- tiers ----------------------------------------------------------------------------------------------------------
@@ -252,6 +284,9 @@ def test_a_rule_that_stops_speaks_at_every_step_that_breaks_it() -> None:
         ("health.cliping=off", "did you mean health.clipping?"),
         ("health.clipping=of", "did you mean off?"),
         ("health.clipping.limit=-1", "must be at least 0"),
+        ("health.rules.mine={metric: answer/cites, when: {tier: stop}, meaning: none}", "give either above or below"),
+        ("health.rules.clipping={metric: lr, when: {below: 1}, meaning: none}", "change it by health.clipping"),
+        ("health.rules.mine={when: {below: 1}, meaning: none}", "name its metric"),
     ],
 )
 def test_mistakes_are_refused(override: str, message: str) -> None:
@@ -261,15 +296,89 @@ def test_mistakes_are_refused(override: str, message: str) -> None:
 
 def test_which_rules_are_in_force_is_said() -> None:
     (line,) = health_lines(load(["smoke", "health.disk=off", "health.ess=stop"]))
-    assert line.startswith(
-        "health: the run stops itself by clipping, leap, mismatch, ess, unscored, reward_flat; warns of grad_spike, "
-    )
+    assert line.startswith("health: the run stops itself by unscored, reward_hacking, no_format, ")
+    assert "; warns of zero_variance, " in line
     assert line.endswith("; does not look at disk")
     assert "off" not in health_lines(DEFAULTS)[0]
 
 
+def clipping(*overrides: str) -> HealthRule:
+    return next(setting for rule, setting in load(["smoke", *overrides]).health.in_force() if rule.name == "clipping")
+
+
 def test_a_tier_alone_keeps_the_rest_of_the_rule() -> None:
-    of_place = Health().clipping
-    assert load(["smoke", "health.clipping=warn"]).health.clipping == of_place.model_copy(update={"tier": "warn"})
-    both = load(["smoke", "health.clipping.limit=7", "health.clipping=off"]).health.clipping
+    of_place = SETTINGS["clipping"]
+    assert clipping("health.clipping=warn") == of_place.model_copy(update={"tier": "warn"})
+    both = clipping("health.clipping.limit=7", "health.clipping=off")
     assert (both.tier, both.limit, both.within) == ("off", 7, 15)
+
+
+# --- rules and ranges of a recipe, or of a user's file put after it ---------------------------------------------------
+def test_a_users_file_adds_rules_and_changes_ranges(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "health:\n  ranges: {answer/correct: {low: 0.01}}\n  rules:\n    cites:\n      metric: answer/cites\n"
+        "      when: {below: 0.2, tier: stop, steps: 3}\n      meaning: no source is named\n      advice: ask for sources\n"
+    )
+    (alarm,) = alarms_of(series("answer/cites", [0.9, 0.1, 0.1, 0.1]), str(own))
+    assert (alarm.rule.name, alarm.rule.advice, alarm.seen[-1].step) == ("cites", "ask for sources", 4)
+    assert "cites: answer/cites was below 0.2 in 3 of the last 3 measured steps" in alarm.what
+    assert said(series("answer/cites", [0.1] * 3), str(own), "health.rules.cites.when.steps=9") == []
+    recipe = load(["smoke", str(own)])
+    assert "by unscored" in health_lines(recipe)[0]
+    assert ", cites;" in health_lines(recipe)[0]
+    assert load_mapping(recipe.model_dump(mode="json")) == recipe
+    assert Judge(recipe.health.ranges).step(1, {"answer/correct": 0.05}) == []
+    assert Judge().step(1, {"answer/correct": 0.05}) == ["answer/correct"]
+
+
+# --- trends -----------------------------------------------------------------------------------------------------------
+def test_the_published_curve_stops_at_its_second_evaluation_below_the_best() -> None:
+    """Reward 0.51 to 0.56 while AIME went from 35.4 % at step 20 to 27.1 % at step 50; what lies between is drawn through."""
+    scores = {10: 0.338, 20: 0.354, 30: 0.361, 40: 0.312, 50: 0.271, 60: 0.27}
+    rows = [{"reward/mean": 0.51 + 0.001 * step} for step in range(1, 61)]
+    for step, score in scores.items():
+        rows[step - 1]["eval/greedy/accuracy"] = score
+    (alarm,) = alarms_of(rows)
+    assert (alarm.rule.name, alarm.seen[-1].step, alarm.setting.tier) == ("divergence", 50, "stop")
+    flat = [row | {"reward/mean": 0.51} for row in rows]
+    assert said(flat) == []  # the reward did not rise: a poorer score alone is no proof
+    noisy = [row | ({"eval/greedy/se": 0.08} if "eval/greedy/accuracy" in row else {}) for row in rows]
+    assert said(noisy) == []  # of 35 questions: the fall is within two standard errors
+
+
+def test_a_falling_reward_is_named_within_ten_steps_and_chance_is_not() -> None:
+    falling = [0.6, 0.62, 0.58, 0.55, 0.5, 0.4, 0.3, 0.2, 0.12, 0.1, 0.08]
+    assert said(series("reward/mean", falling)) == [(10, "reward_falls", "warn")]
+    chance = [0.5, 0.3, 0.6, 0.45, 0.4, 0.35, 0.5, 0.3, 0.45, 0.4, 0.3, 0.42]
+    assert said(series("reward/mean", chance)) == []
+    assert said(series("reward/mean", [0.001] * 5 + [0.0] * 9)) == []
+
+
+def test_spikes_that_grow_by_decade_are_named() -> None:
+    quiet = ["health.grad_spike=off", "health.clipping=off"]
+    growing = [3.0 * 4 ** (step // 10) if step % 10 == 4 else 1.0 for step in range(30)]
+    assert said(series("grad/norm", growing), *quiet) == [(30, "spike_escalation", "warn")]
+    steady = [12.0 if step % 10 == 4 else 1.0 for step in range(40)]
+    assert said(series("grad/norm", steady), *quiet) == []
+
+
+# --- the smoke gate ---------------------------------------------------------------------------------------------------
+def gate(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    recipe = load(["smoke"])
+    judge, table = HealthJudge(recipe), SmokeGate(recipe)
+    for step, row in enumerate(rows, 1):
+        table.take(step, row, judge.step(step, row))
+    return {row[1]: row[-1] for row in table.due(len(rows))}
+
+
+def test_the_table_of_the_first_steps_has_a_verdict_for_each_check() -> None:
+    assert set(gate([HEALTHY] * 6).values()) == {"ok"}
+    assert gate([HEALTHY] * 5) == {}
+    dead = gate([HEALTHY | {"grad/norm": 0.0, "weights/changed_tensors": 0.0, "length/truncated": 0.7}] * 6)
+    assert dead["grad/norm"] == "stop: zero_gradient"
+    assert dead["length/truncated"] == dead["weights/changed_tensors"] == "warn"  # without a gradient nothing need move
+    frozen = gate([HEALTHY | {"weights/changed_tensors": 0.0}] * 6)
+    assert frozen["weights/changed_tensors"] == "stop: unmoved"
+    mute = gate([HEALTHY | {"answer/has_answer": 0.0}] * 6)
+    assert mute["answer/has_answer"] == "stop: no_format"

@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from lockstep.models.attention import NAME
+from lockstep.models.states import follow_layouts
 from lockstep.models.weights import named_weights, stored_buffers
 from lockstep.types import Batch, Loss, Metrics, TokenIds, WeightStream
 
@@ -40,6 +41,30 @@ def _make(name: str, **more: object) -> Callable[[], nn.Module]:
     return build
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+"""Latent attention: keys of 24, values of 20."""
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+"""A layer with a gated delta net, then one with attention."""
+STATES = ("qwen3-next", "qwen3.5")
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": _make("Llama"),
     "llama-mqa": _make("Llama", num_key_value_heads=1),
@@ -58,6 +83,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma3": _make("Gemma3", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "gpt-oss": _make("GptOss", head_dim=16, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": _make("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "mixtral": _make("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "glm4-moe": _make(  # a stored buffer decides which experts a token is sent to
         "Glm4Moe",
         head_dim=16,
@@ -72,6 +98,30 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": _make("Granite", logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.5),
     "phi": _make("Phi"),  # a head with a bias
     "starcoder2": _make("Starcoder2", sliding_window=WINDOW),  # LayerNorm: float64 throughout
+    "gemma4": _make(  # two sizes of heads, and other numbers of them; the last layer has the third's keys and values
+        "Gemma4",
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    ),
+    "deepseek-v3": _make("DeepseekV3", **LATENT, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "glm4-moe-lite": _make("Glm4MoeLite", **LATENT, n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"]),
+    "qwen3-next": _make(
+        "Qwen3Next",
+        **DELTA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=48,
+    ),
+    "qwen3.5": _make("Qwen3_5", **DELTA),
 }
 
 
@@ -90,7 +140,9 @@ def plain(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, att
 
 def twin(model: nn.Module) -> nn.Module:
     """The same weights in another model that attends as Lockstep does."""
-    return _with_attention(copy.deepcopy(model), NAME)
+    model = _with_attention(copy.deepcopy(model), NAME)
+    follow_layouts(model)
+    return model
 
 
 def _with_attention(model: nn.Module, name: str) -> nn.Module:

@@ -140,7 +140,7 @@ def test_a_regular_expression_chooses_layers() -> None:
     }
     with pytest.raises(ModelError, match="names no linear layer"):
         adapted(Lora(targets=["re:.*queries"]))
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a valid regular expression"):
         Lora(targets=["re:("])
 
 

@@ -257,7 +257,7 @@ def test_a_recipe_without_a_kind_has_adamw():
     assert load(["optimizer={kind: muon, lr: 1e-3}"]).optimizer == Muon(lr=1e-3)
     with pytest.raises(ConfigError, match="momentum"):
         load(["optimizer={kind: adamw, momentum: 0.9}"])
-    with pytest.raises(ConfigError, match="decay_share is of schedule wsd"):
+    with pytest.raises(ConfigError, match="decay_share applies to schedule = wsd only"):
         load(["optimizer.decay_share=0.5"])
     with pytest.raises(ConfigError, match="min_lr_ratio has no effect on a constant schedule"):
         load(["optimizer.min_lr_ratio=0.5"])
@@ -285,7 +285,7 @@ def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path)
     from transformers import AutoModelForCausalLM
 
     from lockstep.plan.job import job_of
-    from lockstep.plan.shapes import read_shape
+    from lockstep.plan.model_shape import read_shape
 
     shape = read_shape(tiny_model_dir)
     for words in (["optimizer.kind=adamw"], ["optimizer.states=8bit"], ["optimizer.kind=muon"]):

@@ -165,12 +165,17 @@ def test_what_a_token_sees_is_its_prompt_and_its_own_response():
     assert seen == [{0}, {0, 1}, {1, 2}, {2, 3}, {2, 4}, {4, 5}, {6}, {6, 7}, {7, 8}]
 
 
-@pytest.mark.parametrize("other", [(1, 2, 4), (1, 2, 3, 4), (0, 2, 3)])
-def test_a_group_of_two_prompts_is_refused_where_they_are_shared(other: tuple[int, ...]):
-    """Its second sequence would be trained on the first one's prompt."""
-    given = (sequence((1, 2, 3), (10, 11), 0), sequence(other, (12, 13), 0))
-    with pytest.raises(LearnerError, match="sequence 1 has another prompt"):
-        pack(given, [0, 1], share_prompts=True, device=CPU, prefix=1)
+@pytest.mark.parametrize("other", [(1, 2, 4), (1, 2, 3, 4), (1, 3)])
+def test_each_prompt_of_a_group_is_processed_once_and_belongs_to_its_own_responses(other: tuple[int, ...]):
+    """Rows of an episode whose history was rewritten have other prompts than the rest of their group."""
+    mine = (1, 2, 3)
+    given = (sequence(mine, (10, 11), 0), sequence(other, (12, 13), 0), sequence(mine, (14, 15), 0))
+    (chosen,) = microbatches(given, 100, share_prompts=True, prefix=1)
+    assert chosen == [0, 2, 1]
+    packed = pack(given, chosen, share_prompts=True, device=CPU, prefix=1)
+    assert packed.ids_T.tolist() == [1, 2, 3, 10, 14, *other[1:], 12]
+    assert packed.targets_R.tolist() == [10, 11, 14, 15, 12, 13]
+    assert packed.rows_R.tolist() == [2, 3, 2, 4, 3 + len(other), 4 + len(other)]
     assert pack(given, [0, 1], share_prompts=False, device=CPU).tokens == 4 + len(other) + 1
 
 

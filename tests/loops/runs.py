@@ -75,6 +75,12 @@ def always_right(prompt, reply):
     return 1.0
 
 
+def wordy(prompt, reply):
+    from lockstep.types import Grade
+
+    return Grade(grade(prompt, reply), {"bytes": len(reply), "why": "a text", "parts": {"a": [1]}})
+
+
 def broken(prompt, reply):
     raise RuntimeError("the judge is not at home")
 
@@ -100,7 +106,7 @@ optimizer: {{lr: 3.0e-3}}
 eval: {{items: 8}}
 save: {{every: 1}}
 """
-TIMES = ("time/", "throughput/", "memory/", "sync/seconds", "sync/probe_")
+TIMES = ("time/", "throughput/", "memory/", "cpu/", "gpu/", "sync/seconds", "sync/probe_")
 
 
 def words(folder: Path, model: Path, *overrides: str) -> list[str]:

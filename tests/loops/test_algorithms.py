@@ -197,7 +197,8 @@ def test_dynamic_sampling_goes_on_with_what_there_is(tmp_path: Path, tiny_model_
 
 def test_a_step_without_any_group_updates_nothing_and_is_counted(tmp_path: Path, tiny_model_dir: Path) -> None:
     paid = f"task.verifier.path={tmp_path}/grader.py:always_right"
-    run = trained(tmp_path, tiny_model_dir, *DAPO, paid, "algorithm.dynamic_sampling.max_rounds=3", "optimizer.lr=1")
+    free = ("health.garbage=off", "algorithm.dynamic_sampling.max_rounds=3", "optimizer.lr=1")
+    run = trained(tmp_path, tiny_model_dir, *DAPO, paid, *free)
     assert len(set(fingerprints(run).values())) == 1
     rows = read_metrics(run)
     assert [proof_from_json(row.proof or {}).version for row in rows] == [0, 0, 0]

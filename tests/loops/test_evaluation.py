@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.store import list_checkpoints
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import resume_run
 from lockstep.run.evaluation import computing
 from lockstep.scoring.targets import build_eval_session, find_target

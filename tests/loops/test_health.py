@@ -24,7 +24,9 @@ CLIPPED = (
 
 
 def health_events(run: RunDirectory) -> list[tuple[int | None, object, object]]:
-    return [(e.step, e.facts["rule"], e.facts["tier"]) for e in read_events(run) if e.kind == "health"]
+    """Leave out that every reply is cut off: the tiny model never ends one."""
+    found = [(e.step, e.facts["rule"], e.facts["tier"]) for e in read_events(run) if e.kind == "health"]
+    return [event for event in found if event[1] != "truncation"]
 
 
 def test_a_run_that_its_gradients_stop_is_saved_reported_and_says_how_to_go_on(
@@ -89,7 +91,7 @@ def test_nothing_but_health_may_change_in_a_resume(
     before = run.recipe_path.read_text()
     assert main(["train", "--resume", str(run.path), "health.clipping=off", "optimizer.lr=1"]) == 2
     assert (
-        "optimizer.lr=1: a resumed run keeps its own recipe; only settings of health may change"
+        "optimizer.lr=1: a resumed run keeps its own recipe; only settings of health, track and placement may change"
         in capsys.readouterr().err
     )
     with pytest.raises(ConfigError, match=r"did you mean health\.clipping\?"):
@@ -114,13 +116,40 @@ def test_after_the_last_step_there_is_nothing_to_stop(tmp_path: Path, tiny_model
     assert "warning: clipping: " in run.log_path.read_text()
 
 
+def test_a_grader_that_rewards_garbage_stops_the_run_before_its_first_update(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    always = f"task.verifier.path={tmp_path}/grader.py:always_right"
+    assert main(["train", *words(tmp_path, tiny_model_dir, NO_EVAL, "steps=3", always)]) == 3
+    err = capsys.readouterr().err
+    assert "step 1: the grader rewards garbage like a right reply: sums/" in err
+    assert ": 'qwerty uiop', " in err
+    assert "health.garbage=warn" in err
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1", always, "health.garbage=warn", "name=warned")
+    assert any("rewards garbage" in text for text in events(run, "warning"))
+
+
+def test_texts_among_a_graders_metrics_are_stored_and_stop_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    wordy = f"task.verifier.path={tmp_path}/grader.py:wordy"
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1", wordy)
+    rows = read_rollouts(run, 1)
+    assert [row.facts for row in rows] == [{"why": "a text", "parts": "{'a': [1]}"}] * 8
+    assert {row.metrics["bytes"] for row in rows} == {float(len(row.text)) for row in rows}
+    (record,) = read_metrics(run)
+    assert record.metrics["answer/bytes"] == pytest.approx(sum(len(row.text) for row in rows) / 8)
+    assert record.metrics["reward/unscored"] == 0
+
+
 def test_replies_that_all_earn_the_same_stop_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
     found = words(tmp_path, tiny_model_dir, NO_EVAL, "steps=30")
     always = f"task.verifier.path={tmp_path}/grader.py:always_right"
-    assert main(["train", *found, always, "health.selftest_every=100"]) == 3
+    assert main(["train", *found, always, "health.garbage=off"]) == 3
     run = RunDirectory.open(tmp_path / "runs" / "run")
-    assert [row.step for row in read_metrics(run)] == list(range(1, 11))
-    assert health_events(run)[-1] == (10, "reward_flat", "stop")
+    assert [row.step for row in read_metrics(run)] == list(range(1, 7))
+    assert health_events(run)[-1] == (6, "flat_start", "stop")
+    table = next(event for event in read_events(run) if event.kind == "smoke").facts["rows"]
+    assert ["advantage spread", "advantage/std", "0", "0", "≥ 0.05", "warn"] in table
+    assert "smoke gate: the first 6 steps" in run.log_path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +165,7 @@ def test_equal_rewards_are_no_reason_to_stop_where_there_is_a_gradient(
     """The length decides, or the reward itself is the advantage."""
     rule = "health.reward_flat={tier: stop, limit: 1.0e-9, steps: 2}"
     always = f"task.verifier.path={tmp_path}/grader.py:always_right"
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", always, rule, "health.selftest_every=100", *settings)
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", always, rule, "health.garbage=off", *settings)
     rows = [row.metrics for row in read_metrics(run)]
     assert [row["reward/std"] for row in rows] == [0.0] * 4
     assert sum(row["advantage/nonzero"] > 0 for row in rows) >= 3
@@ -145,7 +174,7 @@ def test_equal_rewards_are_no_reason_to_stop_where_there_is_a_gradient(
 
 def test_what_the_tokens_were_sampled_with_is_an_entropy_of_all_replies(tmp_path: Path, tiny_model_dir: Path) -> None:
     always = f"task.verifier.path={tmp_path}/grader.py:always_right"
-    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=2", always, "health.selftest_every=100")
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=2", always, "health.garbage=off")
     for row in read_metrics(run):
         sampled = [value for reply in read_rollouts(run, row.step) for value in reply.logprobs]
         assert row.metrics["entropy/sampled"] == pytest.approx(-sum(sampled) / len(sampled))
@@ -185,7 +214,7 @@ def test_a_learning_rate_that_ruins_the_policy_stops_the_run_at_its_second_step(
 
 
 def test_a_learning_rate_beyond_numbers_is_not_blamed_on_the_engine(tmp_path: Path, tiny_model_dir: Path) -> None:
-    with pytest.raises(SyncError, match="what they compute is no number: the last update ruined them") as caught:
+    with pytest.raises(SyncError, match="what they compute is no number: the last update broke the weights") as caught:
         trained(tmp_path, tiny_model_dir, NO_EVAL, "optimizer.lr=1e300")
     assert "lower optimizer.lr" in caught.value.fix
 

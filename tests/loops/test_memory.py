@@ -17,7 +17,7 @@ from lockstep.errors import DoesNotFitError
 from lockstep.learner.execution import Execution
 from lockstep.models import load_tokenizer, resolve
 from lockstep.plan.choice import plan_memory
-from lockstep.plan.shapes import read_shape
+from lockstep.plan.model_shape import read_shape
 from lockstep.rollout.native import NativeEngine
 from tests.loops.runs import trained, words
 

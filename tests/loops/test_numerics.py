@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import resume_run
 from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory

@@ -23,7 +23,7 @@ from lockstep.errors import (
     RunDirectoryError,
     RunLockedError,
 )
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.loops.start import resume_run
 from lockstep.track.rollouts import read_rollouts

@@ -12,7 +12,7 @@ import yaml
 from lockstep.build import build as parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import ChatError, HealthStop, LearnerError, RunDirectoryError, SyncError
-from lockstep.evaluate.records import read_score, score_path
+from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
 from lockstep.rollout.native import NativeEngine
@@ -218,7 +218,7 @@ def test_the_best_checkpoint_is_kept_and_the_base_is_none(tmp_path: Path, tiny_m
     """With a verifier that always pays, no step is better than the base: nothing beyond the newest is kept."""
     keep = ("save.keep_best=eval/greedy/accuracy", "save.keep_last=1", "eval.every=1", "steps=4")
     paid = f"task.verifier.path={tmp_path}/grader.py:always_right"
-    flat = trained(tmp_path, tiny_model_dir, *keep, paid, "name=flat")
+    flat = trained(tmp_path, tiny_model_dir, *keep, paid, "health.garbage=off", "name=flat")
     assert [row.metrics["eval/greedy/accuracy"] for row in read_metrics(flat)] == [1.0] * 5
     assert [info.step for info in list_checkpoints(flat.path)] == [1, 4]
     run = trained(tmp_path, tiny_model_dir, *keep[1:], "save.keep_best=reward/mean", "name=best")

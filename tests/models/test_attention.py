@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lockstep.errors import EngineError, ModelError
-from lockstep.models.attention import AttentionKind, causal_mask, dense_attention, require_attention_only
+from lockstep.models import blockwise
+from lockstep.models.attention import AttentionKind, causal_attention, causal_mask, dense_attention, require_packable
 from tests.learner.models import FAMILIES, plain, tokens, twin
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
@@ -110,12 +112,47 @@ def test_a_model_that_is_called_without_a_layout_says_so():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_only_models_are_accepted(family: str):
-    require_attention_only(plain(family))
+def test_models_of_families_that_are_served_are_accepted(family: str):
+    require_packable(plain(family))
 
 
 def test_other_ways_for_tokens_to_meet_are_refused():
     model = plain("qwen2")
     model.config.layer_types = ["full_attention", "linear_attention"]  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="linear_attention layers, which cannot run on packed sequences"):
-        require_attention_only(model)
+        require_packable(model)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (37, 37), (37, 90)])
+def test_blocks_of_queries_are_attention_by_definition(
+    kind: AttentionKind, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards and backwards, in fp64, in several blocks of which some begin behind the first keys."""
+    monkeypatch.setattr(blockwise, "PAIRS", 1)
+    monkeypatch.setattr(blockwise, "LEAST", 10)
+    query, key, value = blocks(2, 4, 2, queries, keys, torch.float64)
+    sinks = None if kind.sinks_H is None else kind.sinks_H.double().detach().requires_grad_()
+    kind = replace(kind, sinks_H=sinks)
+    ours = blockwise.blockwise_attention(query, key, value, kind.scale, kind.window, kind.softcap, sinks)
+    theirs = by_definition(query, key, value, seen(queries, keys, kind.window), kind)
+    torch.testing.assert_close(ours, theirs)
+    mix = torch.linspace(-1, 1, ours.numel(), dtype=torch.float64).view_as(ours)
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    for a, b in zip(
+        torch.autograd.grad((ours * mix).sum(), inputs), torch.autograd.grad((theirs * mix).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_long_sequences_keep_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 queries with a cap: what is kept for the backward pass is linear in them."""
+    query, key, value = blocks(1, 4, 2, 1000, 1000, torch.float32)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        causal_attention(query, key, value, AttentionKind(0.3, softcap=5.0))
+    assert sum(kept) < 8 * query.numel()
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        dense_attention(query, key, value, None, AttentionKind(0.3, softcap=5.0))
+    assert sum(kept) > 4 * 1000 * 1000

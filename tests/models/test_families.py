@@ -24,6 +24,7 @@ from tests.rollout.engines import engine_over, finish, request
 from tests.tiny import write_tiny_tokenizer
 
 SERVED = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss", "qwen3-moe")
+SERVED += ("gemma4", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3.5")
 IDS = tokens(4 * WINDOW, 7)
 
 

@@ -9,9 +9,11 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from lockstep.learner import merge_kernel  # noqa: E402
-from lockstep.models import head_kernels, layer_kernels  # noqa: E402
+from lockstep.models import head_kernels, layer_kernels, ordered_attention, ordered_product_kernel  # noqa: E402
 
-WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy")
+WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass")
+WHOLE = {"targets": "*i64", "ids": "*i64", "best": "*i32", "tiles": "*i32"}
+FACTORS = ("softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
     "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
@@ -25,6 +27,26 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm, back, frozen": (
         layer_kernels._norm_grad_kernel,
         {"SIZE": 1536, "EACH": 16, "LATE": True, "WEIGHT": False, "ROWS": 2, "BLOCK": 2048},
+    ),
+    "row norm": (layer_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "SIZE": 1536, "BLOCK": 2048}),
+    "parts of the vocabulary": (head_kernels._chunk_kernel, {"BLOCK": 4096}),
+    "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
+    "attention in order": (
+        ordered_attention.stream_kernel,
+        {"H": 12, "K": 2, "D": 128, "QUERIES": 128, "KEYS": 64, "ONES": 16, "FIELDS": 8},
+    ),
+    "product in order": (
+        ordered_product_kernel._product_kernel,
+        {
+            "BIAS": True,
+            "EVEN": False,
+            "ROWS": 64,
+            "COLUMNS": 16,
+            "DEPTH": 128,
+            "GROUP": 8,
+            "PARTS": False,
+            "PART": 1024,
+        },
     ),
     "gate": (layer_kernels._gate_kernel, {"TANH": False, "BLOCK": 2048}),
     "gate, back": (layer_kernels._gate_grad_kernel, {"TANH": True, "BLOCK": 2048}),
@@ -45,11 +67,11 @@ def signature(name: str, dtype: str) -> str:
     stem = name.removesuffix("_ptr")
     if stem in WIDE or stem == "more_lse":
         return "*fp32"
-    if stem == "targets":
-        return "*i64"
+    if stem in WHOLE:
+        return WHOLE[stem]
     if name.endswith("_ptr") or stem in ("output", "more"):
         return f"*{dtype}"
-    return "fp32" if stem in ("softcap", "scale", "temperature", "epsilon", "offset") else "i32"
+    return "fp32" if stem in FACTORS else "i32"
 
 
 @pytest.mark.sampled(8)

@@ -15,7 +15,7 @@ from lockstep.config.schema import Model
 from lockstep.errors import ModelError
 from lockstep.models import ResolvedModel, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as REGISTERED
-from lockstep.plan.shapes import meta_model
+from lockstep.plan.model_shape import meta_model
 
 
 @pytest.fixture
@@ -97,10 +97,19 @@ def test_a_tensor_of_another_shape_is_an_error(resolved: ResolvedModel) -> None:
         load_model(resolved, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("entry", [{"hidden_act": "zzz"}, {"num_hidden_layers": "two"}, {"model_type": "own"}])
-def test_a_config_that_transformers_cannot_use_is_an_error(resolved: ResolvedModel, entry: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"hidden_act": "zzz"}, "cannot be loaded"),
+        ({"num_hidden_layers": "two"}, "describes no model that transformers can build"),
+        ({"model_type": "own"}, "describes no model that transformers can build"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_an_error(
+    resolved: ResolvedModel, entry: dict[str, object], said: str
+) -> None:
     rewrite(resolved.path / "config.json", **entry)
-    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+    with pytest.raises(ModelError, match=said) as caught:
         load_model(resolved, dtype=torch.float32)
     assert "\n" not in caught.value.what
 

@@ -19,7 +19,7 @@ from lockstep.models.attention import NAME
 from lockstep.models.load import load_model
 from lockstep.models.mxfp4 import dequantise, is_mxfp4, read_weights
 from lockstep.models.resolve import resolve
-from lockstep.plan.shapes import stored_parameters
+from lockstep.models.stored import stored_parameters
 from tests.models.mxfp4_files import decoded, random_blocks, write_mxfp4_model
 
 EXPERTS = "model.layers.0.mlp.experts"

@@ -139,7 +139,7 @@ def test_a_run_on_a_packed_base_resumes_to_the_bit(tiny_model_dir: Path, tmp_pat
 def test_what_needs_full_weights_is_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Lora.model_validate({"base": "nf4"} | settings)
-    with pytest.raises(ValueError, match="take native"):
+    with pytest.raises(ValueError, match="use native"):
         Recipe.model_validate(
             {"adapter": {"kind": "lora", "base": "nf4"}, "rollout": {"engine": "vllm"}, "device": "cuda"}
         )

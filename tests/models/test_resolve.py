@@ -127,7 +127,7 @@ def test_a_name_unlike_any_lists_what_may_be_given() -> None:
 
 def test_a_revision_where_there_are_none_is_refused(folder: Path) -> None:
     for path in (str(folder), "smollm2-135m-instruct"):
-        with pytest.raises(ModelError, match="cannot be had"):
+        with pytest.raises(ModelError, match="does not exist"):
             resolve(Model(path=path, revision="v1"))
 
 

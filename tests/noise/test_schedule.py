@@ -54,10 +54,10 @@ def test_a_recipe_without_noise_has_no_stage() -> None:
         ({"noise": {"sigma_start": 0.001, "sigma_end": 0.01}}, "noise falls over the run"),
         ({"noise": {"sigma_end": 0}}, "greater than 0"),
         ({"noise": {"stages": 2}}, "greater than or equal to 3"),
-        ({"noise": {"stages": 10}, "steps": 9}, "some stages would never come"),
-        ({"noise": {"layer_scale": {"layers[": 1.0}}}, "is no regular expression"),
+        ({"noise": {"stages": 10}, "steps": 9}, "some stages would never begin"),
+        ({"noise": {"layer_scale": {"layers[": 1.0}}}, "is not a valid regular expression"),
         ({"noise": {"layer_scale": {"layers": -1.0}}}, "below 0"),
-        ({"noise": {"targets": ["("]}}, "is no regular expression"),
+        ({"noise": {"targets": ["("]}}, "is not a valid regular expression"),
         ({"noise": {"targets": []}}, "names no norm"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import lockstep.plan.family as module
 from lockstep.cli import main
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, RefusedError
 from lockstep.loops.start import start_run
 from lockstep.models.decoder import context_of
 from lockstep.models.small import ORIGINAL, WINDOW, random_model, small_config
@@ -46,6 +46,10 @@ SERVED = {
     "phi3": {"rope_parameters": LONGROPE, "max_position_embeddings": 131072},
     "phimoe": {"sliding_window": 2048},
     "glm4_moe": {},
+    "gemma4_text": {},
+    "deepseek_v3": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
 }
 REFUSED = {
     "doge": "one sequence is off by",
@@ -53,10 +57,10 @@ REFUSED = {
     "bart": "two packed sequences is off by",
     "bloom": "bloom .BloomForCausalLM.",
     "codegen": "codegen .CodeGenForCausalLM.",
-    "deepseek_v3": "deepseek_v3 .DeepseekV3ForCausalLM. cannot be computed on packed sequences",
     "nemotron": "called without a token layout",
-    "gemma4_text": "gemma4_text .Gemma4ForCausalLM.",
-    "mamba": "recurrent layers",
+    "mamba": "mamba .MambaForCausalLM. cannot be computed on packed sequences: the model was called without a token",
+    "llama4_text": "chunked_attention layers",
+    "deepseek_v32": "indexed_attention layers",
 }
 
 
@@ -105,7 +109,7 @@ def test_an_attention_that_forgets_something_is_found(wrong: str, monkeypatch: p
         return random_model(kind, config, attention)
 
     monkeypatch.setattr(module, "random_model", told)
-    monkeypatch.setattr(module, "_passed", set())
+    monkeypatch.setattr(module, "_passed", {})
     with pytest.raises(ModelError, match=r"gemma2 .* is off by .* nats"):
         require_family(*of("gemma2"))
 
@@ -117,10 +121,10 @@ def test_a_run_is_refused_before_it_has_a_folder(tiny_model_dir: Path, tmp_path:
         (folder / path.name).write_bytes(path.read_bytes())
     config = {"model_type": "bloom", "vocab_size": 640, "hidden_size": 64, "n_layer": 2, "n_head": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"bloom \(BloomForCausalLM\)"):
+    with pytest.raises(RefusedError, match=r"family: model: .*bloom \(BloomForCausalLM\)"):
         start_run(recipe(tmp_path, folder))
     assert not (tmp_path / "runs").exists()
-    assert main(["train", *words(tmp_path, folder)]) == ModelError.exit_code
+    assert main(["train", *words(tmp_path, folder)]) == RefusedError.exit_code
 
 
 @pytest.mark.slow

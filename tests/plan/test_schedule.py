@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from lockstep.config.load import load
-from lockstep.plan.schedule import checkpoint_lines, evaluation_lines, rate_lines
+from lockstep.evaluation.plan import plan_lines
+from lockstep.plan.batch import checkpoint_lines, rate_lines
 
 
 def test_the_rate_comes_with_its_reason() -> None:
@@ -26,7 +27,7 @@ def test_rates_on_the_way_are_those_of_the_schedule() -> None:
 
 def test_evaluations_and_checkpoints_are_those_of_the_run() -> None:
     recipe = load(["steps=100", "eval.every=50", "save={every: 10, keep_best: eval/greedy/accuracy}"])
-    assert evaluation_lines(recipe)[0].startswith("will evaluate at steps 0, 50, 100 (last): greedy (T=0)")
+    assert plan_lines(recipe)[0].startswith("will evaluate at steps 0, 50, 100 (last): greedy (T=0)")
     assert checkpoint_lines(recipe) == [
         "will save at steps 10, 20, 30, …, 90, 100 (last); the newest 2 are kept, and the best eval/greedy/accuracy"
     ]

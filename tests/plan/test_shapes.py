@@ -13,15 +13,10 @@ import torch
 import transformers as hf
 
 from lockstep.errors import ModelError
-from lockstep.plan.shapes import (
-    FAMILIES,
-    ModelShape,
-    measured_shape,
-    read_shape,
-    shape_of,
-    shape_of_model,
-    stored_parameters,
-)
+from lockstep.models.stored import stored_parameters
+from lockstep.plan.model_shape import measured_shape, read_shape
+from lockstep.plan.modules import shape_of_model
+from lockstep.plan.shapes import FAMILIES, ModelShape, shape_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 307,
@@ -105,7 +100,7 @@ def test_experts_are_read_only_as_far_as_tokens_reach_them() -> None:
 
 def test_a_known_model_is_read_without_torch(tiny_model_dir: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from lockstep.plan.shapes import read_shape; "
+        "import sys; from pathlib import Path; from lockstep.plan.model_shape import read_shape; "
         f"print(read_shape(Path({str(tiny_model_dir)!r})).parameters); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

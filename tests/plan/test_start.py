@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from lockstep.config.load import load
-from lockstep.plan.batch import batch_lines
-from lockstep.plan.schedule import rate_lines
+from lockstep.plan.batch import batch_lines, rate_lines
 from tests.loops import runs
 
 

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.evaluate.records import score_path, write_score
+from lockstep.evaluation.records import score_path, write_score
+from lockstep.report.figures import marks
 from lockstep.report.gather import choose_samples, find_outside, gather
-from lockstep.report.html import write_report
+from lockstep.report.html import asset, digest, write_report
 from lockstep.track.rollouts import read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
-from lockstep.track.writer import RunWriter, StepRecord
-from tests.evaluate.scores import score
+from lockstep.track.writer import Event, RunWriter, StepRecord
+from tests.browser import chromium
+from tests.evaluation.scores import score
 from tests.track.runs import FACTS, HOSTILE, RECIPE, finished_run, group, metrics, proof, write_steps
 
 LAUGHS = (
@@ -68,6 +72,12 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(self.words)
 
+    @property
+    def charts(self) -> dict[str, Any]:
+        """The charts by title, as the page's script gets them."""
+        (data,) = [word for word in self.words if word.startswith('{"figures"')]
+        return {figure["title"]: figure for figure in json.loads(data)["figures"]}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,23 +102,36 @@ def test_the_page_has_all_its_parts(page: Page) -> None:
     assert "0123456789ab, 2 files changed" in page.text
 
 
-def test_it_needs_no_network_and_no_script(page: Page, run: Path) -> None:
-    assert not {"script", "link", "iframe", "object", "img", "base", "form"} & set(page.tags)
+def test_it_needs_no_network_and_runs_no_other_script(page: Page, run: Path) -> None:
+    assert not {"link", "iframe", "object", "img", "base", "form"} & set(page.tags)
     names = {name for name, _ in page.attributes}
     assert not {name for name in names if name.startswith("on")}
     assert not names & {"src", "href", "srcset", "action", "background"}
+    assert page.tags.count("script") == 2  # the data and the code
     source = (run / "report.html").read_text(encoding="utf-8")
-    assert "http://" not in source
-    assert "https://" not in source
+    (policy,) = [value for name, value in page.attributes if value and value.startswith("default-src")]
+    code = source.rpartition("<script>")[2].partition("</script>")[0]
+    assert digest(code) in policy
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
     assert "url(" not in source
     assert "@import" not in source
     assert "prefers-color-scheme: dark" in source
 
 
+def test_the_chart_library_is_the_one_that_was_vendored() -> None:
+    digests = {name: hashlib.sha256(asset(name).encode()).hexdigest() for name in ("uplot.min.js", "uplot.min.css")}
+    assert digests == {
+        "uplot.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }  # uPlot 1.6.32
+    assert "MIT License" in asset("uplot.LICENSE")
+
+
 def test_hostile_replies_are_text(page: Page, run: Path) -> None:
     assert "alert(1)" in page.text
     assert "<script>alert(1)</script>" in page.text  # as words of the page
-    assert page.tags.count("b") == 4  # the verdicts of four samples; the question's <b>5</b> is text
+    assert "b" not in page.tags  # the question's <b>5</b> is text
     assert "What is <b>5</b> + 2?" in page.text
     source = (run / "report.html").read_bytes()
     assert not {0x00, 0x07, 0x1B} & set(source)
@@ -125,18 +148,39 @@ def test_base_against_trained_is_the_paired_comparison(page: Page) -> None:
     assert "sampled" in page.text
 
 
-def test_the_curves_are_there_and_empty_ones_are_not(page: Page, run: Path) -> None:
-    labels = [value for name, value in page.attributes if name == "aria-label"]
-    assert labels == [
+def test_the_curves_are_there_and_empty_ones_are_not(page: Page) -> None:
+    charts = page.charts
+    assert list(charts) == [
         "Held-out accuracy", "Reward", "Answers", "Response length", "Truncated and unscored", "Groups without a difference",
         "Entropy", "Gradient norm before clipping", "Learning rate", "Rollout against learner", "Policy loss", "Memory",
         "Time of a step by phase",
     ]  # fmt: skip
-    source = (run / "report.html").read_text(encoding="utf-8")
-    assert "norm, step 17: 250" in source
-    assert "greedy, step 0: 0.25 [0.142, 0.402]" in source  # from the score
-    assert "greedy, step 10: 0.467 [0.367, 0.617]" in source  # from the metrics
-    assert source.count("<polygon") == 4  # rollout, grade, update, sync; nothing was evaluated or saved in these steps
+    (norm,) = charts["Gradient norm before clipping"]["series"]
+    assert norm["y"][norm["x"].index(17)] == 250
+    assert charts["Gradient norm before clipping"]["healthy"] == [0.0, 100.0]
+    greedy, sampled = charts["Held-out accuracy"]["series"]
+    assert greedy["x"] == [0, 10, 20, 30]
+    at = {step: [round(greedy[end][i], 3) for end in ("y", "low", "high")] for i, step in enumerate(greedy["x"])}
+    assert at[0] == [0.25, 0.142, 0.402]  # from the score
+    assert at[10] == [0.467, 0.367, 0.617]  # from the metrics
+    assert sampled["high"][1] is None  # not finite: no interval
+    # nothing was evaluated or saved in these steps
+    assert [one["label"] for one in charts["Time of a step by phase"]["series"]] == [
+        "rollout",
+        "grade",
+        "update",
+        "sync",
+    ]
+
+
+def test_events_and_spikes_stand_on_the_curves(run: Path) -> None:
+    facts = gather(RunDirectory.open(run))
+    found = marks(
+        facts.records, [*facts.events, Event("t", 1, "checkpoint", 20, "step_000020"), Event("t", 1, "sync", 1, "")]
+    )
+    kinds = {(mark.step, mark.kind) for mark in found}
+    assert {(17, "spike"), (20, "checkpoint"), (10, "evaluation")} <= kinds
+    assert not any(mark.kind == "sync" for mark in found)
 
 
 def test_warnings_name_the_steps_and_the_remedy(page: Page) -> None:
@@ -264,9 +308,10 @@ def test_hostile_text_in_every_place_stays_text(tmp_path: Path) -> None:
             writer.step(1, values, proof(1, mismatched=(HOSTILE,)))
         write_rollouts(run, 1, [group(HOSTILE, HOSTILE, [(HOSTILE, None)])], [[0.0]])
         page = Page(write_report(run).read_text(encoding="utf-8"))
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2  # its own
     assert "img" not in page.tags
-    assert "<script>, step 1: 0.5" in page.text
+    (series,) = page.charts["Held-out accuracy"]["series"]
+    assert (series["label"], series["y"]) == ("<script>", [0.5])
 
 
 @pytest.mark.parametrize("text", [LAUGHS, "a: [" * 5000, "- 1\n", ""], ids=["aliases", "nested", "a list", "empty"])
@@ -283,3 +328,29 @@ def test_a_page_shows_what_a_resume_refuses(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"report\.html: is a symbolic link"):
         write_report(path)
     assert not (tmp_path / "diary.txt").exists()
+
+
+def test_the_page_draws_its_charts_and_runs_nothing_else(tmp_path: Path) -> None:
+    """A real browser, with a reply that tries to be markup and a metric named like a tag."""
+    path = finished_run(tmp_path / "run", steps=13)
+    with RunDirectory.resume(path, FACTS) as run, RunWriter(run) as writer:
+        writer.step(14, {**metrics(14), f"eval/{HOSTILE[6:14]}/accuracy": 0.5}, proof(14))
+        writer.event("warning", HOSTILE, step=14)
+        write_rollouts(run, 14, [group(HOSTILE, HOSTILE, [(HOSTILE, None)])], [[0.0]])
+    write_report(path)
+    told: list[str] = []
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text))
+        page.on("request", lambda request: told.append(request.url) if not request.url.startswith("file:") else None)
+        page.goto((path / "report.html").as_uri())
+        assert page.locator("figure canvas").count() == page.locator("figure").count() >= 12
+        wide = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.set_viewport_size({"width": 390, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.locator("figure .u-over").first.hover()
+        assert "step" in page.locator(".tip:visible").first.inner_text()
+    assert wide
+    assert told == []

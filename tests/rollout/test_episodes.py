@@ -78,10 +78,10 @@ def episode() -> Episode:
         0,
         LIMITS,
         None,
-        [3, 4, 9, 9, 5, 6],
-        [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5],
-        [True, True, False, False, True, True],
-        [Reply(0, completion((1, 2), (3, 4))), Reply(4, completion((1, 2, 3, 4, 9, 9), (5, 6)))],
+        ids=[3, 4, 9, 9, 5, 6],
+        logprobs=[-0.5, -0.5, 0.0, 0.0, -0.5, -0.5],
+        trained=[True, True, False, False, True, True],
+        replies=[Reply(0, completion((1, 2), (3, 4))), Reply(4, completion((1, 2, 3, 4, 9, 9), (5, 6)))],
     )
 
 
@@ -189,7 +189,7 @@ def test_only_the_episode_whose_process_is_killed_is_lost(tiny_model_dir: Path) 
 
     def kill_first(key: str, reply: str) -> None:
         if key == victim:
-            os.kill(runner._open[key].pid, signal.SIGKILL)
+            os.kill(runner._open[key].process.pid, signal.SIGKILL)
         step(key, reply)
 
     runner.step = kill_first  # type: ignore[method-assign]

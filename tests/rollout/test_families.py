@@ -90,9 +90,8 @@ def test_longrope_ends_at_its_original_context():
     ("name", "settings", "told"),
     [
         ("MiniMax", {"head_dim": 16, "num_local_experts": 2}, "linear_attention"),
-        ("Lfm2", {"layer_types": ["full_attention", "conv"]}, "conv"),
+        ("RecurrentGemma", {"num_hidden_layers": 3}, "linear_attention"),
         ("Llama4", {"head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2}, "chunked_attention"),
-        ("Mamba", {"intermediate_size": 128}, "recurrent"),
     ],
 )
 def test_models_that_mix_neighbouring_sequences_are_refused(name: str, settings: dict[str, object], told: str):

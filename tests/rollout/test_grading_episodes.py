@@ -9,7 +9,8 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.config import schema
 from lockstep.config.schema import Chat, EvalMode, Turns
 from lockstep.envs.runners import InlineRunner, Runner
-from lockstep.evaluate import EvalPlan, evaluate
+from lockstep.evaluation.plan import EvalPlan
+from lockstep.evaluation.runner import evaluate
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
@@ -18,8 +19,8 @@ from lockstep.tasks.multi_turn import ToolQuestions
 from lockstep.types import Grade, Prompt, Turn
 from tests.chat.toy_tokenizers import chatml
 from tests.envs.played import chat_of, engine_of, play
-from tests.evaluate.scores import PROOF
-from tests.evaluate.toys import Sums, TableEngine
+from tests.evaluation.scores import PROOF
+from tests.evaluation.toys import Sums, TableEngine
 
 SECONDS = 0.1
 PROMPTS = [Prompt(f"p/{i}", ({"role": "user", "content": f"State {i}"},), str(i), "slow") for i in range(6)]

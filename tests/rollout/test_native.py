@@ -275,8 +275,8 @@ def test_a_fresh_engine_serves_no_version():
 @pytest.mark.parametrize(
     ("prompt", "budget", "told"),
     [
-        ((), 3, "needs a prompt"),
-        (PROMPT, 0, "budget of at least 1"),
+        ((), 3, "has no prompt"),
+        (PROMPT, 0, "no room for one new token"),
         (PROMPT, 507, "exceed the model's context of 512"),
     ],
 )

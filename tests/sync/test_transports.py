@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import fmean
 
@@ -13,7 +14,7 @@ from lockstep.errors import StaleWeightsError, SyncError
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.sync.proof import proof_settings
 from lockstep.sync.transports import CopySync, SharedSync, build_sync
-from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, TrainSequence, WeightStream
+from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, TokenIds, TrainSequence, WeightStream
 from tests.sync.tiny import (
     BASE,
     VOCAB,
@@ -376,3 +377,21 @@ def test_a_control_whose_right_weights_fail_says_so():
     engine.__class__ = Once
     with pytest.raises(SyncError, match=r"not accepted: head\.bias"):
         sync.negative_control(learner, engine)
+
+
+def test_with_exact_numerics_one_bit_of_a_score_is_a_fault():
+    class Rounding(TinyEngine):
+        """Scores one token in the last bit otherwise."""
+
+        def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+            (first, *rest), *others = super().score(sequences)
+            return [(math.nextafter(first, 0), *rest), *others]
+
+    learner, other = pair()
+    for numerics in ("fp32", "exact"):
+        sync = build_sync(Sync(transport="copy"), vocab=VOCAB, numerics=numerics)
+        right = sync.push(learner, TinyEngine(other))
+        assert right.probe is not None
+        assert right.probe.tolerance == (0 if numerics == "exact" else 1e-4)
+    with pytest.raises(SyncError, match="does not keep its promise"):
+        sync.push(learner, Rounding(other))

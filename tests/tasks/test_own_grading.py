@@ -81,7 +81,7 @@ class Unable(Mine):
 
 class OnlyHere(Mine):
     def __init__(self, seed=0):
-        if "lockstep.verifiers.worker" in sys.modules or "worker" in " ".join(sys.orig_argv):
+        if "lockstep.workers.worker" in sys.modules or "worker" in " ".join(sys.orig_argv):
             raise RuntimeError("no display")
         super().__init__(seed)
 
@@ -170,7 +170,16 @@ def test_a_run_names_and_counts_the_sample_and_warns(tmp_path: Path, tiny_model_
 
 def test_a_run_stops_when_grading_hangs_too_often(tmp_path: Path, tiny_model_dir: Path) -> None:
     with pytest.raises(HealthStop, match=r"2 replies \(25.0%\).* the first, mine/1: the grader met its time limit"):
-        run_of(tmp_path, tiny_model_dir, "Often", "steps=1", "prompts_per_step=4", "samples_per_prompt=2", STOPS)
+        run_of(
+            tmp_path,
+            tiny_model_dir,
+            "Often",
+            "steps=1",
+            "prompts_per_step=4",
+            "samples_per_prompt=2",
+            STOPS,
+            "health.garbage=off",
+        )
 
 
 def test_a_grader_that_scores_nothing_stops_before_anything_is_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:

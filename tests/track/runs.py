@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.evaluate.records import score_path, write_score
+from lockstep.evaluation.records import score_path, write_score
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import RunWriter, write_rollouts
 from lockstep.types import FinishReason, Grade, Group, Message, Probe, Prompt, Proof, Rollout
-from tests.evaluate.scores import score
+from tests.evaluation.scores import score
 
 FACTS = {
     "time": "2026-11-21T03:30:00Z", "lockstep": "0.1.0", "command": ["lockstep", "train", "quick.yaml"], "host": "node7",

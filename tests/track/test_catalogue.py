@@ -84,11 +84,11 @@ def test_verdicts_at_the_ends_of_the_ranges(name: str, value: float, step: int |
 
 def test_drift_against_the_start() -> None:
     start = [1.0, 0.8, 1.2, 1.0, 1.0]
-    assert drift("entropy/sampled", 0.1, start[:4]) == ""
-    assert drift("entropy/sampled", 0.51, start) == "ok"
-    assert drift("entropy/sampled", 0.49, start) == "warn"
+    assert drift("entropy/sampled", 0.01, start[:4]) == ""
+    assert drift("entropy/sampled", 0.11, start) == "ok"
+    assert drift("entropy/sampled", 0.09, start) == "warn"
     assert (
-        drift("entropy/sampled", 0.49, [*start, 0.5, 0.5, 0.5]) == "warn"
+        drift("entropy/sampled", 0.09, [*start, 0.1, 0.1, 0.1]) == "warn"
     )  # the start counts, not the slow decline since
 
 
@@ -132,3 +132,13 @@ def test_the_page_lists_every_metric_with_its_source() -> None:
     assert all(f"| `{info.name}` |" in page for info in all_metrics())
     assert "≤ 0.03 (TRL #5312" in page
     assert all(line.count(" | ") == 4 for line in page.splitlines() if line.startswith("| `"))
+
+
+def test_sameness_is_no_fault_where_nearly_all_replies_are_correct() -> None:
+    for correct, outside in ((0.79, ["reward/zero_std_groups"]), (0.8, [])):
+        assert Judge().step(9, {"answer/correct": correct, "reward/zero_std_groups": 0.9}) == outside
+    judge = Judge()
+    for step in range(1, 6):
+        judge.step(step, {"entropy/sampled": 1.0})
+    assert judge.step(7, {"entropy/sampled": 0.05, "answer/correct": 0.9}) == []
+    assert judge.step(8, {"entropy/sampled": 0.05, "answer/correct": 0.5}) == ["entropy/sampled"]

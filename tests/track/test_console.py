@@ -199,4 +199,4 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (0, b"")
     lines = log.read_text().splitlines()
     assert lines[-1].endswith("line 19999")
-    assert sum("nobody reads" in line for line in lines) == 1
+    assert sum("the reader of the output has gone" in line for line in lines) == 1

@@ -152,8 +152,8 @@ from lockstep.track.writer import RunWriter
 from lockstep.track.console import Console
 from lockstep.track.rollouts import write_rollouts
 from tests.track.runs import groups, metrics, proof
-from tests.evaluate.scores import score
-from lockstep.evaluate.records import score_path, write_score
+from tests.evaluation.scores import score
+from lockstep.evaluation.records import score_path, write_score
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with RunDirectory.resume(sys.argv[1], {}) as run, RunWriter(run) as writer:
     console = Console(run.log_path)

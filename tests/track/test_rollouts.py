@@ -6,10 +6,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from lockstep.commands.rollouts import show
 from lockstep.errors import RunDirectoryError
 from lockstep.track.rollouts import read_rollouts, rollout_steps, write_rollouts
 from lockstep.track.rundir import RunDirectory
-from lockstep.types import FinishReason, Grade, Group
+from lockstep.types import Branch, FinishReason, Grade, Group
 from tests.track.runs import FACTS, HOSTILE, RECIPE, group, groups
 
 ADVANTAGES = [[0.5, -0.5], [-0.5, 0.0]]
@@ -36,6 +37,31 @@ def test_every_field_of_a_rollout_comes_back(run: RunDirectory) -> None:
         (None, "the verifier's worker was killed after 2 s", 0.0, None),
     ]
     assert hostile.text == HOSTILE.replace("\ud800", "\\ud800")
+
+
+def test_the_rows_of_an_episode_come_back_and_are_printed(run: RunDirectory) -> None:
+    first, *rest = groups(1)
+    branch = Branch((1, 9), (5, 7, 2), (-0.5, 0.0, -0.25), (True, False, True), HOSTILE)
+    episode = replace(first.rollouts[0], branches=(branch,))
+    assert episode.sampled == 5
+    write_rollouts(run, 1, [replace(first, rollouts=(episode, *first.rollouts[1:])), *rest], ADVANTAGES)
+    (row, other, *_) = read_rollouts(run, 1)
+    assert row.branches == (replace(branch, text=HOSTILE.replace("\ud800", "\\ud800")),)
+    assert other.branches == ()
+    shown = show(row, lambda ids: " ".join(f"<{i}>" for i in ids))
+    assert "row 2 of the episode" in shown
+    assert (
+        shown.index("<1> <9>")
+        < shown.index("==> reply 1")
+        < shown.index("<== from the environment")
+        < shown.index("reply 2")
+    )
+
+
+def test_files_from_before_episodes_had_rows_are_read(run: RunDirectory) -> None:
+    path = write_rollouts(run, 1, groups(1), ADVANTAGES)
+    pq.write_table(pq.read_table(path).drop_columns("branches"), path, write_page_checksum=True)
+    assert [row.branches for row in read_rollouts(run, 1)] == [()] * 4
 
 
 def test_the_file_is_ordinary_parquet_without_leftovers(run: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from lockstep.config import schema
 from lockstep.errors import TaskError
-from lockstep.evaluate.plan import verifier_label
+from lockstep.evaluation.plan import verifier_label
 from lockstep.types import Prompt
 from lockstep.verifiers.base import CANCEL, keep_in
 from lockstep.verifiers.build import build_verifier

@@ -85,8 +85,10 @@ def test_a_grade_is_kept_and_checked(tmp_path):
     assert grade("None, error='no judge'").error == "no judge"
     assert grade("None").error == "the grader gave no reward and no error"
     assert grade("float('nan')").error == "the grader's Grade has the reward nan, not a finite number"
-    assert grade("1.0, {'style': 'good'}").error == "the grader's metric 'style' is 'good', not a finite number"
-    assert grade("1.0, {'style': 'good'}").reward is None
+    assert grade("1.0, {'style': float('inf')}").error == "the grader's metric 'style' is inf, not a finite number"
+    named = grade("0.5, {'style': 'good', 'parts': {'a': 1}, 3: None, 'depth': 2}")
+    assert (named.reward, named.metrics, named.error) == (0.5, {"correct": 0.0, "depth": 2.0}, None)
+    assert named.facts == {"style": "good", "parts": "{'a': 1}", "3": "None"}
 
 
 @pytest.mark.parametrize(

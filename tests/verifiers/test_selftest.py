@@ -35,8 +35,8 @@ def test_a_grader_that_pays_for_nothing_is_found():
 
 
 def test_unscored_probes_are_problems_even_if_pay_is_free():
-    assert len(self_test(Always(None), ask("7"), pays=False)) == 5
-    assert self_test(Always(-3.5), ask("7"), pays=False) == []
+    assert len(self_test(Always(None), ask("7"), exact=False)) == 5
+    assert self_test(Always(-3.5), ask("7"), exact=False) == []
 
 
 def test_references_that_cannot_be_paid_are_found():

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.envs.spiel.play import Mover, mover_of, play_out, value
 from lockstep.envs.spiel.states import state_at
 from lockstep.seeds import seed_for
-from lockstep.verifiers.pool import Work, WorkerPool
+from lockstep.workers.pool import Work, WorkerPool
 
 PLAYOUT_SECONDS = 600.0
 """Time limit for all playouts of a move."""
@@ -33,8 +33,7 @@ def outcome(game: str, history: Sequence[int], action: int, mover: Mover, playou
 @cache
 def pool(workers: int) -> WorkerPool:
     """Return one pool for all tasks with the same number of processes."""
-    load_work = {"kind": "module", "module": __name__, "arguments": {}}
-    return WorkerPool(Work(load_work, "playouts of OpenSpiel's games", wall_seconds=PLAYOUT_SECONDS), workers)
+    return WorkerPool(Work(__name__, {}, "playouts of OpenSpiel's games", wall_seconds=PLAYOUT_SECONDS), workers)
 
 
 def load() -> Callable[[Any], float]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from lockstep.config import schema
-from lockstep.envs import wire
 from lockstep.envs.runners import Answer, Fault
 from lockstep.envs.spiel.game import CASE, GAME, HISTORY, SpielGame
 from lockstep.envs.spiel.play import random_mover
 from lockstep.envs.spiel.states import moves_of, state_at
 from lockstep.envs.spiel.text import read_move
+from lockstep.envs.turns import fault_of
 from lockstep.errors import TaskError
 from lockstep.types import Message, Prompt, Turn
 from lockstep.user_code import describe
@@ -98,7 +98,7 @@ class RivalRunner:
 
     def _follow(self, key: str, game: RivalGame, turn: Turn | None) -> None:
         if turn is not None:
-            fault = wire.fault_of(turn)
+            fault = fault_of(turn)
             self._answers.append((key, Fault("error", fault) if fault else turn))
             return
         question, seed = game.asked()

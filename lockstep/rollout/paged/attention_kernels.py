@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.models.ordered_attention import add_block
+
 
 @triton.jit
 def _attend_block(
@@ -151,3 +153,40 @@ def combine_kernel(
     parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=filled, other=0.0)
     total = tl.sum(parts * weight[:, None], 0) / mass
     tl.store(out_ptr + row * out_stride + head * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def ordered_attend_kernel(
+    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, out_ptr,
+    layer, table_stride, query_head_stride, query_row_stride, out_stride, factor,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // K
+    keys = tl.load(position_ptr + row) + 1
+    g, d, j = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, P)
+    in_group = g < G
+    query_at = (head * G + g[:, None]) * query_head_stride + row.to(tl.int64) * query_row_stride + d[None, :]
+    query = tl.load(query_ptr + query_at, mask=in_group[:, None], other=0.0)
+    key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
+    value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
+    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS, ONES], tl.float32)
+    total = tl.zeros([ROWS, D], tl.float32)
+    ones = tl.full([P, ONES], 1.0, out_ptr.dtype.element_ty)
+    full = keys // P
+    for block in range(0, full):
+        at = tl.load(table_ptr + row * table_stride + block).to(tl.int64) * (K * P * D)
+        key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
+        peak, mass, total = add_block(query, peak, mass, total, key, value, (j < P)[None, :], ones, factor, False)
+    if full * P < keys:
+        at = tl.load(table_ptr + row * table_stride + full).to(tl.int64) * (K * P * D)
+        seen = full * P + j < keys
+        key = tl.load(key_base + at + key_at, mask=seen[None, :], other=0.0)
+        value = tl.load(value_base + at + value_at, mask=seen[:, None], other=0.0)
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True)
+    out_at = row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
+    result = (total / tl.max(mass, 1)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, result, mask=in_group[:, None])

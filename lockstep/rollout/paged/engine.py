@@ -14,19 +14,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from lockstep.errors import EngineError
 from lockstep.models.decoder import Decoder
+from lockstep.models.heads import logits_logprobs
 from lockstep.models.weights import active_adapter, load_weights, named_weights
 from lockstep.rollout.forward import Computation
 from lockstep.rollout.paged.cut import cuts, draw_cut
 from lockstep.rollout.paged.fused import fuse_or_log
 from lockstep.rollout.paged.ops import ops_for
 from lockstep.rollout.paged.prefill import Prefill, Span
-from lockstep.rollout.paged.scheduler import Prompt, Running, check_room, ended_at, pages_for, pages_of, room_of
+from lockstep.rollout.paged.scheduler import (
+    Prompt,
+    Running,
+    begin_rows,
+    check_room,
+    ended_at,
+    free_bytes,
+    pages_for,
+    pages_of,
+    room_of,
+)
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
@@ -83,6 +93,7 @@ class PagedEngine:
         self._prompts: dict[str, Prompt] = {}
         self._active: list[Running] = []
         self._done: deque[Completion] = deque()
+        self.processed = self.reused = 0
 
     # --- RolloutEngine --------------------------------------------------------------------------------------------
     @property
@@ -166,6 +177,19 @@ class PagedEngine:
         for kept in (self._queue, self._active, self._done, self._waiting, self._prompts):
             kept.clear()
 
+    def cancel(self, id: str) -> None:
+        """Drop a request, between two chunks; unknown and finished ones are passed over."""
+        for request in [request for request in self._queue if request.id == id]:
+            self._queue.remove(request)
+            self._waiting[request.group] -= 1
+            self._leave(request.group)
+        self._remove([row for row, sequence in enumerate(self._active) if sequence.request.id == id])
+
+    @property
+    def held(self) -> int:
+        """Number of rows, waiting requests and prompts in memory for them; 0 when no request is open."""
+        return len(self._active) + len(self._queue) + len(self._prompts) + len(self._waiting)
+
     # --- memory ---------------------------------------------------------------------------------------------------
     def _reserve(self) -> None:
         """Allocate rows and cache for the queue: for all of it if the memory allows, else for as much as fits.
@@ -203,14 +227,7 @@ class PagedEngine:
 
     def _allocate(self, pages: int) -> None:
         self._cache.release()
-        self._cache.allocate(min(pages, int(self._free_bytes() * CACHE_SHARE) // self._cache.bytes_per_page))
-
-    def _free_bytes(self) -> int:
-        if self._device.type != "cuda":
-            return int(psutil.virtual_memory().available) // 2
-        free, _ = torch.cuda.mem_get_info(self._device)
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(free + kept)
+        self._cache.allocate(min(pages, int(free_bytes(self._device) * CACHE_SHARE) // self._cache.bytes_per_page))
 
     def _fits(self, request: Request) -> bool:
         """Return whether rows and cache are large enough for a request that arrived while others ran."""
@@ -248,6 +265,7 @@ class PagedEngine:
             return
         with self._computation.running():
             self._prefill.prompts(list(new.values()))
+        self.processed += sum(len(prompt.ids) for prompt in new.values())
         self._start(self._active[-len(admitted) :])
         self._waiting.subtract(request.group for request in admitted)
 
@@ -263,34 +281,11 @@ class PagedEngine:
 
     def _start(self, started: Sequence[Running]) -> None:
         """Give new sequences the rows after those in use, their own copy of a half-filled page, and their first token."""
-        rows, first, count = self._live, len(self._active) - len(started), len(started)
         copies = [(s.prompt.pages[-1], s.own[0]) for s in started if len(s.prompt.ids) % PAGE]
         if copies:
             self._cache.copy([source for source, _ in copies], [target for _, target in copies])
-        table = torch.zeros(count, rows.table_BS.shape[1], dtype=torch.int32)
-        for row, sequence in enumerate(started):
-            pages = sequence.pages
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        seeds = torch.tensor([s.request.seed for s in started], dtype=torch.uint64).view(torch.int64)
-        place = slice(first, first + count)
-        sampling = [s.request.sampling for s in started]
-        rows.table_BS[place] = table.to(self._device)
-        rows.seed_B[place] = seeds.to(self._device)
-        # The first token is drawn without a decode step, so the position is that of the last prompt token.
-        for tensor, values in (
-            (rows.position_B, [len(s.prompt.ids) - 1 for s in started]),
-            (rows.drawn_B, [0] * count),
-            (rows.budget_B, [s.max_tokens for s in sampling]),
-            (rows.temperature_B, [s.temperature for s in sampling]),
-            (rows.ignore_B, [int(s.ignore_eos) for s in sampling]),
-            (rows.done_B, [0] * count),
-        ):
-            tensor[place] = torch.tensor(values, dtype=tensor.dtype).to(self._device)
-        self._first_tokens(started, place)
-
-    def _first_tokens(self, started: Sequence[Running], place: slice) -> None:
-        rows = self._live
-        view = rows.part(place)
+        view = self._live.part(slice(len(self._active) - len(started), len(self._active)))
+        begin_rows(view, started)
         logits_BV = torch.stack([s.prompt.logits_V for s in started if s.prompt.logits_V is not None])
         if any(cuts(s.request.sampling) for s in started):
             draw_cut(started, logits_BV, view)
@@ -304,6 +299,7 @@ class PagedEngine:
         rows, count = self._live, captured_rows(len(self._active), self._slots)
         cut = any(cuts(s.request.sampling) for s in self._active)
         steps = min(CHUNK, max(s.request.sampling.max_tokens - s.drawn for s in self._active))
+        self.processed += steps * len(self._active)
         for _ in range(steps):
             with self._computation.running():
                 logits_BV = self._step.forward(count)
@@ -346,14 +342,19 @@ class PagedEngine:
             sequence = self._active[row]
             self._cache.give(sequence.own)
             sequence.prompt.users -= 1
-            group = sequence.request.group
-            if not sequence.prompt.users and not self._waiting[group]:
-                self._cache.give(sequence.prompt.pages)
-                del self._prompts[group], self._waiting[group]
-        gone = set(finished)
-        kept = [row for row in range(len(self._active)) if row not in gone]
+            self._leave(sequence.request.group)
+        kept = sorted(set(range(len(self._active))) - set(finished))
         self._active = [self._active[row] for row in kept]
         self._live.keep(kept)
+
+    def _leave(self, group: str) -> None:
+        """Free the pages of a group's prompt if none of its requests runs or waits."""
+        prompt = self._prompts.get(group)
+        if self._waiting[group] or (prompt is not None and prompt.users):
+            return
+        del self._waiting[group]
+        if prompt is not None:
+            self._cache.give(self._prompts.pop(group).pages)
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -391,9 +392,9 @@ class PagedEngine:
         rows.next_B[: len(fed)] = fed
         rows.position_B[: len(at)] = torch.tensor(at, dtype=torch.int32, device=self._device)
         with self._computation.running():
-            logits_BV = self._step.forward(count)[: len(at)].float()
-        targets = torch.tensor([ids[i + 1] for ids, i in zip(sequences, at, strict=True)], device=self._device)
-        logprobs = logits_BV.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+            logits_BV = self._step.forward(count)[: len(at)]
+        targets_B = torch.tensor([ids[i + 1] for ids, i in zip(sequences, at, strict=True)], device=self._device)
+        logprobs = logits_logprobs(logits_BV, targets_B).tolist()
         for row, n in enumerate(forced):
             if place < n - 1:
                 result[row].append(logprobs[row])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import EngineError
+from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
@@ -89,8 +90,13 @@ class _Matrix:
             count, size = x_BX.shape
             wide_BY = x_BX.as_strided((count, size + self.room), x_BX.stride())
             down_BR = wide_BY[:, size:]
+            if exact.enabled():
+                exact.adapter_into(down_BR, x_BX, adapter.down_RX, adapter.scaling)
+                return exact.linear(wide_BY, adapter.wide_OY, self.bias_O)
             torch.addmm(down_BR, x_BX, adapter.down_RX.T, beta=0, alpha=adapter.scaling, out=down_BR)
             return nn.functional.linear(wide_BY, adapter.wide_OY, self.bias_O)
+        if exact.enabled():
+            return exact.linear(x_BX, self.weight_OX, self.bias_O)
         used_BX = x_BX if self.quantiser is None else self.quantiser.activation(x_BX)
         out_BO = nn.functional.linear(used_BX, self.weight_OX, self.bias_O)
         if adapter is not None:
@@ -187,6 +193,9 @@ def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:
 
 def _log_unfused(reason: CannotFuse) -> None:
     log.info("decoding runs the model's own forward pass: %s", reason)
+    if exact.enabled():
+        exact.enable(f"exact: off, decoding runs the model's own forward pass: {reason}", on=False)
+        log.warning("numerics.exact has no effect: decoding runs the model's own forward pass (%s)", reason)
 
 
 def fuse(base: Any, positions: int) -> FusedDecoder:
@@ -342,13 +351,13 @@ def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
     rotary = decoder.rotary_emb
     if "dynamic" in str(getattr(rotary, "rope_type", "")) or getattr(rotary, "rope_type", "") == "longrope":
         raise CannotFuse(f"its rotary frequencies depend on the length ({rotary.rope_type})")
-    device = decoder.embed_tokens.weight.device
+    device, dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
     position_1T = torch.arange(positions, device=device)[None]
     with torch.no_grad():
         cos, sin = rotary(torch.zeros(1, device=device), position_1T)
     if cos.shape[-1] != size:
         raise CannotFuse("only a part of each head is rotated")
-    return tuple(t[0, :, : size // 2].float().contiguous() for t in (cos, sin))
+    return tuple(t[0, :, : size // 2].to(dtype).float().contiguous() for t in (cos, sin))  # rounded as the model's
 
 
 def _plain(linear: Any) -> Any:

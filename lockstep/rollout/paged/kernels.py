@@ -12,36 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = 4096
-"""Vocabulary entries of one program of the sampler."""
-
-
-@triton.jit
-def add_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    out_stride,
-    eps,
-    ADD: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
-    row = tl.program_id(0).to(tl.int64) * SIZE
-    at = tl.arange(0, BLOCK)
-    ok = at < SIZE
-    value = tl.load(residual_ptr + row + at, mask=ok, other=0.0)
-    if ADD:
-        value = value + tl.load(x_ptr + row + at, mask=ok, other=0.0)
-        tl.store(sum_ptr + row + at, value, mask=ok)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
-    out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
-    tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
+from lockstep.models.layer_kernels import activation
 
 
 @triton.jit
@@ -52,8 +23,8 @@ def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.conste
     ok = at < SIZE
     gate = tl.load(x_ptr + row * 2 * SIZE + at, mask=ok, other=0.0)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + at, mask=ok, other=0.0)
-    wide = gate.to(tl.float32)
-    tl.store(out_ptr + row * out_stride + at, (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up, mask=ok)
+    value, _ = activation(gate.to(tl.float32), False)
+    tl.store(out_ptr + row * out_stride + at, value.to(gate.dtype) * up, mask=ok)
 
 
 @triton.jit
@@ -102,8 +73,10 @@ def rope_append_kernel(
         normed_low = (wide_low * scale).to(low.dtype) * tl.where(is_query, query_low, key_low)
         normed_high = (wide_high * scale).to(high.dtype) * tl.where(is_query, query_high, key_high)
     wide_low, wide_high = normed_low.to(tl.float32), normed_high.to(tl.float32)
-    turned_low = tl.where(is_value, low, (wide_low * cos - wide_high * sin).to(low.dtype))
-    turned_high = tl.where(is_value, high, (wide_high * cos + wide_low * sin).to(high.dtype))
+    turned_low = (wide_low * cos).to(low.dtype).to(tl.float32) - (wide_high * sin).to(low.dtype).to(tl.float32)
+    turned_high = (wide_high * cos).to(low.dtype).to(tl.float32) + (wide_low * sin).to(low.dtype).to(tl.float32)
+    turned_low = tl.where(is_value, low, turned_low.to(low.dtype))
+    turned_high = tl.where(is_value, high, turned_high.to(high.dtype))
     query = query_ptr + row * (H * D) + head * D + at
     tl.store(query, turned_low, mask=ok & is_query)
     tl.store(query + D // 2, turned_high, mask=ok & is_query)
@@ -146,20 +119,6 @@ def append_kernel(
     value = tl.load(value_ptr + head * value_head_stride + row * value_row_stride + at, mask=ok)
     tl.store(keys + place + at, key, mask=ok)
     tl.store(values + place + at, value, mask=ok)
-
-
-@triton.jit
-def summarise_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, CHUNKS, BLOCK: tl.constexpr):
-    """Compute the largest logit, its index, and the sum of exponentials of one chunk of one row."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    at = chunk * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
-    logits = logits / tl.where(temperature > 0, temperature, 1.0)
-    peak = tl.max(logits, 0)
-    tl.store(peak_ptr + row * CHUNKS + chunk, peak)
-    tl.store(mass_ptr + row * CHUNKS + chunk, tl.sum(tl.exp(logits - peak), 0))
-    tl.store(best_ptr + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(logits, 0))
 
 
 @triton.jit

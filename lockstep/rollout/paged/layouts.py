@@ -1,17 +1,21 @@
-"""The token layouts of the paged engine: prompts being processed, and one new token for each row.
+"""Order of the tokens in a forward pass of the paged engine: in prefill those of prompts, in decoding one new token for each row.
 
-Legend: T tokens of the stream, B rows, H query heads, K key/value heads, D head size, S keys.
+Legend: T tokens of the packed stream, B rows (replies being sampled), H query heads, K key/value heads, D head size, S keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, causal_mask, dense_attention
+from lockstep.models.ordered import Piece as Stretch
+from lockstep.models.ordered import tiles_of
 from lockstep.models.varlen import Spans, varlen_attention, varlen_serves
 from lockstep.rollout.paged.ops import Ops
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
@@ -39,6 +43,8 @@ class PagedPrefill:
         lengths, ends = [piece.end - piece.start for piece in pieces], [piece.end for piece in pieces]
         self.tokens = sum(lengths)
         self._queries, self._keys = Spans.of(lengths, device), Spans.of(ends, device)
+        starts = zip(accumulate(lengths, initial=0), accumulate(ends, initial=0), pieces, strict=False)
+        self._tiles = tiles_of([Stretch(at, p.end - p.start, p.start, keys=keys) for at, keys, p in starts], device)
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         query_THD, key_TKD, value_TKD = (x[:, : self.tokens].transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
@@ -49,7 +55,12 @@ class PagedPrefill:
         if self._continued:
             page_S, offset_S = self._all_S // PAGE, self._all_S % PAGE
             key_TKD, value_TKD = keys[page_S, :, offset_S], values[page_S, :, offset_S]
-        if varlen_serves(query_THD, kind):
+        if exact.enabled():
+            from lockstep.models.ordered_attention import stream_attention  # Triton
+
+            given = query_THD.contiguous(), key_TKD.contiguous(), value_TKD.contiguous()
+            output_THD, _ = stream_attention(*given, self._tiles, kind.scale)
+        elif varlen_serves(query_THD, kind):
             output_THD = varlen_attention(query_THD, key_TKD, value_TKD, self._queries, self._keys, kind)
         else:
             output_THD = self._dense(query_THD, key_TKD, value_TKD, kind)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.plain import PlainOps
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
@@ -75,31 +76,21 @@ class TritonOps:
     """Implements Ops on a GPU."""
 
     def __init__(self) -> None:
+        from lockstep.models import head_kernels, layer_kernels, ordered_attention
         from lockstep.rollout.paged import attention_kernels, kernels
 
         self._kernels: Any = kernels
+        self._layers: Any = layer_kernels
+        self._heads: Any = head_kernels
+        self._ordered: Any = ordered_attention
         self._attention: Any = attention_kernels
 
     def add_norm(
         self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        count, size = residual_BX.shape
-        out_BX = with_room(residual_BX, size, room)
+        out_BX = with_room(residual_BX, residual_BX.shape[1], room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
-        block = _power(size)
-        self._kernels.add_norm_kernel[(count,)](
-            residual_BX if x_BX is None else x_BX,
-            residual_BX,
-            weight_X,
-            total_BX,
-            out_BX,
-            out_BX.stride(0),
-            eps,
-            x_BX is not None,
-            size,
-            block,
-            num_warps=min(16, max(1, block // 512)),
-        )
+        self._layers.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX)
         return total_BX, out_BX
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
@@ -144,6 +135,7 @@ class TritonOps:
             _power(size // 2),
             PAGE,
             num_warps=4,
+            enable_fp_fusion=False,  # products are rounded before they are added, as in training
         )
         return query_BHD.transpose(0, 1)
 
@@ -183,6 +175,9 @@ class TritonOps:
         query_HBD = query_HBD if query_HBD.stride(-1) == 1 else query_HBD.contiguous()
         heads, count, size = query_HBD.shape
         out_BX = with_room(query_HBD[0], heads * size, room)
+        if exact.enabled():
+            self.attend_in_order(query_HBD, rows, cache, layer, kind.scale, out_BX)
+            return out_BX
         parts = (count, heads, splits)
         wide = {"dtype": torch.float32, "device": query_HBD.device}
         part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
@@ -228,15 +223,39 @@ class TritonOps:
             )
         return out_BX
 
+    def attend_in_order(
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, scale: float, out_BX: Tensor
+    ) -> None:
+        """Write attention of each row over its pages to `out_BX`, with the bits of models.ordered_attention."""
+        heads, count, size = query_HBD.shape
+        self._attention.ordered_attend_kernel[(count, cache.heads)](
+            query_HBD,
+            rows.table_BS,
+            rows.position_B,
+            cache.anchor,
+            cache.offsets,
+            out_BX,
+            layer,
+            rows.table_BS.stride(0),
+            query_HBD.stride(0),
+            query_HBD.stride(1),
+            out_BX.stride(0),
+            scale * self._ordered.LOG2_E,
+            heads,
+            cache.heads,
+            size,
+            max(MATRIX_ROWS, _power(heads // cache.heads)),
+            PAGE,
+            self._ordered.ONES,
+            num_warps=4 if count * cache.heads < 512 else 2,
+            num_stages=2,
+            enable_fp_fusion=False,
+        )
+
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
         count, vocabulary = logits_BV.shape
-        size = self._kernels.CHUNK
-        chunks = -(-vocabulary // size)
-        peak_BC, mass_BC = (logits_BV.new_empty(count, chunks, dtype=torch.float32) for _ in range(2))
-        best_BC = logits_BV.new_empty(count, chunks, dtype=torch.int32)
-        self._kernels.summarise_kernel[(count, chunks)](
-            logits_BV, rows.temperature_B, peak_BC, mass_BC, best_BC, vocabulary, chunks, size, num_warps=8
-        )
+        peak_BC, mass_BC, best_BC = self._heads.summaries(logits_BV, rows.temperature_B)
+        chunks = peak_BC.shape[1]
         self._kernels.draw_kernel[(count,)](
             logits_BV,
             rows.temperature_B,
@@ -249,10 +268,13 @@ class TritonOps:
             rows.logprob_B,
             vocabulary,
             chunks,
-            size,
+            self._heads.CHUNK,
             max(16, _power(chunks)),
             num_warps=8,
         )
+        if exact.enabled():
+            given = rows.token_B, rows.temperature_B, peak_BC, mass_BC, rows.logprob_B
+            self._heads.pick_logprobs(logits_BV, *given)
 
     def advance(self, rows: Rows, count: int, stops_X: Tensor) -> None:
         self._kernels.advance_kernel[(count,)](

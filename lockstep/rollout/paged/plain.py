@@ -119,5 +119,9 @@ def _with_room(x_BX: Tensor, room: int) -> Tensor:
 
 
 def _turn(x_BHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rounded(wide: Tensor) -> Tensor:
+        return wide.to(x_BHD.dtype).float()  # where the model rounds
+
     low, high = x_BHD.float().chunk(2, -1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x_BHD.dtype)
+    turned = rounded(low * cos) - rounded(high * sin), rounded(high * cos) + rounded(low * sin)
+    return torch.cat(turned, -1).to(x_BHD.dtype)

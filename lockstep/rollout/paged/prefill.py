@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.heads import Head, token_logprobs
 from lockstep.rollout.paged.layouts import PagedPrefill, Piece
 from lockstep.rollout.paged.scheduler import Prompt
@@ -83,7 +84,7 @@ class Prefill:
         layout = PagedPrefill(self._cache, pieces, self._device)
         ids = [token for span in spans for token in span.ids[span.start : span.end]]
         positions = [position for span in spans for position in range(span.start, span.end)]
-        padding = [0] * (-len(ids) % STREAM_MULTIPLE)
+        padding = [0] * (-len(ids) % (exact.STREAM_MULTIPLE if exact.enabled() else STREAM_MULTIPLE))
         ids_1T = torch.tensor([ids + padding], device=self._device)
         positions_1T = torch.tensor([positions + padding], device=self._device)
         output = self._decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, layout=layout)

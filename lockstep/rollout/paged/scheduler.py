@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import psutil
+import torch
 from torch import Tensor
 
 from lockstep.errors import EngineError
-from lockstep.rollout.paged.state import PAGE
+from lockstep.rollout.paged.state import PAGE, Rows
 from lockstep.types import FinishReason, Request, TokenIds
 
 
@@ -71,6 +73,38 @@ def room_of(queue: Collection[Request], slots: int) -> Room:
     shared = {r.group: pages_of(len(r.prompt_ids)) for r in queue}
     wanted = sum(own) + sum(sorted(shared.values(), reverse=True)[:count])
     return Room(pages_of(longest), max(r.sampling.max_tokens for r in queue), wanted)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free for keys and values."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available) // 2
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + kept)
+
+
+def begin_rows(rows: Rows, started: Sequence[Running]) -> None:
+    """Write the pages, seeds and settings of new sequences to their rows."""
+    device = rows.table_BS.device
+    table = torch.zeros(len(started), rows.table_BS.shape[1], dtype=torch.int32)
+    for row, sequence in enumerate(started):
+        pages = sequence.pages
+        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    seeds = torch.tensor([s.request.seed for s in started], dtype=torch.uint64).view(torch.int64)
+    sampling = [s.request.sampling for s in started]
+    rows.table_BS[:] = table.to(device)
+    rows.seed_B[:] = seeds.to(device)
+    # The first token is drawn without a decode step, so the position is that of the last prompt token.
+    for tensor, values in (
+        (rows.position_B, [len(s.prompt.ids) - 1 for s in started]),
+        (rows.drawn_B, [0] * len(started)),
+        (rows.budget_B, [s.max_tokens for s in sampling]),
+        (rows.temperature_B, [s.temperature for s in sampling]),
+        (rows.ignore_B, [int(s.ignore_eos) for s in sampling]),
+        (rows.done_B, [0] * len(started)),
+    ):
+        tensor[:] = torch.tensor(values, dtype=tensor.dtype).to(device)
 
 
 def check_room(requests: Iterable[Request], pages: int) -> None:

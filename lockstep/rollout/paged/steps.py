@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.heads import Head
 from lockstep.rollout.paged.fused import FusedDecoder
 from lockstep.rollout.paged.layouts import PagedDecode
@@ -135,7 +136,9 @@ class DecodeStep:
 
 def write_logits(head: Head, hidden_BX: Tensor, logits_BV: Tensor) -> None:
     """Write the head's logits of hidden states to `logits_BV` in its precision."""
-    if head.bias_V is None and head.softcap is None and head.scale == 1.0:
+    if exact.enabled():
+        exact.product_into(logits_BV, hidden_BX, head.weight_VH)
+    elif head.bias_V is None and head.softcap is None and head.scale == 1.0:
         torch.mm(hidden_BX, head.weight_VH.T, out=logits_BV)
     else:
         logits_BV.copy_(head.logits(hidden_BX))

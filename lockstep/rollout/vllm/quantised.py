@@ -131,10 +131,10 @@ def set_numeric(model: nn.Module, numeric: str) -> int:
     plan = layers[0][2].plan if layers else Plan(())
     if numeric and numeric not in plan.numerics:
         raise EngineError(
-            f"{numeric} would quantise no layer: the engine was started "
-            + (f"for {', '.join(plan.numerics)}" if layers else "without quantised layers"),
+            f"{numeric} would quantise no layer: vLLM was started "
+            + (f"with layers for {', '.join(plan.numerics)} alone" if layers else "without quantised layers"),
             where="numerics",
-            fix="name it in numerics.rollout, numerics.eval or numerics.train, and do not exclude every layer",
+            fix=f"set numerics.rollout, numerics.eval or numerics.train to {numeric}, and do not exclude every layer",
         )
     stacked = [name for name, p in model.named_parameters() if p.dim() > 2 and not _named(name, plan.exclude)]
     if numeric and stacked:

@@ -123,5 +123,9 @@ def completion_of(
     if end is not None:
         return Completion(request, tuple(ids[:end]), tuple(logprobs[:end]), FinishReason.STOP, version)
     if reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended the reply with {reason!r}", where=request.id, fix="see vLLM's log above")
+        raise EngineError(
+            f"vLLM ended the reply for an unexpected reason: {reason!r}",
+            where=f"request {request.id}",
+            fix="look for the cause in vLLM's log above",
+        )
     return Completion(request, tuple(ids), tuple(logprobs), FinishReason(reason), version)

@@ -33,7 +33,7 @@ _RAISED = {
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(kind, _NOT_RAISED)
 }
-"""Exceptions that the tests see as such. Of any other they see its nearest base here."""
+"""Exceptions that the tests see as such. Any other is shown as its nearest base here."""
 _MESSAGE = 300
 
 

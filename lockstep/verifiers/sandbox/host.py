@@ -34,7 +34,7 @@ class SandboxError(Exception):
 
 
 class ZygoteGone(SandboxError):
-    """Somebody ended the process that forks the others."""
+    """The process that forks the others was ended from outside."""
 
 
 class TimeOut(Exception):
@@ -91,7 +91,7 @@ class Sandbox:
                 self._popen.wait(1)
             if self._popen.returncode == -signal.SIGKILL:
                 self.close()
-                raise ZygoteGone("somebody killed it while it started")
+                raise ZygoteGone("it was killed while it started")
             self._popen.kill()
             said = (self._popen.communicate()[1] or b"").decode("utf-8", "replace").strip().splitlines()
             raise SandboxError(said[-1] if said else reason)
@@ -176,7 +176,7 @@ class Run:
                 return
 
     def by_itself(self) -> Ended | None:
-        """Return how it ended, if it did by itself; None if it runs on for some seconds. Raises ZygoteGone if nobody knows."""
+        """Return how it ended, if it did by itself; None if it runs on for some seconds. Raises ZygoteGone if it was lost."""
         self.deadline = time.monotonic() + 3.0
         try:
             self.wait()
@@ -279,7 +279,7 @@ def pump(to: int, data: bytes, back: int | None, deadline: float, limit: int, ow
 
 
 def _write(to: int, data: bytes, sent: int) -> int:
-    """Write some more, and return how much is sent now; -1 if nobody reads."""
+    """Write some more, and return how much is sent now; -1 if the reader is gone."""
     try:
         return sent + os.write(to, data[sent : sent + 65536])
     except BlockingIOError:

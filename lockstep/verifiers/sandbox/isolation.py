@@ -1,6 +1,6 @@
 """Isolation of a process before it runs an untrusted program: Linux namespaces, a root of its own, user, limits.
 
-Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that nobody else has;
+Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that no other process has;
 any other user makes a user namespace first. Everything here is called in bare processes with one thread (see zygote.py).
 """
 
@@ -30,7 +30,7 @@ _DETACH = 2
 _PDEATHSIG, _NO_NEW_PRIVS = 1, 38
 _PIVOT_ROOT, _CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(platform.machine(), (-1, -1))
 _FIRST_UID = 1_700_000_000
-"""User numbers from here on belong to nobody; a sandbox takes this plus its process number."""
+"""User numbers from here on belong to no user; a sandbox takes this plus its process number."""
 USERS, FILES, NETWORK, PROCESSES = "own user", "own file system", "no network", "own process table"
 """Measures that enter may put in force."""
 WORK = "/tmp"

@@ -1,6 +1,6 @@
 """Values of Python's plain types as one line of JSON and back: all that passes between a program and its tests.
 
-The reader makes each value anew from the types listed here, whatever was sent: no object of the sender comes through.
+The reader builds each value from the types listed here, whatever was sent: no object of the sender comes through.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _refuse_collisions(keys: list[Any]) -> None:
 
 
 def send(file: BinaryIO, message: dict[str, Any]) -> None:
-    """Write a message of JSON types. Raises NotPlainError, or OSError if nobody reads."""
+    """Write a message of JSON types. Raises NotPlainError, or OSError if the reader is gone."""
     try:
         line = json.dumps(message).encode("ascii") + b"\n"
     except (ValueError, TypeError, RecursionError) as error:

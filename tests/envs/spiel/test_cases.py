@@ -108,10 +108,10 @@ def test_what_cannot_be_played_is_refused(names: list[str], message: str) -> Non
     [
         ({"games": ["hex"], "game_list": ["hex"]}, "set one of them"),
         ({"game_list": ["hex"], "game_configs": {"go": [{}]}}, "'go', which is not in game_list"),
-        ({"games": [" "]}, "is no name of a game"),
-        ({"game_list": ["hex"], "game_configs": {"hex": [{"board_size": [3]}]}}, "board_size is no text"),
-        ({"playouts": 3}, "playouts is of reward_mode outcome, not of legal"),
-        ({"reward_mode": "outcome", "opponent": "mcts"}, "opponent is of reward_mode game"),
+        ({"games": [" "]}, "is not the name of a game"),
+        ({"game_list": ["hex"], "game_configs": {"hex": [{"board_size": [3]}]}}, "board_size must be text"),
+        ({"playouts": 3}, "playouts applies to reward_mode = outcome only, not to legal"),
+        ({"reward_mode": "outcome", "opponent": "mcts"}, "opponent applies to reward_mode = game"),
     ],
 )
 def test_mistakes_of_the_recipe_are_seen_without_the_package(settings: dict[str, object], message: str) -> None:

@@ -54,8 +54,8 @@ def test_seeds_fit_a_signed_64_bit_integer():
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        (request("a", (), Sampling(3)), "needs a prompt"),
-        (request("a", (1,), Sampling(0)), "budget of at least 1"),
+        (request("a", (), Sampling(3)), "has no prompt"),
+        (request("a", (1,), Sampling(0)), "no room for one new token"),
         (request("a", (1, 2), Sampling(3), prefix=2), "shared prefix of 2"),
         (request("a", (1, 2), Sampling(3), prefix=-1), "shared prefix of -1"),
         (request("a", (1,) * 60, Sampling(41)), "context of 100"),
@@ -178,7 +178,7 @@ def test_vllms_reasons(reason: str, finish: FinishReason):
 
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition", None])
 def test_other_reasons_are_errors(reason: str | None):
-    with pytest.raises(EngineError, match="vLLM ended the reply with"):
+    with pytest.raises(EngineError, match="vLLM ended the reply for an unexpected reason"):
         completion_of(Pending(request("a", (1,), Sampling(9))), [5], [-1.0], None, reason, 0)
 
 

@@ -96,7 +96,10 @@ def test_the_arguments_name_our_worker_and_the_logprobs_of_what_was_sampled_from
         ({"rollout": {"engine": "vllm", "vllm": {"process": "own", "transport": "view"}}}, "needs process = in"),
         ({"rollout": {"engine": "vllm", "vllm": {"transport": "view"}}, "adapter": {"kind": "lora"}}, "adapter"),
         ({"rollout": {"engine": "vllm"}, "adapter": {"kind": "peft", "method": "ia3"}}, "not adapter.method = ia3"),
-        ({"rollout": {"engine": "vllm", "max_tokens": 64, "vllm": {"max_model_len": 64}}}, "leaves no prompt"),
+        (
+            {"rollout": {"engine": "vllm", "max_tokens": 64, "vllm": {"max_model_len": 64}}},
+            "leaves no room for a prompt",
+        ),
         ({"rollout": {"engine": "vllm", "temperature": 2.5}}, "temperature 2.5"),
         ({"rollout": {"engine": "vllm"}, "eval": {"modes": [{"name": "hot", "temperature": 3}]}}, "temperature 3"),
     ],
@@ -195,7 +198,7 @@ def test_numerics_reach_the_engine():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"numerics": {"rollout": "mxfp4-w4a4"}, "adapter": {"kind": "lora"}}, "quantising the sum is another model"),
+        ({"numerics": {"rollout": "mxfp4-w4a4"}, "adapter": {"kind": "lora"}}, "the quantised sum differs"),
         ({"numerics": {"train": "mxfp4-w4a4", "eval": "nvfp4-w4a4"}}, "quantise inputs in one format"),
     ],
 )

@@ -1,0 +1,315 @@
+"""Kill, stop and starve the workers of runs, and their driver, and compare what is left with a run that nobody touched.
+
+    python benchmarks/cluster_faults.py                             # everything: 60 kills, 20 of each other fault
+    python benchmarks/cluster_faults.py --fault kill --times 15 --write
+
+kill     SIGKILL for a worker at the beginning, in the middle and at the end of each phase of a step: rollout, update, sync,
+         evaluation, save. A run gets 15 of them; after each it must go on by itself, and its end must equal the other's: weights,
+         optimizer, samples and metrics to the last bit.
+stop     SIGSTOP for a worker: the deadline of its call must end the run, exit code 75.
+full     a worker that can write no more when it saves (a limit of its process stands for the disk): the run must end and say so.
+grader   a grader that never returns: its limit must leave the reply unscored, and the run must stop by itself.
+driver   SIGKILL for the driver: no process and no open port may be left.
+
+The model is tiny, with two workers on a CPU. The deadline of `stop` is shortened to 5 s from the program's 120.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from results_file import RESULTS, header, write_section  # noqa: E402
+
+from lockstep.track.rollouts import read_rollouts  # noqa: E402
+from lockstep.track.rundir import RunDirectory  # noqa: E402
+
+RESULT = RESULTS / "cluster_faults.txt"
+PHASES = ("rollout", "update", "sync", "evaluate", "save")
+PLACES = {"beginning": 0.02, "middle": 0.5, "end": 0.9}
+"""Share of the phase's median duration after which the signal is sent."""
+FAULTS = ("kill", "stop", "full", "grader", "driver")
+WRITABLE = 4096
+"""Bytes of a file that a worker can write, for `full`."""
+LIMIT_S = 5.0
+"""Deadline of a call, for `stop`."""
+HANGING = """
+import time
+def grade(prompt, reply):
+    time.sleep(1e6)
+"""
+
+
+# --- kill -----------------------------------------------------------------------------------------------------------
+class Attacker:
+    """Kills a worker in a phase, and notes when the driver has noticed."""
+
+    def __init__(self, run: Path, targets: list[tuple[str, str]], draw: random.Random) -> None:
+        self._run, self._targets, self._draw = run, targets, draw
+        self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._steps = 0
+        self._sent = 0.0
+        self.rows: list[tuple[str, str, str, float]] = []
+        """Phase, place, phase in which the signal was sent, seconds until it was noticed."""
+        self.phase = ""
+
+    @contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        """Watch a phase of the run."""
+        self.phase = phase
+        timer = None
+        if (
+            self._targets
+            and not self._sent
+            and self._steps > 1
+            and phase == self._targets[0][0]
+            and self._seconds[phase]
+        ):
+            place = self._targets[0][1]
+            timer = threading.Timer(PLACES[place] * median(self._seconds[phase][-9:]), self._kill)
+            timer.start()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if timer is None and phase in self._seconds and not sys.exc_info()[0]:
+                self._seconds[phase].append(time.perf_counter() - start)
+            self._steps += phase == "save"
+            self.phase = "between"
+
+    def _kill(self) -> None:
+        lines = (self._run / "workers" / "pids.txt").read_text().split()
+        victim = int(self._draw.choice(lines[2::3]))
+        self._sent = time.time()
+        self.reached = self.phase
+        os.kill(victim, signal.SIGKILL)
+
+    def noticed(self) -> None:
+        """Note that the driver has an error to raise."""
+        if self._sent:
+            phase, place = self._targets.pop(0)
+            self.rows.append((phase, place, self.reached, time.time() - self._sent))
+            print(*self.rows[-1], flush=True)
+        self._sent, self._steps = 0.0, 0
+
+
+def kills(times: int, folder: Path) -> list[str]:
+    """Return a table of kills and of the ends of their runs."""
+    from lockstep.cluster.ray_workers import RayWorkers
+    from lockstep.config.load import load
+    from lockstep.loops.start import start_run
+    from lockstep.run.session import Session
+
+    draw = random.Random(16)
+    every = [(phase, place) for phase in PHASES for place in PLACES]
+    rows: list[tuple[str, str, str, float]] = []
+    ends = []
+    alone: RunDirectory | None = None
+    whole_phase, whole_end = Session._phase, RayWorkers._end
+    for number in range(-(-times // len(every))):
+        targets = draw.sample(every, len(every))[: times - number * len(every)]
+        steps = 3 * len(every) + 3
+        if alone is None:
+            alone = start_run(load(recipe(folder, "alone", steps, "placement={kind: local}")))
+        name = f"killed_{number}"
+        attacker = Attacker(folder / "runs" / name, list(targets), draw)
+
+        @contextmanager
+        def phase(self: Any, name: str, attacker: Attacker = attacker) -> Iterator[None]:
+            with whole_phase(self, name), attacker.around(name):
+                yield
+
+        def end(self: Any, error: Any, attacker: Attacker = attacker) -> Any:
+            found = whole_end(self, error)
+            attacker.noticed()
+            return found
+
+        Session._phase, RayWorkers._end = phase, end  # type: ignore[method-assign]
+        try:
+            words = recipe(folder, name, steps, f"placement={{kind: colocated, gpus: 2, restarts: {len(targets) + 3}}}")
+            run = start_run(load(words))
+        finally:
+            Session._phase, RayWorkers._end = whole_phase, whole_end  # type: ignore[method-assign]
+        rows += attacker.rows
+        ends.append((name, len(attacker.rows), len(targets), same(alone, run, steps)))
+        print(*ends[-1], flush=True)
+    found = ["| phase | place | kills | noticed after, s: median | longest |", "| --- | --- | --- | --- | --- |"]
+    for phase_name, place in every:
+        seconds = [row[3] for row in rows if row[:2] == (phase_name, place)]
+        if seconds:
+            found.append(f"| {phase_name} | {place} | {len(seconds)} | {median(seconds):.1f} | {max(seconds):.1f} |")
+    missed = sum(row[0] != row[2] for row in rows)
+    equal = sum(end[3] for end in ends)
+    return [
+        *found,
+        "",
+        f"{len(rows)} kills of {times}; noticed within 5 s: {sum(row[3] <= 5 for row in rows)}; {missed} reached the time after "
+        f"their phase; runs that went on by themselves and ended bit-equal: {equal} of {len(ends)}",
+    ]
+
+
+def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
+    """Return whether weights, optimizer, metrics and samples are equal."""
+    from tests.loops.runs import fingerprints, numbers, weights
+
+    return (
+        weights(one, steps) == weights(other, steps)
+        and numbers(one) == numbers(other)
+        and fingerprints(one) == fingerprints(other)
+        and all(read_rollouts(one, step) == read_rollouts(other, step) for step in range(1, steps + 1))
+    )
+
+
+# --- other faults ---------------------------------------------------------------------------------------------------
+def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
+    """Make one run with a fault in a process of its own. Returns whether all was as it should be, and what was found."""
+    name = f"{kind}_{number}"
+    run = folder / "runs" / name
+    more = ["placement={kind: colocated, gpus: 2, restarts: 0}"]
+    if kind == "grader":
+        (folder / "hanging.py").write_text(HANGING)
+        more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, timeout_s: 1}}")
+    words = recipe(folder, name, 200, *more)
+    program = (
+        "import sys; from lockstep.cluster import ray_workers as r; r.LEAST_SECONDS = float(sys.argv[1]); "
+        "from lockstep.cli import main; sys.exit(main(['train', *sys.argv[2:]]))"
+    )
+    with (folder / f"{name}.txt").open("w") as out:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", program, str(LIMIT_S), *words], stdout=out, stderr=out, cwd=ROOT
+        )
+    started = wait_for(lambda: re.search("step +2/", text_of(run / "log.txt")) or driver.poll() is not None, 240)
+    family: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+    ports = listening(family)
+    pids = [int(word) for word in text_of(run / "workers" / "pids.txt").split()[2::3]]
+    if len(pids) < 2 and kind != "grader":
+        driver.kill()
+        return False, f"did not start: {text_of(folder / f'{name}.txt')[-300:]}"
+    sent = time.time()
+    match kind:
+        case "stop":
+            os.kill(pids[number % 2], signal.SIGSTOP)
+        case "full":
+            resource.prlimit(pids[number % 2], resource.RLIMIT_FSIZE, (WRITABLE, resource.RLIM_INFINITY))
+        case "driver":
+            driver.kill()
+    ended = wait_for(lambda: driver.poll() is not None, 120)
+    took = time.time() - sent
+    gone = wait_for(lambda: not alive(family), 20)
+    closed = wait_for(lambda: not ports & all_listening(), 5)
+    code, log = driver.poll(), text_of(folder / f"{name}.txt")
+    stacks = any("most recent call first" in text_of(path) for path in (run / "workers").glob("stacks_*.txt"))
+    right = {
+        "stop": code == 75 and "has not answered" in log and stacks,
+        "full": code not in (0, None) and "rank" in log and "cannot be written" in log and stacks,
+        "grader": code not in (0, None) and "could not be scored" in log,
+        "driver": code == -signal.SIGKILL,
+    }[kind]
+    if driver.poll() is None:
+        driver.kill()
+    for one in alive(family):
+        with suppress(psutil.Error):
+            one.kill()
+    good = bool((started or kind == "grader") and ended and gone and closed and right)
+    return (
+        good,
+        f"exit code {code} after {took:.1f} s, stacks {stacks}, processes gone {gone}, {len(ports)} ports closed {closed}",
+    )
+
+
+def alive(family: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for one in family:
+        with suppress(psutil.Error):
+            if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+def listening(family: list[psutil.Process]) -> set[int]:
+    """Return the ports on which these processes listen."""
+    found: set[int] = set()
+    for one in family:
+        with suppress(psutil.Error):
+            found |= {c.laddr.port for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def all_listening() -> set[int]:
+    return {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+def wait_for(ready: Any, seconds: float) -> bool:
+    """Wait until something holds, at most so long; returns whether it does."""
+    end = time.monotonic() + seconds
+    while not (found := bool(ready())) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def recipe(folder: Path, name: str, steps: int, *more: str) -> list[str]:
+    """Write the model and the recipe; returns the words of the command line."""
+    from tests.loops.runs import words
+    from tests.tiny import write_tiny_model
+
+    if not (folder / "model").exists():
+        write_tiny_model(folder / "model")
+    evaluation = ("eval.items=4", "eval.every=1", "eval.at_start=false", "health.divergence=off", "optimizer.lr=1e-4")
+    settings = ("threads=1", "update.tokens_per_microbatch=48", "prompts_per_step=3", f"steps={steps}", f"name={name}")
+    return words(folder, folder / "model", *settings, *evaluation, "device=cpu", *more)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--times", type=int, help="of each fault; none means 60 kills and 20 of the others")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help="write the tables to a file")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.fault:
+            times = args.times or (60 if kind == "kill" else 20)
+            if kind == "kill":
+                lines = kills(times, Path(folder))
+            else:
+                found = []
+                for number in range(times):
+                    found.append(fault(kind, number, Path(folder)))
+                    print(kind, *found[-1], flush=True)
+                bad += sum(not good for good, _ in found)
+                lines = [f"{'as it should be' if good else 'WRONG'}: {text}" for good, text in found]
+                lines.append(f"{sum(good for good, _ in found)} of {times}")
+            print("\n".join([f"{kind}:", *lines, ""]), flush=True)
+            if args.write:
+                write_section(args.write, kind, [*header(__file__, "CPU", ("torch", "ray")), "", *lines])
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

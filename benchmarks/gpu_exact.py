@@ -1,0 +1,241 @@
+"""Exactness on one GPU: the difference between sampled, scored and trained log-probabilities, and what it costs.
+
+    python benchmarks/gpu_exact.py --write       # table into benchmarks/results/gpu_exact.txt
+    python benchmarks/gpu_exact.py --runs 1 --rollouts 1 --work lognormal
+
+The Qwen2.5-1.5B shape with random bf16 weights, groups of 8 with a shared prompt of 128 tokens, temperature 1. Each arm is a
+process of its own: full training and LoRA of rank 32 (whose up matrices begin with random numbers), with `numerics.exact` and
+without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as rows end, all numbers of
+rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass of an update, and a part of
+the replies with the engine's own scores; an update is made after each, so that later rollouts have other weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from devices import device_name, synchronise
+from gpu_rollout import lengths_of, prompts_of
+from results_file import RESULTS, header, write_section
+
+WORKS = ("eight", "fixed", "lognormal")
+ARMS = ("full, exact", "full", "LoRA, exact", "LoRA")
+RESULT = RESULTS / "gpu_exact.txt"
+PACKAGES = ("torch", "triton", "transformers", "peft")
+RANK = 32
+SCORED = 64
+"""Replies of a rollout that the engine scores, too."""
+BATCH = 16
+"""Replies that it scores together."""
+
+
+def recipe_of(arm: str) -> Any:
+    from lockstep.config.schema import Recipe
+
+    lora = arm.startswith("LoRA")
+    return Recipe.model_validate(
+        {
+            "numerics": {"exact": "exact" in arm},
+            "adapter": {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} if lora else {"kind": "none"},
+            "update": {"tokens_per_microbatch": 14336},
+            "optimizer": {"kind": "adamw", "lr": 1e-6},
+            "steps": 1000,
+        }
+    )
+
+
+class Arm:
+    """One model with its engine and learner."""
+
+    def __init__(self, arm: str, shape: str) -> None:
+        import torch
+        from random_model import random_model
+
+        from lockstep.build.exactness import settle_exactness
+        from lockstep.learner.adapters import attach
+        from lockstep.learner.device import prepare_process
+        from lockstep.learner.learner import TorchLearner
+        from lockstep.models import exact
+        from lockstep.models.attention import NAME
+        from lockstep.models.fused_layers import fuse_layers
+        from lockstep.rollout.paged.engine import PagedEngine
+
+        recipe = recipe_of(arm)
+        prepare_process(torch.device("cuda"), None)
+        model = random_model(shape, "bfloat16", "cuda", NAME)
+        fuse_layers(model)
+        self.model = attach(model, recipe.adapter, seed=0)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(std=0.02)
+        begin = time.perf_counter()
+        settle_exactness(self.model, recipe)
+        self.test_seconds, self.exact = time.perf_counter() - begin, exact.line()
+        self.engine = PagedEngine(self.model, slots=512, stop_ids=frozenset({2}), decode=str)
+        self.learner = TorchLearner(self.model, recipe)
+        self.engine.load(iter(()), 0)
+
+    def rollout(self, work: str, number: int) -> tuple[float, list[Any]]:
+        from lockstep.types import Request, Sampling
+
+        version = self.engine.version
+        requests = [
+            Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, Sampling(n, ignore_eos=True), version)
+            for p, (ids, row) in enumerate(zip(prompts_of(work, number), lengths_of(work), strict=True))
+            for s, n in enumerate(row)
+        ]
+        synchronise()
+        begin = time.perf_counter()
+        self.engine.submit(requests)
+        done = list(self.engine.completed())
+        return time.perf_counter() - begin, done
+
+    def scored(self, done: Sequence[Any]) -> dict[str, float]:
+        """Compare replies with the engine's scores of them."""
+        chosen = done[:: max(1, len(done) // SCORED)][:SCORED]
+        gaps: list[float] = []
+        for start in range(0, len(chosen), BATCH):
+            part = chosen[start : start + BATCH]
+            rows = self.engine.score([(*d.request.prompt_ids, *d.ids) for d in part])
+            for d, row in zip(part, rows, strict=True):
+                gaps += [abs(a - b) for a, b in zip(d.logprobs, row[len(d.request.prompt_ids) - 1 :], strict=True)]
+        return summary(gaps)
+
+    def trained(self, done: Sequence[Any]) -> tuple[float, dict[str, float]]:
+        """Make an update on the replies; compare its forward pass with what was sampled."""
+        from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
+
+        sequences = tuple(
+            TrainSequence(
+                d.request.prompt_ids, d.ids, (True,) * len(d.ids), d.logprobs,
+                ((-1.0) ** i,) * len(d.ids), 1 / len(done) / len(d.ids), int(d.request.group),
+            )
+            for i, d in enumerate(sorted(done, key=lambda d: d.request.id))
+        )  # fmt: skip
+        gaps: list[Any] = []
+
+        def loss(given: LossInput) -> LossOutput:
+            gaps.append((given.logprobs_T.detach() - given.rollout_logprobs_T).abs())
+            return LossOutput(-(given.logprobs_T - given.old_logprobs_T).exp() * given.advantages_T)
+
+        synchronise()
+        begin = time.perf_counter()
+        self.learner.update(Batch(sequences), loss)
+        synchronise()
+        seconds = time.perf_counter() - begin
+        self.engine.load(iter(()), self.learner.version)
+        return seconds, summary([gap for part in gaps for gap in part.tolist()])
+
+
+def summary(gaps: Sequence[float]) -> dict[str, float]:
+    return {"tokens": len(gaps), "mean": sum(gaps) / len(gaps), "max": max(gaps), "differing": sum(g > 0 for g in gaps)}
+
+
+def together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    tokens = sum(p["tokens"] for p in parts)
+    return {
+        "tokens": tokens,
+        "mean": sum(p["mean"] * p["tokens"] for p in parts) / tokens,
+        "max": max(p["max"] for p in parts),
+        "differing": sum(p["differing"] for p in parts),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from lockstep.models import exact
+
+    arm = Arm(args.arm, args.shape)
+    result: dict[str, Any] = {"device": device_name(), "line": arm.exact, "test": arm.test_seconds, "works": {}}
+    trained, scored = [], []
+    for work in args.work:
+        arm.rollout(work, 0)  # captures
+        seconds, updates, tokens = [], [], 0
+        for number in range(1, args.runs + 1):
+            took, done = arm.rollout(work, number)
+            seconds.append(took)
+            tokens = sum(len(d.ids) for d in done)
+            if number <= args.rollouts:
+                scored.append(arm.scored(done))
+                took, found = arm.trained(done)
+                updates.append(took)
+                trained.append(found)
+        result["works"][work] = {"seconds": seconds, "tokens": tokens, "updates": updates}
+        print(args.arm, work, tokens / min(seconds), updates, trained[-1:], scored[-1:], flush=True)
+    result |= {"trained": together(trained), "scored": together(scored), "replaced": exact.replaced_products()}
+    return result
+
+
+def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--arm", arm, "--arm-out", file.name, "--runs", str(args.runs)]
+        command += ["--rollouts", str(args.rollouts), "--shape", args.shape, "--work", *args.work]
+        done = subprocess.run(command, check=False, timeout=args.limit)
+        text = Path(file.name).read_text()
+        return json.loads(text) if text else {"failed": done.returncode}
+
+
+def table(results: dict[str, dict[str, Any]], works: Sequence[str]) -> list[str]:
+    lines = [
+        "| arm | " + " | ".join(f"{work}, tok/s" for work in works) + " | update, s | compared with the learner "
+        "| mean, max, differing | with the engine's scores | mean, max, differing |",
+        "| --- " * (len(works) + 6) + "|",
+    ]
+    for arm, result in results.items():
+        if "failed" in result:
+            lines.append(f"| {arm} | failed with {result['failed']} |")
+            continue
+        found = [result["works"][work] for work in works]
+        speeds = " | ".join(f"{w['tokens'] / statistics.median(w['seconds']):,.0f}" for w in found)
+        update = " / ".join(f"{min(w['updates']):.2f}" for w in found)
+        gaps = " | ".join(
+            f"{g['tokens']:,} tokens | {g['mean']:.2g}, {g['max']:.2g}, {g['differing']:,}"
+            for g in (result["trained"], result["scored"])
+        )
+        lines.append(f"| {arm} | {speeds} | {update} | {gaps} |")
+    lines.append("")
+    for arm, result in results.items():
+        if result.get("line"):
+            several = result["replaced"]
+            lines.append(f"{arm}: {result['line']}; tested in {result['test']:.1f} s; {len(several)} products in order")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arm", choices=ARMS, help="run one arm in this process")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arm-out", default="/dev/stdout")
+    parser.add_argument("--runs", type=int, default=2, help="rollouts of each work that are timed")
+    parser.add_argument("--rollouts", type=int, default=2, help="rollouts of each work that are compared")
+    parser.add_argument("--shape", default="1.5b")
+    parser.add_argument("--limit", type=float, default=280)
+    parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--out", default="gpu_exact.json")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
+    args = parser.parse_args()
+    if args.arm:
+        Path(args.arm_out).write_text(json.dumps(measure(args)))
+        return
+    results = {arm: run_arm(arm, args) for arm in args.arms}
+    where = next((result["device"] for result in results.values() if "device" in result), "no device")
+    lines = [*header(__file__, where, PACKAGES), "", *table(results, args.work)]
+    Path(args.out).write_text(json.dumps(results, indent=1))
+    print("\n".join(lines))
+    if args.write:
+        write_section(args.write, args.shape, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Mixtures of experts on one GPU: rollouts against vLLM on identical work, LoRA updates, and the physical floors of both.
+
+    python benchmarks/gpu_moe.py --write           # one call on an H200: all arms of both shapes
+    python benchmarks/gpu_moe.py --cpu             # tiny versions of our arms on a CPU, to try the program out: no figures
+
+Shapes of Qwen3-30B-A3B and gpt-oss-20b with random bf16 weights. Rollouts: 64 prompts of 128 tokens x 8 samples of 256, end
+tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates: LoRA of rank 16 on attention, 64
+sequences of 512 tokens. Arms: ours; ours with models.expert_kernels, which are off otherwise; vLLM with the settings of
+gpu_rollout.py. Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads
+that its rows can reach in every decode step; that of an update 4 FLOP for each active parameter and token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from devices import device_name, peak, synchronise
+from results_file import RESULTS, header, write_section
+
+PROMPTS, SAMPLES, PROMPT, REPLY, ROW, ROWS, RANK = 64, 8, 128, 256, 512, 64, 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+    },
+    "gpt-oss-20b": {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128, "vocab_size": 201088,
+    },
+}  # fmt: skip
+TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "vocab_size": 512}  # fmt: skip
+RESULT = RESULTS / "gpu_moe.txt"
+PACKAGES = ("torch", "triton", "transformers", "vllm")
+
+
+def config_of(shape: str, *, cpu: bool) -> Any:
+    import transformers
+
+    kind = transformers.GptOssConfig if shape.startswith("gpt") else transformers.Qwen3MoeConfig
+    sizes = SHAPES[shape] | (TINY if cpu else {})
+    return kind(**sizes, max_position_embeddings=8192, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+
+
+def random_model(shape: str, device: str, attention: str, *, cpu: bool) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        config, dtype = config_of(shape, cpu=cpu), torch.float32 if cpu else torch.bfloat16
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+
+
+def work_of(number: int, *, cpu: bool) -> tuple[list[list[int]], int, int]:
+    """Prompts, samples of each, and tokens of a reply."""
+    draw = random.Random(number)
+    count, samples, reply = (2, 2, 8) if cpu else (PROMPTS, SAMPLES, REPLY)
+    return [[draw.randrange(10, 500) for _ in range(PROMPT)] for _ in range(count)], samples, reply
+
+
+def floors(shape: str) -> tuple[float, float]:
+    """Least seconds of a rollout and of an update on an H200."""
+    from lockstep.plan.floors import H200, Work, generation
+    from lockstep.plan.modules import shape_of_model
+
+    sizes = shape_of_model(random_model(shape, "meta", "sdpa", cpu=False))
+    active = sizes.body + sizes.head
+    rollout = sum(generation(sizes, Work.equal(PROMPTS, SAMPLES, PROMPT, REPLY), H200))
+    return rollout, 4.0 * active * ROWS * ROW / H200.flops
+
+
+# --- arms -----------------------------------------------------------------------------------------------------------
+def ours(args: argparse.Namespace) -> dict[str, Any]:
+    from lockstep.config.schema import Recipe
+    from lockstep.learner.adapters import attach
+    from lockstep.learner.learner import TorchLearner
+    from lockstep.models.attention import NAME
+    from lockstep.rollout.paged.engine import PagedEngine
+    from lockstep.types import Request, Sampling
+
+    model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu)
+    layers = 0
+    if args.kernels:
+        from lockstep.models.expert_kernels import use_expert_kernels
+
+        layers = use_expert_kernels(model)
+    adapter = {"kind": "lora", "rank": RANK, "targets": "attention"}
+    recipe = Recipe.model_validate({"adapter": adapter, "optimizer": {"kind": "adamw", "lr": 1e-6}})
+    model = attach(model, recipe.adapter, 0)
+    engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str)
+    engine.load(iter(()), 0)
+
+    def rollout(number: int) -> tuple[int, list[Any]]:
+        prompts, samples, reply = work_of(number, cpu=args.cpu)
+        sampling = Sampling(reply, ignore_eos=True)
+        engine.submit(
+            [
+                Request(f"{p}/{s}", tuple(ids), str(p), 1000 * number + 17 * p + s, sampling, 0)
+                for p, ids in enumerate(prompts)
+                for s in range(samples)
+            ]
+        )
+        done = list(engine.completed())
+        return sum(len(one.ids) for one in done), done
+
+    result = {"rollout": timed(args.runs, lambda number: rollout(number)[0]), "layers": layers}
+    learner = TorchLearner(model, recipe)
+    done = rollout(99)[1][:16]
+    scored = learner.logprobs([(*one.request.prompt_ids, *one.ids) for one in done])
+    gaps = [
+        abs(a - b)
+        for one, row in zip(done, scored, strict=True)
+        for a, b in zip(one.logprobs, row[len(one.request.prompt_ids) - 1 :], strict=True)
+    ]
+    result["mismatch"] = {"mean": statistics.fmean(gaps), "max": max(gaps)}
+    result["update"] = timed(args.runs, lambda number: update(learner, number, cpu=args.cpu))
+    return result | {"device": device_name(), "peak_gib": peak()}
+
+
+def update(learner: Any, number: int, *, cpu: bool) -> int:
+    """Make one update; returns its tokens."""
+    from lockstep.algorithms.build import build_objective
+    from lockstep.config.schema import Recipe
+    from lockstep.types import Batch, TrainSequence
+
+    draw, (rows, length) = random.Random(number), ((4, 32) if cpu else (ROWS, ROW))
+    half = length // 2
+    sequences = []
+    for group in range(rows):
+        ids = tuple(draw.randrange(10, 500) for _ in range(length))
+        logprobs, advantages = (-6.0,) * half, (draw.choice((-1.0, 1.0)),) * half
+        sequences.append(
+            TrainSequence(ids[:half], ids[half:], (True,) * half, logprobs, advantages, 1 / (rows * half), group)
+        )
+    learner.update(Batch(tuple(sequences)), build_objective(Recipe()).loss)
+    return rows * length
+
+
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    for name, value in {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=os.environ["BENCH_MODEL"],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=512,
+        gpu_memory_utilization=0.85,
+        enable_prefix_caching=True,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+
+    def rollout(number: int) -> int:
+        prompts, samples, reply = work_of(number, cpu=False)
+        asked = SamplingParams(
+            temperature=1.0, max_tokens=reply, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True
+        )
+        given = [{"prompt_token_ids": ids} for ids in prompts for _ in range(samples)]
+        outputs = engine.generate(given, [asked] * len(given), use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in outputs)
+
+    return {"rollout": timed(args.runs, rollout), "device": device_name(), "peak_gib": peak()}
+
+
+def timed(runs: int, work: Any) -> dict[str, Any]:
+    """Run a work once, and then `runs` times with the clock."""
+    work(0)
+    seconds, tokens = [], 0
+    for number in range(1, runs + 1):
+        synchronise()
+        begin = time.perf_counter()
+        tokens = work(number)
+        synchronise()
+        seconds.append(time.perf_counter() - begin)
+    return {"seconds": seconds, "tokens": tokens}
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+def arm(name: str, shape: str, extra: list[str], folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One arm in a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--arm", name, "--shape", shape, "--arm-out", file.name, *extra]
+        command += ["--runs", str(args.runs), *["--cpu"] * args.cpu]
+        done = subprocess.run(command, env=os.environ | {"BENCH_MODEL": folder}, check=False, timeout=args.limit)
+        text = Path(file.name).read_text()
+        return json.loads(text) if text else {"failed": done.returncode}
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]], *, cpu: bool) -> list[str]:
+    lines = ["| shape | work | arm | seconds | tokens/s | share of the floor | ours / it |", "| --- " * 7 + "|"]
+    for shape, arms in results.items():
+        least = (0.0, 0.0) if cpu else floors(shape)
+        for place, work in enumerate(("rollout", "update")):
+            mine = arms["ours"].get(work)
+            for name, result in arms.items():
+                if work not in result:
+                    continue
+                seconds = statistics.median(result[work]["seconds"])
+                ratio = "other work"
+                if mine is not None and mine["tokens"] == result[work]["tokens"]:
+                    ratio = f"{seconds / statistics.median(mine['seconds']):.2f}x"
+                share = "" if cpu else f"{least[place] / seconds:.0%}"
+                rate = result[work]["tokens"] / seconds
+                lines.append(f"| {shape} | {work} | {name} | {seconds:.2f} | {rate:,.0f} | {share} | {ratio} |")
+    return lines
+
+
+def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    lines = []
+    for shape, arms in results.items():
+        for name, result in arms.items():
+            if "failed" in result:
+                lines.append(f"{shape}, {name}: failed with {result['failed']}")
+                continue
+            line = f"{shape}, {name}: peak {result['peak_gib']:.1f} GiB"
+            if gap := result.get("mismatch"):
+                line += f"; |log-probability as sampled - as trained|: mean {gap['mean']:.2g}, max {gap['max']:.2g}"
+            lines.append(line)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arm", choices=["ours", "vllm"], help="run one arm in this process")
+    parser.add_argument("--arm-out")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kernels", action="store_true", help="our arm with models.expert_kernels")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=240)
+    parser.add_argument("--cpu", action="store_true", help="tiny versions of our arms on a CPU, to try things out")
+    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
+    args = parser.parse_args()
+    if args.cpu and args.write == RESULT:
+        raise SystemExit("a CPU's figures are none: give --write another file")
+    if args.arm:
+        result = {"ours": ours, "vllm": vllm}[args.arm](args)
+        Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
+        return
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for shape in args.shapes:
+        arms = results[shape] = {"ours": arm("ours", shape, [], "", args)}
+        if not args.cpu:
+            arms["ours, kernels"] = arm("ours", shape, ["--kernels"], "", args)
+        if not (args.cpu or args.no_vllm):
+            with tempfile.TemporaryDirectory() as folder:
+                random_model(shape, "cpu", "sdpa", cpu=False).save_pretrained(folder)
+                arms["vLLM"] = arm("vllm", shape, [], folder, args)
+    where = next((r["device"] for arms in results.values() for r in arms.values() if "device" in r), "no device")
+    lines = [*header(__file__, where, PACKAGES), "", *table(results, cpu=args.cpu), "", *notes(results)]
+    print("\n".join(lines))
+    if args.write:
+        write_section(args.write, "experts", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Recipes as objects, and training: the functions `recipe`, `train` and `resume` of the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from os import PathLike
+from typing import Any
+
+from lockstep.api.run import Run
+from lockstep.config.load import layer_of, load, require_task
+from lockstep.config.names import fill_name
+from lockstep.config.schema import Recipe
+from lockstep.config.section import Section
+from lockstep.openmp import set_waiting
+
+
+def recipe(*layers: Recipe | str | PathLike[str], **settings: object) -> Recipe:
+    """Return a validated recipe: files, names of built-in recipes, recipes and `a.b=value` on top of each other, then settings.
+
+    Two underscores stand for a dot: `recipe("quickstart", steps=20, optimizer__lr=1e-5, adapter={"kind": "lora"})`.
+    Raises ConfigError with every mistake at once.
+    """
+    words = [layer if isinstance(layer, Recipe) else os.fspath(layer) for layer in layers]
+    return load([*words, *(_override(name, value) for name, value in settings.items())])
+
+
+def train(recipe: Recipe | str | PathLike[str], *overrides: str, **settings: object) -> Run:
+    """Train as `lockstep train` does, in this process, and return the finished run. Arguments are those of `recipe`.
+
+    SIGINT (a notebook's stop button) and SIGTERM end the step, save and raise Interrupted; HealthStop is raised if a rule of
+    the run stopped it; any other LockstepError says what is wrong. The run's folder remains: `Run(path).state` has the reason.
+    """
+    chosen = fill_name(require_task(_recipe(recipe, *overrides, **settings)))
+    _prepare()
+    from lockstep.loops.start import start_run
+
+    return Run(start_run(chosen).path)
+
+
+def resume(run: Run | str | PathLike[str], *health: str, steps: int | None = None, allow_fallback: bool = False) -> Run:
+    """Continue a run from its last checkpoint; a finished one is returned as it is, unless `steps` makes it longer.
+
+    `health`: overrides of health settings, such as "health.clipping=off"; other settings belong to the run. Raises as `train`.
+    """
+    found = Run(run)
+    if found.state.name != "finished" or steps is not None:
+        _prepare()
+        from lockstep.loops.start import resume_run
+
+        resume_run(found.path, health, allow_fallback=allow_fallback, steps=steps)
+    return found
+
+
+_recipe = recipe  # `train` has an argument of that name
+
+
+def _override(name: str, value: object) -> str:
+    return f"{name.replace('__', '.')}={json.dumps(value, default=_plain)}"
+
+
+def _plain(value: object) -> Any:
+    return layer_of(value) if isinstance(value, Section) else str(value)
+
+
+def _prepare() -> None:
+    """Set what must be set before torch is loaded; a program that has loaded it decides for itself."""
+    if "torch" not in sys.modules:
+        set_waiting(os.environ)

@@ -1,0 +1,68 @@
+"""The switch `numerics.exact`: whether a run can have it, and the test of this device that decides."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.schema import Recipe
+from lockstep.learner.learner import base_model
+from lockstep.models import exact
+from lockstep.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+FAMILIES = frozenset({"llama", "qwen2"})
+"""Model types for which it was shown."""
+
+
+def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
+    """Turn exactness on for this process if the recipe asks for it and the device passes the test; else say why not."""
+    if not recipe.numerics.exact:
+        exact.enable("", on=False)
+        return
+    if next(model.parameters()).device.type != "cuda":
+        exact.enable("exact: a CPU's rollouts and updates are, without it", on=False)
+        return
+    reason = unserved(model, recipe)
+    if not reason:
+        from lockstep.build.exactness_check import differing
+
+        reason = "; ".join(differing(Decoder.of(model)))
+    if reason:
+        exact.enable(f"exact: off, {reason}", on=False)
+        log.warning("numerics.exact has no effect: %s", reason)
+        return
+    exact.order_products(base_model(model))
+    exact.enable("exact: on, its kernels agree bit by bit on this device")
+
+
+def unserved(model: nn.Module, recipe: Recipe) -> str:
+    """Return why this run cannot be exact; empty if it can."""
+    base: Any = base_model(model)
+    config: Any = base.config.get_text_config()
+    weight, adapter = next(base.parameters()), recipe.adapter
+    if recipe.rollout.engine != "native":
+        return f"the engine {recipe.rollout.engine} has kernels of its own"
+    if recipe.sync.transport == "copy":
+        return "sync.transport = copy gives the engine weights in another place than the learner's"
+    if str(weight.dtype) != "torch.bfloat16":
+        return f"the weights are {str(weight.dtype).removeprefix('torch.')}, and it was shown for bf16"
+    if config.model_type not in FAMILIES:
+        return f"it was shown for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
+    if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False) or getattr(adapter, "dropout", 0):
+        return "of adapters it knows plain LoRA without dropout"
+    if (stored := getattr(adapter, "base", "full")) != "full":
+        return f"the base is in {stored}"
+    if recipe.noise is not None:
+        return "noise changes the sampling model on purpose"
+    if any(getattr(layer.self_attn, "sliding_window", None) for layer in base.get_decoder().layers):
+        return "the model has sliding windows"
+    decoder = Decoder.of(model)
+    size = decoder.head_size
+    if size & (size - 1) or not 16 <= size <= 256:
+        return f"heads of {size} are no power of two"
+    plain = decoder.head.bias_V is None and decoder.head.softcap is None and decoder.head.scale == 1.0
+    return "" if plain else "the head has a bias, a cap or a factor"

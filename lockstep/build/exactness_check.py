@@ -1,0 +1,174 @@
+"""Check of a device for `numerics.exact`: each sampling kernel must equal its counterpart in training, bit by bit.
+
+It takes about a second and needs Triton and a GPU. It runs on random numbers in the shapes of the model's first layer.
+
+Legend: T tokens, H query heads, K key/value heads, D head size, X features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.models.decoder import Decoder
+from lockstep.models.exact import adapter_into
+from lockstep.models.head_kernels import pick_logprobs, summaries
+from lockstep.models.layer_kernels import Rotary, SiluGate, row_norm
+from lockstep.models.ordered import Piece, tiles_of
+from lockstep.models.ordered_attention import stream_attention
+from lockstep.models.ordered_product_kernel import product, tile_of
+from lockstep.rollout.paged.ops import TritonOps
+from lockstep.rollout.paged.state import PAGE, PageCache, Rows
+
+PROMPT, LENGTHS = 150, (1, 64, 65, 190)
+"""A prompt and the lengths of its responses in the tests of attention."""
+ROWS = 300
+"""Rows of the larger products."""
+FEW = 8
+MANY = 4096
+"""Rows of the test of norms: sums in another order change few numbers once they are rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    heads: int
+    kv_heads: int
+    size: int
+    hidden: int
+    device: torch.device
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).bfloat16()
+
+
+@torch.no_grad()
+def differing(decoder: Decoder) -> tuple[str, ...]:
+    """Return what differs between sampling and training on this device; empty if nothing does."""
+    weight = decoder.head.weight_VH
+    heads = int(decoder.model.config.get_text_config().num_attention_heads)
+    shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
+    tests: tuple[Callable[[_Shape, Decoder], Iterator[str]], ...] = (_products, _attention, _norms, _rows, _head)
+    with torch.random.fork_rng([weight.device]):
+        torch.manual_seed(0)
+        return tuple(fault for test in tests for fault in test(shape, decoder))
+
+
+def _products(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare products of few rows and of many: other tiles, the same order."""
+    layer = decoder.module.layers[0]
+    linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    for size in sorted({tuple(linear.weight.shape) for linear in linears}):
+        weight, x = shape.random(*size) * 0.02, shape.random(ROWS, size[1])
+        few, many, large = (x.new_empty(count, size[0]) for count in (FEW, ROWS, ROWS))
+        product(x[:FEW], weight, None, 1.0, few, tile_of(FEW, size[0]))
+        product(x, weight, None, 1.0, many, tile_of(ROWS, size[0]))
+        product(x, weight, None, 1.0, large, tile_of(4096, size[0]))
+        if not (torch.equal(few, many[:FEW]) and torch.equal(many, large)):
+            yield f"products of {size[0]} x {size[1]} depend on the number of rows"
+        adapter_into(few[:, :FEW], x[:FEW], weight[:FEW], 0.5)
+        adapter_into(many[:, :FEW], x, weight[:FEW], 0.5)
+        if not torch.equal(few[:, :FEW], many[:FEW, :FEW]):
+            yield f"an adapter's products of {size[1]} inputs depend on the number of rows"
+
+
+def _attention(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare a prompt with responses in one stream, each sequence alone, and the last token of each from pages."""
+    tokens = PROMPT + sum(LENGTHS)
+    query = shape.random(tokens, shape.heads, shape.size) * 2
+    keys = [shape.random(tokens, shape.kv_heads, shape.size) for _ in range(2)]
+    scale = shape.size**-0.5
+    pieces, at = [Piece(0, PROMPT, 0)], PROMPT
+    for length in LENGTHS:
+        pieces.append(Piece(at, length, PROMPT, ((PROMPT, 0),)))
+        at += length
+    packed, _ = stream_attention(query, keys[0], keys[1], tiles_of(pieces, shape.device), scale)
+    cache, rows = _pages(shape)
+    last: list[int] = []
+    for row, piece in enumerate(pieces[1:]):
+        own = [*range(PROMPT), *range(piece.start, piece.start + piece.tokens)]
+        tiles = tiles_of([Piece(0, len(own), 0)], shape.device)
+        own_query, own_key, own_value = (t[own].contiguous() for t in (query, *keys))
+        alone, _ = stream_attention(own_query, own_key, own_value, tiles, scale)
+        if not torch.equal(alone, packed[own]):
+            yield f"attention over {PROMPT} + {piece.tokens} tokens depends on what is packed beside them"
+        pages = cache.take(-(-len(own) // PAGE))
+        rows.table_BS[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=shape.device)
+        rows.position_B[row] = len(own) - 1
+        for held, source in zip((cache.keys[0], cache.values[0]), keys, strict=True):
+            for place, page in enumerate(pages):
+                part = source[own[place * PAGE : (place + 1) * PAGE]]
+                held[page, :, : len(part)] = part.transpose(0, 1)
+        last.append(own[-1])
+    ops: Any = TritonOps()
+    out = query.new_empty(len(last), shape.heads * shape.size)
+    ops.attend_in_order(query[last].transpose(0, 1), rows, cache, 0, scale, out)
+    if not torch.equal(out.view(-1, shape.heads, shape.size), packed[last]):
+        yield "attention of a token that is decoded differs from that of the same token in training"
+
+
+def _pages(shape: _Shape) -> tuple[PageCache, Rows]:
+    cache = PageCache(1, shape.kv_heads, shape.size, torch.bfloat16, shape.device)
+    cache.allocate(sum(-(-(PROMPT + n) // PAGE) for n in LENGTHS))
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)  # what nothing was written to must not matter
+    return cache, Rows.empty(len(LENGTHS), 16, 1, shape.device)
+
+
+def _norms(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare the engine's sum and norm, with and without room for adapters, with the norm of training."""
+    x, residual, weight = (shape.random(*size, shape.hidden) for size in ((MANY,), (MANY,), ()))
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    rms = x.new_empty(MANY, dtype=torch.float32)
+    row_norm(None, x + residual, weight, 1e-6, total, normed, rms)
+    for room in (0, 24, 96):
+        sums, found = TritonOps().add_norm(x, residual, weight, 1e-6, room)
+        if not (torch.equal(found, normed) and torch.equal(sums, x + residual)):
+            yield f"the norm of {shape.hidden} numbers differs between sampling and training"
+            return
+
+
+def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare the gated activation and the rotary embedding."""
+    gate, up = shape.random(FEW, 1024), shape.random(FEW, 1024)
+    trained: Any = SiluGate
+    if not torch.equal(TritonOps().gate(torch.cat([gate, up], 1)), trained.apply(gate, up)):
+        yield "the gated activation differs between sampling and training"
+    angle = torch.rand(PAGE, shape.size // 2, device=shape.device) * 6
+    cos, sin = (f(angle).bfloat16() for f in (torch.cos, torch.sin))
+    qkv = shape.random(FEW, (shape.heads + 2 * shape.kv_heads) * shape.size)
+    cache, rows = _pages(shape)
+    rows.table_BS[:FEW] = 1
+    count = len(rows.position_B)
+    rows.position_B.copy_(torch.arange(count, device=shape.device) * 7)
+    found = (
+        TritonOps()
+        .rope_append(qkv[:count], (cos.float(), sin.float()), None, shape.heads, rows, cache, 0)
+        .transpose(0, 1)
+    )
+    heads = qkv[:count].view(1, count, -1, shape.size).transpose(1, 2)
+    at = rows.position_B.long()
+    wide = [torch.cat([t[at], t[at]], -1)[None] for t in (cos, sin)]
+    rotary: Any = Rotary
+    query, _ = rotary.apply(heads[:, : shape.heads], heads[:, shape.heads : shape.heads + shape.kv_heads], *wide)
+    if not torch.equal(found, query[0].transpose(0, 1)):
+        yield "the rotary embedding differs between sampling and training"
+
+
+def _head(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare log-probabilities of rows among few others and among many."""
+    vocabulary = decoder.head.weight_VH.shape[0]
+    logits = shape.random(ROWS, vocabulary) * 4
+    ids = torch.randint(vocabulary, (ROWS,), device=shape.device)
+    temperature = torch.full((ROWS,), 0.7, device=shape.device)
+    results = []
+    for count in (FEW, ROWS):
+        out = torch.empty(count, device=shape.device)
+        peak, mass, _ = summaries(logits[:count], temperature[:count])
+        pick_logprobs(logits[:count], ids[:count], temperature[:count], peak, mass, out)
+        results.append(out[:FEW])
+    if not torch.equal(*results):
+        yield "log-probabilities of the head depend on the number of rows"

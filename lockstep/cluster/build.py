@@ -1,0 +1,158 @@
+"""Build the parts of a run where its recipe places them: in this process, or on workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import assert_never
+
+from torch import Tensor
+
+from lockstep.algorithms.build import Objective, build_objective
+from lockstep.build.build import build_parts, connect
+from lockstep.build.memory import plan_run
+from lockstep.build.parts import Parts, PolicyFacts
+from lockstep.build.step_state import Carried
+from lockstep.build.warm_start import find_parent
+from lockstep.chat.chat import ChatFormat
+from lockstep.checkpoint.state import write_tensors
+from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
+from lockstep.cluster.messages import START, Facts
+from lockstep.cluster.placement import placement_lines
+from lockstep.cluster.plain import from_plain
+from lockstep.cluster.ray_workers import Part, RayWorkers
+from lockstep.cluster.samplers import Samplers
+from lockstep.config.schema import Colocated, Local, Recipe, Split
+from lockstep.errors import SyncError
+from lockstep.learner.device import choose_device
+from lockstep.models import load_tokenizer, resolve
+from lockstep.plan.devices import require_devices
+from lockstep.tasks.base import BuiltTask
+from lockstep.types import Metrics
+
+FOLDER = "workers"
+"""Folder of a run for its workers' logs and stacks."""
+PHASES = {"sample": "rollout", "update": "update", "response_logprobs": "update", "push": "sync"}
+"""Methods of a worker whose seconds are logged, and their phase."""
+
+
+def restarts(recipe: Recipe) -> int:
+    """Return how often a run may go on by itself after it lost a worker."""
+    return recipe.placement.restarts if isinstance(recipe.placement, Colocated | Split) else 0
+
+
+def place_parts(
+    recipe: Recipe,
+    task: BuiltTask,
+    folder: Path,
+    stack: ExitStack,
+    weights: Mapping[str, Tensor] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Parts:
+    """Build everything that a training run needs; see `build_parts`. Processes that are started end with `stack`.
+
+    `folder` is that of the run.
+    """
+    match recipe.placement:
+        case Local():
+            return build_parts(recipe, task, weights, say)
+        case Colocated() | Split():
+            return _on_workers(recipe, recipe.placement, task, folder / FOLDER, stack, weights, say)
+        case other:
+            assert_never(other)
+
+
+def _on_workers(
+    recipe: Recipe,
+    placement: Colocated | Split,
+    task: BuiltTask,
+    folder: Path,
+    stack: ExitStack,
+    weights: Mapping[str, Tensor] | None,
+    say: Callable[[str], None],
+) -> Parts:
+    require_devices(recipe)  # before Ray is asked, which would wait for them
+    objective, settings = build_objective(recipe), recipe.algorithm.critic
+    resolved = resolve(recipe.model)  # downloads are made once, before the workers look
+    gpu = choose_device(recipe.device).type == "cuda"
+    trainers, total = placement.trainers, placement.trainers + placement.samplers
+    started = RayWorkers(
+        trainers,
+        folder,
+        gpu=gpu,
+        timeout=placement.timeout_s,
+        threads=max(1, (os.cpu_count() or total) // total),
+        samplers=placement.samplers,
+        spare=placement.restarts,
+    )
+    workers = Part(started, range(trainers))
+    stack.callback(started.close)
+    planned = recipe if not gpu else _planned(recipe, task, objective, say, min(started.call("available")))
+    text = json.dumps(planned.model_dump(mode="json"))
+    samplers = None if trainers == total else Samplers(started, range(trainers, total), workers, text, folder)
+    if weights is not None:
+        write_tensors(folder / START, weights)
+    found = workers.call("build", text, weights is not None)
+    if samplers is not None:
+        samplers.call("build", text, weights is not None)
+    (folder / START).unlink(missing_ok=True)
+    facts = from_plain(Facts, found[0])
+    tokenizer = load_tokenizer(resolved)
+    chat = ChatFormat(tokenizer, recipe.chat, facts.stop_ids)
+    policy = PolicyFacts(resolved, tokenizer, chat, facts.numerics, facts.context, find_parent(recipe))
+    connect(task, policy)
+    lines = (*facts.learner.lines, *placement_lines(recipe))
+    learner = GroupLearner(workers, replace(facts.learner, lines=lines), folder)
+    if chat.stop_ids != facts.stop_ids:
+        raise SyncError("the workers stop at other tokens than the driver", where="chat", fix="report this")
+    return Parts(
+        policy,
+        task,
+        GroupEngine(samplers or workers, folder, _rows(recipe, "cuda" if gpu else "cpu")),
+        objective,
+        learner,
+        None if settings is None else GroupCritic(workers, folder, joint=settings.backbone == "shared"),
+        GroupSync(workers, samplers),
+        Carried.at_start(recipe),
+        None,
+        facts.noise,
+        lambda: _rank_seconds(started),
+    )
+
+
+def _planned(
+    recipe: Recipe, task: BuiltTask, objective: Objective, say: Callable[[str], None], available: float
+) -> Recipe:
+    """Return the recipe with the memory plan's choices, which must be the same on all workers."""
+    plan = plan_run(recipe, task, objective, say, available)
+    if plan is None:
+        return recipe
+    sizes = plan.sizes
+    update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
+    rollout = (
+        recipe.rollout.model_copy(update={"slots": sizes.slots}) if recipe.rollout.slots == "auto" else recipe.rollout
+    )
+    return recipe.model_copy(update={"update": update, "rollout": rollout})
+
+
+def _rows(recipe: Recipe, device: str) -> int | None:
+    """Return how many requests a worker has at once, with rollout.deal = queue."""
+    if recipe.rollout.deal == "static" or isinstance(recipe.placement, Local):
+        return None
+    engines = recipe.placement.samplers or recipe.placement.trainers
+    return min(recipe.slots(device), -(-recipe.samples_per_step // engines))
+
+
+def _rank_seconds(workers: RayWorkers) -> Metrics:
+    """Return what each worker spent on the phases of a step, and begin again at 0."""
+    found: Metrics = {}
+    for (rank, method), seconds in workers.spent.items():
+        if method in PHASES:
+            name = f"time/rank{rank}_{PHASES[method]}"
+            found[name] = found.get(name, 0.0) + seconds
+    workers.spent.clear()
+    return found

@@ -1,0 +1,54 @@
+"""Weights from the trainer that owns them to all samplers, in buckets, beside the messages of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 2**26
+"""Bytes of a message: one tensor more than fits below this."""
+WAIT = timedelta(minutes=10)
+"""Longest wait for the others of a channel; the driver's deadlines come first, and a lost peer is known at once on a CPU."""
+
+
+class Channel:
+    """A group of processes of which the first sends. It is no part of training's group: a sampler that dies takes no trainer
+    with it, and a new channel does without it.
+    """
+
+    def __init__(self, meet: str, rank: int, size: int, device: torch.device) -> None:
+        """Meet the others through a file that is new for each channel."""
+        self._rank, self._device = rank, device
+        c10d: Any = dist  # its stubs lack some names
+        store = c10d.FileStore(meet, size)
+        group = c10d.ProcessGroupNCCL if device.type == "cuda" else c10d.ProcessGroupGloo
+        self._group = group(store, rank, size, WAIT)
+
+    @torch.no_grad()
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the first process's tensors into those of the others; all give tensors of the same shapes."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self._group.broadcast(flat, 0).wait()
+            if self._rank:
+                pieces = flat.split([tensor.numel() for tensor in bucket])
+                torch._foreach_copy_(bucket, [p.view(t.shape) for p, t in zip(pieces, bucket, strict=True)])
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one dtype in groups, in an order that depends on their shapes and dtypes alone."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.dtype == dtype:
+                bucket.append(tensor)
+                if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
+                    yield bucket
+                    bucket = []
+        if bucket:
+            yield bucket

@@ -1,0 +1,399 @@
+"""Learner, engine and sync of a run on several workers, for a driver that has no model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from lockstep.checkpoint.state import read_tensors, write_tensors
+from lockstep.cluster.messages import (
+    CRITIC,
+    OPTIMIZER,
+    PART,
+    WEIGHTS,
+    Lost,
+    Numerics,
+    Plain,
+    Prints,
+    RankProof,
+    Rows,
+    Sampled,
+    Saved,
+    Values,
+    Workers,
+)
+from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.cluster.samplers import Samplers
+from lockstep.errors import SyncError
+from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
+from lockstep.learner.value_head import CriticShare, critic_metrics
+from lockstep.rollout.requests import check_idle, check_version
+from lockstep.sync import record
+from lockstep.sync.compare import Mismatch, compare
+from lockstep.sync.control import blind
+from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
+from lockstep.types import (
+    Batch,
+    Completion,
+    Forward,
+    ForwardReport,
+    Learner,
+    LearnerFacts,
+    Loss,
+    Metrics,
+    Proof,
+    Request,
+    RolloutEngine,
+    Scored,
+    TokenIds,
+    TrainSequence,
+    WeightStream,
+)
+
+SLICE_SECONDS = 0.1
+"""Decoding between two messages of a worker."""
+AHEAD = 2
+"""Calls that a worker is given at once: it decodes on while the driver reads and grades what it sent."""
+POLL_SECONDS = 0.02
+"""Longest wait for completions while grades or environments may be ready."""
+
+
+class GroupLearner:
+    """The learners of all workers as one."""
+
+    def __init__(self, workers: Workers, facts: LearnerFacts, folder: Path) -> None:
+        self._workers, self._facts, self._folder = workers, facts, folder
+        self.version = 0
+        self.skipped = 0
+        self.scored: tuple[Scored, ...] = ()
+
+    def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Make one optimizer step on a batch. The workers take the loss from the recipe, as `loss` was."""
+        found = self._workers.call("update", to_plain(Batch, batch))
+        shares = [from_plain(Share, one) for one in found]
+        self.version, self.skipped, self.scored = self.version + 1, shares[0].skipped, scored_by(shares)
+        return update_metrics(shares)
+
+    def response_logprobs(
+        self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
+    ) -> list[tuple[float, ...]]:
+        """Return the log-probability of each response token, as TorchLearner does."""
+        plain = many_to_plain(TrainSequence, sequences)
+        return _joined(self._workers.call("response_logprobs", plain, temperature, reference, prefix))
+
+    def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
+        """Return the log-probability of every token but the first of each sequence, by the first worker."""
+        found = self._workers.call_one(0, "logprobs", _rows(sequences), numeric)
+        return list(from_plain(Values, found).rows)
+
+    def weights(self) -> WeightStream:
+        """Return the weights of the first worker, read from a file."""
+        self._workers.call_one(0, "write_weights")
+        return iter(_tensors(self._folder / WEIGHTS).items())
+
+    def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
+        """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
+        found = [from_plain(Numerics, one) for one in self._workers.call("prepare", numeric)]
+        return found[0].layers, found[0].excluded
+
+    def describe(self) -> LearnerFacts:
+        """Return facts for the log and the manifest."""
+        return self._facts
+
+    def fingerprint(self, *, frozen: bool = False, only: Collection[str] = ()) -> Fingerprints:
+        """Return fingerprints as TorchLearner does. Raises SyncError if the workers hold different weights."""
+        return _agreed(self._workers.call("fingerprint", frozen, list(only)))
+
+    def save(self) -> LearnerState:
+        """Return the content of a checkpoint, which is that of a single learner."""
+        found = from_plain(Saved, self._workers.call("save")[0])
+        optimizer: dict[str, Tensor] = {}
+        for rank in range(self._workers.size):
+            optimizer |= _tensors(self._folder / PART.format(rank=rank))
+        return LearnerState(found.file, _tensors(self._folder / WEIGHTS), found.texts, optimizer, found.counters)
+
+    def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
+        """Continue where `counters` and the optimizer's tensors were saved, by any number of workers."""
+        path = self._folder / OPTIMIZER
+        write_tensors(path, optimizer)
+        self._workers.call("restore", dict(counters))
+        path.unlink()
+        self.version, self.skipped = counters["version"], counters["skipped"]
+
+
+class GroupCritic:
+    """The critics of all workers as one."""
+
+    def __init__(self, workers: Workers, folder: Path, *, joint: bool) -> None:
+        self._workers, self._folder = workers, folder
+        self.joint = joint or None
+
+    def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
+        """Return the value before each response token, as TorchCritic does."""
+        return _joined(self._workers.call("values", many_to_plain(TrainSequence, sequences), prefix))
+
+    def update(self, batch: Batch) -> Metrics:
+        """Make one optimizer step towards the returns."""
+        found = self._workers.call("update_critic", to_plain(Batch, batch))
+        shares = [from_plain(CriticShare, one) for one in found]
+        return critic_metrics(shares) | {"critic/oom_splits": float(sum(share.splits for share in shares))}
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters, and have the workers write the tensors that `tensors` reads."""
+        found: dict[str, int] = self._workers.call("save_critic")[0]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights and optimizer, as `counters` left them."""
+        found: dict[str, Tensor] = {}
+        for rank in range(self._workers.size):
+            found |= _tensors(self._folder / CRITIC.format(rank=rank))
+        return found
+
+    def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+        """Continue where counters and tensors were saved, by any number of workers."""
+        path = self._folder / OPTIMIZER
+        write_tensors(path, tensors)
+        self._workers.call("restore_critic", dict(counters))
+        path.unlink()
+
+
+class GroupEngine:
+    """The engines of all workers as one. All samples of a prompt are drawn by one of them."""
+
+    def __init__(self, workers: Workers, folder: Path, rows: int | None = None) -> None:
+        """Take the workers. `rows`: each gets further prompts when it has fewer requests than these; None: all at once,
+        in turn.
+        """
+        self._workers, self._folder, self._rows = workers, folder, rows
+        self.version = -1
+        self.forward = Forward()
+        self._queue: dict[str, list[Request]] = {}
+        """Requests of the prompts that no worker has yet."""
+        self._outbox: list[list[Request]] = [[] for _ in range(workers.size)]
+        self._open: list[dict[str, Request]] = [{} for _ in range(workers.size)]
+        """Requests that each worker has, by id."""
+        self._asked = [0] * workers.size
+        """Calls under way of each worker."""
+        self._prompts: dict[str, int] = {}
+        """Worker of each prompt."""
+
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Compute in this way from now on, on all workers."""
+        found = self._workers.call("set_forward", to_plain(Forward, forward))
+        self.forward = forward
+        return from_plain(ForwardReport, found[0])
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests: prompts in turn to each worker. Raises StaleWeightsError for another version."""
+        for request in requests:
+            check_version(request, self.version)
+            prompt = request.id.rpartition("#")[0]  # later turns of an episode go where the first went
+            if self._rows is not None and prompt not in self._prompts:
+                self._queue.setdefault(prompt, []).append(request)
+                continue
+            rank = self._prompts.setdefault(prompt, len(self._prompts) % self._workers.size)
+            self._outbox[rank].append(request)
+
+    def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
+        """Yield completions as they finish, until no request is left."""
+        while self._queue or any(self._outbox) or any(self._open) or any(self._asked):
+            self._deal()
+            for rank in range(self._workers.size):
+                while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
+                    self._ask(rank)
+            for rank, plain in self._workers.results(SLICE_SECONDS if between is None else POLL_SECONDS).items():
+                if isinstance(plain, Lost):
+                    self._lost(rank, plain)
+                    continue
+                self._asked[rank] -= 1
+                yield from self._taken(rank, plain)
+            if between is not None:
+                between()
+        self._prompts.clear()
+
+    def _deal(self) -> None:
+        """Give prompts of the queue to the workers that have room, to the one with the fewest requests first."""
+        while self._queue and self._rows is not None:
+            held = [len(sent) + len(box) for sent, box in zip(self._open, self._outbox, strict=True)]
+            rank = held.index(min(held))
+            if held[rank] >= self._rows:
+                return
+            prompt = next(iter(self._queue))
+            self._prompts[prompt] = rank
+            self._outbox[rank] += self._queue.pop(prompt)
+
+    def _ask(self, rank: int) -> None:
+        requests, self._outbox[rank] = self._outbox[rank], []
+        self._open[rank] |= {request.id: request for request in requests}
+        self._workers.start(rank, "sample", many_to_plain(Request, requests), SLICE_SECONDS)
+        self._asked[rank] += 1
+
+    def _lost(self, rank: int, lost: Lost) -> None:
+        """Give a lost worker's requests to the one in its place: their samples follow from their seeds."""
+        self._workers.revive(rank, lost)
+        self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
+        self._open[rank].clear()
+        self._asked[rank] = 0
+
+    def _taken(self, rank: int, plain: Sequence[Plain]) -> Iterator[Completion]:
+        for one in many_from_plain(Sampled, plain):
+            request = self._open[rank].pop(one.id)
+            yield Completion(request, one.ids, one.logprobs, one.finish, one.version, (one.text, one.answer))
+
+    def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
+        """Return the log-probability of every token but the first, by the first worker's engine."""
+        return list(from_plain(Values, self._workers.call_one(0, "score", _rows(sequences))).rows)
+
+    def load(self, weights: WeightStream, version: int) -> None:
+        """Become `version`: the workers' engines read their learners' weights."""
+        check_idle(len(self._queue) + sum(map(len, (*self._open, *self._outbox))), version)
+        self.version = version
+
+    def fingerprints(self) -> Fingerprints:
+        """Return fingerprints of what samples. Raises SyncError if the workers hold different weights."""
+        return _agreed(self._workers.call("held"))
+
+    def weights(self, only: Collection[str] = ()) -> WeightStream:
+        """Return what the first worker samples with, read from a file."""
+        self._workers.call_one(0, "write_weights")
+        found = _tensors(self._folder / WEIGHTS)
+        return ((name, tensor) for name, tensor in found.items() if not only or name in only)
+
+    def close(self) -> None:
+        """Drop all requests."""
+        while any(self._asked):
+            for rank, plain in self._workers.results(SLICE_SECONDS).items():
+                self._asked[rank] -= 1
+                if isinstance(plain, Lost):
+                    self._lost(rank, plain)
+        self._workers.call("drop")
+        self._queue.clear()
+        self._prompts.clear()
+        for requests, opened in zip(self._outbox, self._open, strict=True):
+            requests.clear()
+            opened.clear()
+
+
+class GroupSync:
+    """The proof that all workers hold the same weights: those that the owners of the tensors made.
+
+    An update ends with the exchange of the weights, so nothing is sent here. Each worker proves its own engine; then all
+    fingerprints are compared with those that the owners made before they sent anything.
+    """
+
+    sent = 0
+    """Bytes sent by the last push."""
+
+    def __init__(self, workers: Workers, samplers: Samplers | None = None) -> None:
+        """Take the workers that train, and those that only sample if there are any."""
+        self._workers, self._samplers = workers, samplers
+        self.shift: float | None = None
+        """Distance of the policy between probes: see Prover.shift."""
+
+    def push(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Give the engines the learner's version and prove it. Raises SyncError naming tensors and ranks."""
+        start = time.perf_counter()
+        engine.load(iter(()), learner.version)
+        found = self._workers.call("push")
+        if self._samplers is not None:
+            self._samplers.feed(learner.version)
+        return replace(self._proof(found), seconds=time.perf_counter() - start)
+
+    def verify(self, learner: Learner, engine: RolloutEngine) -> Proof:
+        """Prove everything without changing anything. Raises SyncError."""
+        return self._proof(self._workers.call("verify"))
+
+    def negative_control(self, learner: Learner, engine: RolloutEngine) -> str:
+        """Flip one bit on one worker, each time another one: the comparison must name the tensor and the rank.
+
+        Returns the tensor's name. Raises SyncError if the proof is blind.
+        """
+        places = [(part, rank) for part in self._parts for rank in range(part.size)]
+        rank = (learner.version - 1) % len(places)
+        part, own = places[rank]
+        before = self._held()
+        name: str = part.call_one(own, "falsify")
+        found = self._held()
+        part.call_one(own, "falsify")
+        seen = [str(fault) for fault in differing(before[rank - 1], found)]
+        if seen != [f"{name}: differs, other values on rank {rank}"]:
+            raise blind(f"{name} on rank {rank}", seen)
+        if self._held() != before:
+            raise SyncError(
+                "the weights did not come back after the negative control", where=name, fix="resume the run"
+            )
+        return name
+
+    def _held(self) -> list[dict[str, TensorPrint]]:
+        """Return the fingerprints of what every worker samples with."""
+        return [_prints(one) for part in self._parts for one in part.call("held")]
+
+    @property
+    def _parts(self) -> list[Workers]:
+        return [self._workers, *([self._samplers] if self._samplers is not None else [])]
+
+    def _proof(self, plain: Sequence[Plain]) -> Proof:
+        found = [from_plain(RankProof, one) for one in plain]
+        held = [one.held.read() for one in found]
+        truth = dict(held[0])
+        for one in found:
+            truth |= one.truth.read()
+        proofs = [record.from_json(json.loads(one.proof)) for one in found]
+        if self._samplers is not None:
+            held += [_prints(one) for one in self._samplers.call("held")]
+            if proofs[0].probe is not None:
+                self._samplers.require_same_scores(len(found))
+        if faults := differing(truth, held):
+            raise SyncError(
+                f"{len(faults)} tensors are not those that their owners made: {'; '.join(map(str, faults[:8]))}",
+                where=f"sync of version {proofs[0].version}",
+                fix="use no sample and no score of this run's last step; resume from the last checkpoint",
+            )
+        self.shift = found[0].shift
+        return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
+
+
+def differing(truth: Mapping[str, TensorPrint], held: Sequence[Mapping[str, TensorPrint]]) -> list[Mismatch]:
+    """Return the tensors of each rank that are not the true ones."""
+    expected = combine(truth)
+    return [
+        replace(fault, detail=f"{fault.detail} on rank {rank}")
+        for rank, prints in enumerate(held)
+        for fault in compare(expected, combine(prints))
+    ]
+
+
+def _agreed(plain: Sequence[Plain]) -> Fingerprints:
+    held = [_prints(one) for one in plain]
+    if faults := differing(held[0], held):
+        raise SyncError(
+            f"workers hold different weights: {'; '.join(map(str, faults[:8]))}", fix="resume from the last checkpoint"
+        )
+    return combine(held[0])
+
+
+def _joined(plain: Sequence[Plain]) -> list[tuple[float, ...]]:
+    """Return the rows of all ranks as one list: of each row one rank has values."""
+    shares = [from_plain(Values, one).rows for one in plain]
+    return [next((row for row in rows if row), ()) for rows in zip(*shares, strict=True)]
+
+
+def _prints(plain: Plain) -> dict[str, TensorPrint]:
+    return from_plain(Prints, plain).read()
+
+
+def _rows(sequences: Sequence[TokenIds]) -> Plain:
+    return to_plain(Rows, Rows(tuple(sequences)))
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read tensors that a worker wrote, and delete the file: a tensor in memory keeps what it needs of it."""
+    tensors = read_tensors(path)
+    path.unlink()
+    return tensors

@@ -1,0 +1,140 @@
+"""A worker with a model and an engine: the methods that the driver calls of every worker, and those of one that only samples.
+
+Arguments and results are plain values (cluster/plain.py). All methods are called by one thread, one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.build.build import adopt, build_engine, build_policy
+from lockstep.build.parts import Policy
+from lockstep.checkpoint.state import read_tensors, write_tensors
+from lockstep.cluster.channel import Channel
+from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows, Sampled, Values
+from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.config.load import load_mapping
+from lockstep.config.schema import Recipe
+from lockstep.learner.device import choose_device
+from lockstep.learner.ranks import assign_owners
+from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
+from lockstep.sync.control import Falsified
+from lockstep.sync.fingerprint import fingerprint
+from lockstep.types import Completion, Forward, ForwardReport, Request, RolloutEngine, WeightStream
+
+
+class Sampler:
+    """A worker that only samples. `build` comes first, then `join`."""
+
+    def __init__(self, place: Plain) -> None:
+        self._place = from_plain(Place, place)
+        self._running: Iterator[Completion] | None = None
+        self._falsified: Falsified | None = None
+
+    def available(self) -> float:
+        """Return the bytes that this worker's GPU has free."""
+        torch.cuda.set_device(self._place.rank)
+        return float(torch.cuda.mem_get_info()[0])
+
+    def build(self, recipe: str, weights: bool) -> Plain:
+        """Build model and engine. `weights`: a file of the folder replaces the start's."""
+        self._prepare(recipe)
+        self._load(build_policy(self._here, replaced=weights and self._recipe.adapter.kind == "none"), weights)
+        return None
+
+    def _prepare(self, recipe: str) -> None:
+        """Read the recipe, and take this worker's device."""
+        self._recipe: Recipe = load_mapping(json.loads(recipe))
+        self._device = choose_device(self._recipe.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._place.rank)
+        self._here = self._recipe.model_copy(update={"threads": self._recipe.threads or self._place.threads})
+
+    def _load(self, policy: Policy, weights: bool) -> None:
+        """Load the weights of the folder if there are any, and build the engine."""
+        if weights:
+            tensors = read_tensors(Path(self._place.folder) / START)
+            load_weights(policy.model, iter(adopt(policy, tensors).items()))
+        self._chat, self._model = policy.chat, policy.model
+        self._engine: RolloutEngine = build_engine(policy, self._recipe)
+        self._trained = {clean_name(n): p for n, p in policy.model.named_parameters() if p.requires_grad}
+
+    # --- weights --------------------------------------------------------------------------------------------------
+    def join(self, meet: str) -> str:
+        """Open a channel from each trainer, with all other samplers; returns a hash of what will travel."""
+        own, size = self._place.rank - self._place.size + 1, self._place.samplers + 1
+        self._channels = [Channel(f"{meet}_{rank}", own, size, self._device) for rank in range(self._place.size)]
+        return self._layout()
+
+    def take(self) -> None:
+        """Receive the trained tensors from their owners."""
+        for rank, channel in enumerate(self._channels):
+            channel.send(self._owned(rank))
+
+    def serve(self, version: int) -> None:
+        """Become a version of the weights, which are here."""
+        self._engine.load(iter(()), version)
+
+    def _owned(self, rank: int) -> list[Tensor]:
+        """Return the tensors that a trainer owns, in an order that all know."""
+        owner = assign_owners({name: p.numel() for name, p in self._trained.items()}, self._place.size)
+        return [p.detach() for name, p in self._trained.items() if owner[name] == rank]
+
+    def _layout(self) -> str:
+        names = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._trained.items()]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+    # --- engine ---------------------------------------------------------------------------------------------------
+    def sample(self, requests: Plain, seconds: float) -> Plain:
+        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
+        self._engine.submit(many_from_plain(Request, requests))
+        end, found = time.monotonic() + seconds, []
+        self._running = self._running or self._engine.completed()
+        for one in self._running:
+            read = self._chat.read(one.ids)
+            found.append(Sampled(one.request.id, one.ids, one.logprobs, one.finish, one.version, *read))
+            if time.monotonic() > end:
+                break
+        else:
+            self._running = None
+        return many_to_plain(Sampled, found)
+
+    def drop(self) -> None:
+        """Drop all requests."""
+        self._running = None
+        self._engine.close()
+
+    def score(self, sequences: Plain) -> Plain:
+        """Return Values of the engine."""
+        return to_plain(Values, Values(tuple(self._engine.score(from_plain(Rows, sequences).ids))))
+
+    def set_forward(self, forward: Plain) -> Plain:
+        """Set the engine's precision and noise; returns a ForwardReport."""
+        return to_plain(ForwardReport, self._engine.set_forward(from_plain(Forward, forward)))
+
+    def held(self) -> Plain:
+        """Return Prints of what the engine samples with."""
+        return to_plain(Prints, Prints.of(fingerprint(self._engine.weights()).tensors))
+
+    def write_weights(self) -> None:
+        """Write what the engine samples with into the folder."""
+        write_tensors(Path(self._place.folder) / WEIGHTS, dict(self._engine.weights()))
+
+    def falsify(self) -> str:
+        """Flip one bit of a trained tensor; returns its name. Called again, flip it back."""
+        if self._falsified is None:
+            self._falsified = Falsified(self, frozen_names(self._model))
+            return self._falsified.name
+        falsified, self._falsified = self._falsified, None
+        return falsified.undo()
+
+    def weights(self) -> WeightStream:
+        """Return the model's weights."""
+        return named_weights(self._model)

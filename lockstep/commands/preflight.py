@@ -1,0 +1,180 @@
+"""`lockstep preflight`: one table that says whether a run of a recipe would start, and whether it is worth starting.
+
+Plan, doctor and the checks of a start come first; then, on the real weights, the format rate, the headroom and a few steps of
+training in a folder that is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, get_args
+
+from lockstep.commands.eval import positive
+from lockstep.commands.plan import add_allow, load_allowed
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import EvalMode, Recipe
+    from lockstep.doctor.check import Check
+    from lockstep.types import Score
+
+FORMAT_ITEMS, HEADROOM_ITEMS, HEADROOM_SAMPLES, SMOKE_STEPS = 40, 12, 8, 6
+SHOWN = ("reward/mean", "advantage/std", "grad/norm", "length/truncated")
+"""Metrics of the last step of the short run that are printed."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `preflight RECIPE...`."""
+    parser = subparsers.add_parser(
+        "preflight", help="plan, doctor, format rate, headroom and a few steps in one table: would the run start?"
+    )
+    parser.add_argument("recipe", nargs="+", metavar="RECIPE|a.b=c", help="recipe files and overrides; later ones win")
+    add_allow(parser)
+    for name, number, what in (
+        ("items", FORMAT_ITEMS, "held-out questions of the format rate"),
+        ("headroom-items", HEADROOM_ITEMS, "training questions of the headroom"),
+        ("smoke-steps", SMOKE_STEPS, "steps of the short run"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=number, metavar="N", help=f"{what} (default {number})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line a check. Returns 1 if one failed, else 0. Raises ConfigError for a recipe with mistakes.
+
+    What needs the weights is left out once something failed that would end the run.
+    """
+    from lockstep.doctor.check import lines, worst
+    from lockstep.doctor.run import doctor
+    from lockstep.loops.preflight import start_checks
+
+    recipe = load_allowed(args)
+    found: list[Check] = []
+    for check in chain(doctor(recipe), start_checks(recipe)):
+        found.append(check)
+        if check.verdict != "ok":
+            print("\n".join(lines(check)), flush=True)
+    print(f"{'ok':<5} {'doctor':<14} {sum(check.verdict == 'ok' for check in found)} of {len(found)} checks")
+    failed = worst(found) == "fail"
+    for check in () if failed else _measured(recipe, args):
+        found.append(check)
+        print("\n".join(lines(check)), flush=True)
+    if failed:
+        print("format rate, headroom, time and short run were left out: the run would end before them")
+    failed = worst(found) == "fail"
+    print(f"\nverdict: `lockstep train` would {'not start, or be of no use: see fail' if failed else 'start'}")
+    return int(failed)
+
+
+def _measured(recipe: Recipe, args: argparse.Namespace) -> Iterator[Check]:
+    """Yield the checks that load the model."""
+    from lockstep.loops.preflight import with_known_steps
+
+    recipe = with_known_steps(recipe)
+    checks: list[tuple[str, Callable[[Recipe, argparse.Namespace], Check]]] = [("time", _time)]
+    if recipe.task.kind != "none":
+        checks.insert(0, ("format", _format))
+    if recipe.loop == "rl":
+        checks += [("headroom", _headroom), ("smoke", _smoke)]
+    for name, check in checks:
+        yield _tried(name, lambda check=check: check(recipe, args))  # type: ignore[misc]
+
+
+def _tried(name: str, check: Callable[[], Check]) -> Check:
+    from lockstep.doctor.check import Check
+    from lockstep.errors import LockstepError
+
+    try:
+        return check()
+    except LockstepError as error:
+        return Check(name, "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+
+
+def _time(recipe: Recipe, args: argparse.Namespace) -> Check:
+    from lockstep.doctor.check import Check
+    from lockstep.loops.timing import measure_timing, timing_lines
+
+    return Check("time", "ok", "; ".join(timing_lines(measure_timing(recipe), recipe)))
+
+
+def _format(recipe: Recipe, args: argparse.Namespace) -> Check:
+    from lockstep.commands.probe import format_mode
+    from lockstep.doctor.check import Check
+    from lockstep.evaluation.probes import format_lines, probe_format
+
+    score = _score(recipe, "id_probe", args.items, format_mode())
+    if not any(one.boxed is not None or one.method or one.extracted is not None for one in score.results):
+        return Check("format", "ok", "the grader does not say what it read: no format to measure")
+    probe = probe_format(score.results)
+    said = format_lines(probe)
+    found = f"{said[0]}; {score.truncated:.0%} cut off at {score.conditions.max_tokens} tokens"
+    if probe.passed:
+        return Check("format", "ok", found)
+    return Check("format", "fail" if probe.sure else "warn", f"{found}; {said[3]}", said[-1])
+
+
+def _headroom(recipe: Recipe, args: argparse.Namespace) -> Check:
+    from lockstep.config.schema import EvalMode
+    from lockstep.doctor.check import Check
+    from lockstep.evaluation.probes import MIXED, headroom_lines, probe_headroom
+
+    samples = max(HEADROOM_SAMPLES, recipe.samples_per_prompt)
+    mode = EvalMode(name="headroom", temperature=recipe.rollout.temperature, samples=samples)
+    probe = probe_headroom(_score(recipe, "train", args.headroom_items, mode).results, samples)
+    advice = headroom_lines(probe, recipe.samples_per_prompt)[-1].removeprefix("advice: ")
+    shares = dict(probe.mixed)
+    share = shares.get(recipe.samples_per_prompt, shares[samples])
+    found = f"{probe.solve_rate:.1%} right, {share:.0%} of groups of {recipe.samples_per_prompt} have right and wrong replies"
+    if probe.never == 1 or probe.always == 1:
+        return Check("headroom", "fail", f"{found}: no group has a gradient", advice)
+    return Check("headroom", "ok" if share >= MIXED else "warn", found, "" if share >= MIXED else advice)
+
+
+def _smoke(recipe: Recipe, args: argparse.Namespace) -> Check:
+    """Train a few steps in a folder that is deleted; the run's own rules judge them."""
+    import contextlib
+    import io
+    import tempfile
+    from pathlib import Path
+
+    from lockstep.doctor.check import Check
+    from lockstep.doctor.machine import existing
+    from lockstep.loops.start import start_run
+    from lockstep.track.writer import read_metrics
+
+    with tempfile.TemporaryDirectory(dir=existing(Path(recipe.runs_dir)), prefix=".lockstep-smoke-") as folder:
+        short = _shortened(recipe, args.smoke_steps, folder)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            rows = read_metrics(start_run(short))
+    shown = ", ".join(f"{name} {rows[-1].metrics[name]:.3g}" for name in SHOWN if name in rows[-1].metrics)
+    warned = [line.strip() for line in said.getvalue().splitlines() if line.startswith("warning: ")]
+    return Check("smoke", "warn" if warned else "ok", f"{short.steps} steps: {shown}", "; ".join(warned[:3]))
+
+
+def _shortened(recipe: Recipe, steps: int, folder: str) -> Recipe:
+    """Return the recipe with `steps` steps, without evaluations and trackers; a longer warm-up ends with them."""
+    from lockstep.config.load import load_mapping
+    from lockstep.config.schema import Allowable
+
+    tree = recipe.model_dump(mode="json")
+    critic, noise = recipe.algorithm.critic, recipe.noise
+    steps = min(steps + (critic.warmup_steps if critic else 0), recipe.steps)
+    updates = (steps - (critic.warmup_steps if critic else 0)) * recipe.updates_per_step
+    warmup = min(recipe.optimizer.warmup(recipe.policy_updates), updates - 1)
+    tree |= {"runs_dir": folder, "steps": steps, "eval": {"enabled": False}, "save": {"every": steps}, "track": {}}
+    tree["optimizer"] |= {"warmup_steps": warmup, "warmup_ratio": 0.0}
+    tree["allow"] = [*get_args(Allowable)]  # the recipe itself was judged
+    if noise is not None:
+        tree["noise"]["stages"] = min(noise.stages, steps)
+    return load_mapping(tree, where=f"{steps} steps of {recipe.name}")
+
+
+def _score(recipe: Recipe, role: str, items: int, mode: EvalMode) -> Score:
+    """Return a score of the weights that the run would start from."""
+    from lockstep.config.schema import EvalSet
+    from lockstep.scoring.score import measure_once
+    from lockstep.scoring.targets import Target
+
+    return measure_once(
+        Target(recipe.model.path, recipe, 0), EvalSet.model_validate({"role": role, "items": items}), mode
+    )

@@ -1,0 +1,183 @@
+"""`lockstep runs`: list runs, note, tag and archive them, remove what is of no more use, show the best known scores."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.track.listing import Listed
+
+ACTIONS = {
+    "list": "list runs (the default)",
+    "best": "show the best known score of each set of items and mode",
+    "note": "fill in the entry of runs in NOTES.md",
+    "tag": "give a run tags",
+    "untag": "take tags from a run",
+    "archive": "leave runs out of the list",
+    "unarchive": "list them again",
+    "gc": "say what is of no more use, or delete it",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `runs [ACTION] [RUN...]`."""
+    parser = subparsers.add_parser("runs", help="list runs; note, tag, archive or clean them; show the best scores")
+    _add_options(parser)
+    parser.set_defaults(dir=Path("runs"), filter=[], all=False)
+    actions = parser.add_subparsers(dest="runs_action", metavar="ACTION")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text)
+        _add_options(action)
+        if name in ("tag", "untag"):
+            action.add_argument("run", metavar="RUN")
+            action.add_argument("tags", nargs="+", metavar="TAG")
+        elif name in ("note", "archive", "unarchive"):
+            action.add_argument("runs", nargs="+", metavar="RUN")
+        elif name == "gc":
+            action.add_argument("--yes", action="store_true", help="delete; without it, only say what would be deleted")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what may stand before and after the action; a default there would replace what was given before."""
+    nothing = argparse.SUPPRESS
+    parser.add_argument("--dir", type=Path, default=nothing, metavar="DIR", help="folder of the runs (default runs)")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=nothing,
+        metavar="TEXT|a.b=v",
+        help="runs whose name, state or tag has this text, or whose setting has this value; may be given several times",
+    )
+    parser.add_argument("--all", action="store_true", default=nothing, help="archived runs, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action. Raises RunDirectoryError for a run that is not there."""
+    match args.runs_action:
+        case None | "list":
+            print("\n".join(listing(chosen(args), args.dir)))
+        case "best":
+            print("\n".join(best(chosen(args), args.dir)))
+        case "gc":
+            print("\n".join(collect(args.dir, really=args.yes)))
+        case "tag" | "untag":
+            _tag(_path(args, args.run), args.tags, add=args.runs_action == "tag")
+        case "note":
+            _note([_path(args, name) for name in args.runs])
+        case _:
+            _archive([_path(args, name) for name in args.runs], archived=args.runs_action == "archive")
+    return 0
+
+
+def chosen(args: argparse.Namespace) -> list[Listed]:
+    """Return the runs that the filters leave, newest first."""
+    from lockstep.track.listing import list_runs
+
+    found = [one for one in list_runs(args.dir) if args.all or not one.archived]
+    return [one for one in found if all(matches(one, text) for text in args.filter)]
+
+
+def matches(one: Listed, text: str) -> bool:
+    """Return whether a run has the text in its name, state or tags, or the value in its setting (a.b=value)."""
+    path, equals, wanted = text.partition("=")
+    if equals:
+        return setting(one.recipe, path) == wanted
+    return any(text in word for word in (one.path.name, one.state, *one.tags))
+
+
+def setting(recipe: Mapping[str, Any], path: str) -> str | None:
+    """Return a setting as text, as a recipe writes it; a section with variants is its kind; None if there is none."""
+    found: Any = recipe
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping):
+        found = found.get("kind")
+    if isinstance(found, bool):
+        return str(found).lower()
+    return f"{found:g}" if isinstance(found, float) else None if found is None else str(found)
+
+
+def listing(runs: Sequence[Listed], folder: Path) -> list[str]:
+    """Return the lines of a list of runs."""
+    from lockstep.track.text import one_line, plain_table
+
+    if not runs:
+        return [f"no runs in {folder}" + (" that match" if folder.is_dir() else "")]
+    rows = [
+        (
+            one.path.name,
+            one.state + (", archived" if one.archived else ""),
+            f"{one.step}/{one.steps}" if one.steps else "",
+            "" if one.reward is None else f"{one.reward:.3f}",
+            "" if one.best is None else f"{one.best[1]:.1%} {one.best[0]} @{one.best[2]}",
+            one.began[:16].replace("T", " "),
+            ",".join(one.tags),
+        )
+        for one in runs
+    ]
+    table = plain_table("", ("run", "state", "step", "reward", "best score", "began (UTC)", "tags"), rows)
+    reasons = [(one.path.name, one.reason.splitlines()[0]) for one in runs if one.reason and one.state != "running"]
+    notes = [f"{name}: {one_line(reason, 100)}" for name, reason in reasons]
+    return [*table.split("\n"), *([""] if notes else []), *notes]
+
+
+def best(runs: Sequence[Listed], folder: Path) -> list[str]:
+    """Return the highest stored score of each set of items and mode, with its interval and its run."""
+    from lockstep.evaluation.table import score_line
+    from lockstep.scoring.against import best_of
+    from lockstep.track.text import plain_table
+
+    top = best_of(one.path for one in runs)
+    if not top:
+        return [f"no run in {folder} has a score"]
+    rows = [(key[0], key[1], key[2][:8], score_line(score), score.source) for key, score in sorted(top.items())]
+    return plain_table("", ("task", "mode", "items", "best known", "from"), rows).split("\n")
+
+
+def collect(folder: Path, *, really: bool) -> list[str]:
+    """Return what is removed, or would be."""
+    from lockstep.track.listing import removable, remove
+
+    lines, total = [], 0
+    for one in list(removable(folder)):
+        word = ("removed" if remove(one) else "left, a process writes there:") if really else "would remove"
+        total += one.bytes
+        lines.append(f"{word} {one.path} ({one.bytes / 2**20:,.1f} MiB): {one.why}")
+    if not lines:
+        return ["nothing to remove: no failed start, no archived run with several checkpoints"]
+    return [*lines, f"{total / 2**20:,.1f} MiB" + ("" if really else "; delete with lockstep runs gc --yes")]
+
+
+def _path(args: argparse.Namespace, name: str) -> Path:
+    return Path(name) if "/" in name else args.dir / name
+
+
+def _tag(path: Path, tags: Sequence[str], *, add: bool) -> None:
+    from lockstep.track.listing import annotate
+    from lockstep.track.rundir import RunDirectory
+
+    before = RunDirectory.open(path).manifest().get("tags", [])
+    after = (
+        [*before, *(tag for tag in tags if tag not in before)] if add else [tag for tag in before if tag not in tags]
+    )
+    annotate(path, tags=after)
+    print(f"{path}: tags {', '.join(after) or 'none'}")
+
+
+def _note(paths: Sequence[Path]) -> None:
+    from lockstep.scoring.notes import write_note
+    from lockstep.track.rundir import RunDirectory
+
+    for path in paths:
+        print(f"{path}: noted in {write_note(RunDirectory.open(path))}")
+
+
+def _archive(paths: Sequence[Path], *, archived: bool) -> None:
+    from lockstep.track.listing import annotate
+
+    for path in paths:
+        annotate(path, archived=archived)
+        print(f"{path}: {'archived; lockstep runs --all lists it' if archived else 'back in the list'}")

@@ -1,0 +1,55 @@
+"""Published figures that a recipe is compared with, in a file beside it: mine.yaml has mine.expects.yml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from lockstep.config.section import Section
+from lockstep.errors import ConfigError
+
+
+class Count(Section):
+    """Published number of rows of one of the recipe's data sets."""
+
+    of: str = "train"
+    """Data set: train, or a role of task.heldout."""
+    after: str = ""
+    """Name of the filter after which they are counted; empty counts those of the source."""
+    rows: int
+    within: float = Field(default=0.0, ge=0)
+    """Share by which ours may differ: a published figure is often rounded."""
+    source: str
+
+
+class Figure(Section):
+    """Published accuracy, before (base) or after training."""
+
+    score: str = Field(pattern="^(base|trained)$")
+    mode: str = "greedy"
+    """Name of the score among the recipe's evaluations: greedy, ood_probe.greedy."""
+    value: float = Field(ge=0, le=1)
+    source: str
+
+
+class Expects(Section):
+    """Everything published about a run."""
+
+    counts: list[Count] = Field(default=[])
+    figures: list[Figure] = Field(default=[])
+
+
+def expects_of(recipe: Path) -> Expects:
+    """Return what is published about a recipe. Raises ConfigError if no file beside it says it."""
+    path = recipe.with_suffix(".expects.yml")
+    try:
+        return TypeAdapter(Expects).validate_python(yaml.safe_load(path.read_text("utf-8")))
+    except OSError:
+        raise ConfigError(
+            [f"{path}: not there; it has the published figures that {recipe.name} is compared with"],
+            fix="write it as recipes/tasks/gsm8k_0.5b.expects.yml is written, or name one of recipes/tasks",
+        ) from None
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from None

@@ -1,0 +1,55 @@
+"""One episode's environment in a process of its own, forked from one that has imported the task's code without torch.
+
+A process that hangs, dies or grows is ended alone, and its random numbers are its own.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from lockstep.config import schema
+from lockstep.envs.make import env_maker
+from lockstep.envs.turns import fault_of
+from lockstep.types import Env, Turn
+
+
+def load(settings: str) -> Callable[[Mapping[str, Any]], Turn | str]:
+    """Import the code of a task, given as JSON; returns what answers calls: the turn, or why what was returned is none.
+
+    The first call has the prompt and the seed, the others have a reply.
+    """
+    task: schema.Task = TypeAdapter(schema.Task).validate_json(settings)
+    make = env_maker(task)
+    episode: list[Env] = []
+
+    def answer(call: Mapping[str, Any]) -> Turn | str:
+        if episode:
+            turn = episode[0].step(call["reply"])
+        else:
+            _limit_memory(task)
+            _seed_globals(call["seed"])
+            episode.append(make(call["prompt"]))
+            turn = episode[0].start(call["seed"])
+        return fault_of(turn) or turn
+
+    return answer
+
+
+def _limit_memory(task: schema.Task) -> None:
+    turns = getattr(task, "turns", None)
+    if isinstance(turns, schema.Turns):
+        size = int(turns.memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _seed_globals(seed: int) -> None:
+    """Seed the global random numbers of Python and NumPy, for environments that draw from them."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

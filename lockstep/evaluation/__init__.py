@@ -1,0 +1,1 @@
+"""Evaluation: its steps and conditions, intervals, and comparisons."""

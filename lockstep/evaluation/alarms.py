@@ -1,0 +1,137 @@
+"""Alarms about a score: replies that were cut off, not read, or the same where they should differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from lockstep.evaluation.brief import Brief, brief_of
+from lockstep.evaluation.compare import identical_warning
+from lockstep.evaluation.intervals import wilson
+from lockstep.types import ItemResult, Score
+
+TRUNCATED = 0.05
+"""Share of replies cut off above which an accuracy says as much about the token budget as about the model."""
+UNPARSED = 0.05
+"""Share of scored replies without a readable answer above which the parser must be checked first."""
+ENVIRONMENT = "environment"
+"""Method of replies that an environment graded."""
+BOXED = 0.95
+"""Boxed rate that a model should have before it is trained by rewards for boxed answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counts of a score's replies by how they were read."""
+
+    replies: int
+    scored: int
+    boxed: int
+    says_boxed: int
+    """Number of replies for which the verifier says whether they have a box."""
+    unparsed: int
+    """Scored, but no answer was found."""
+    unparsed_truncated: int
+    """Unparsed replies that were cut off at the token budget."""
+    truncated: int
+    wrong: int
+    wrong_truncated: int
+    extracts: bool
+    """True if the verifier says for some reply how it was read."""
+
+    @property
+    def boxed_rate(self) -> float | None:
+        return self.boxed / self.says_boxed if self.says_boxed else None
+
+    @property
+    def unparsed_rate(self) -> float | None:
+        """None if the verifier never says what it read."""
+        return self.unparsed / self.scored if self.scored and self.extracts else None
+
+    @property
+    def ceiling(self) -> float | None:
+        """The accuracy that could be reached if every reply with a readable answer were right."""
+        return None if self.unparsed_rate is None else 1 - self.unparsed_rate
+
+
+def reading(results: Sequence[ItemResult]) -> Reading:
+    scored = [r for r in results if r.correct is not None]
+    # A user's verifier may find a reply right without saying what it read.
+    unparsed = [r for r in scored if r.extracted is None and not r.correct]
+    wrong = [r for r in scored if not r.correct]
+    return Reading(
+        replies=len(results),
+        scored=len(scored),
+        boxed=sum(bool(r.boxed) for r in results),
+        says_boxed=sum(r.boxed is not None for r in results),
+        unparsed=len(unparsed),
+        unparsed_truncated=sum(r.truncated for r in unparsed),
+        truncated=sum(r.truncated for r in results),
+        wrong=len(wrong),
+        wrong_truncated=sum(r.truncated for r in wrong),
+        # An episode ends with what its environment gave: only one that hands in answers has any to find.
+        extracts=any(r.extracted is not None or r.method not in ("", ENVIRONMENT) for r in results),
+    )
+
+
+def reply_alarms(score: Score) -> list[str]:
+    """Return a sentence for each reason why a score may not be what it seems; empty if there is none."""
+    r = reading(score.results)
+    found = []
+    if r.truncated / r.replies > TRUNCATED:
+        found.append(
+            f"{r.truncated} of {r.replies} replies ({r.truncated / r.replies:.0%}) were cut off at {score.conditions.max_tokens} "
+            f"tokens, {r.wrong_truncated} of the {r.wrong} wrong ones among them; a larger eval.max_tokens may change the score"
+        )
+    if r.unparsed_rate is not None and r.ceiling is not None and r.unparsed_rate > UNPARSED:
+        found.append(
+            f"no answer was found in {r.unparsed} of {r.scored} replies ({r.unparsed_rate:.0%}, {r.unparsed_truncated} of them "
+            f"cut off), so the score cannot exceed {r.ceiling:.0%}; see lockstep audit parser"
+        )
+    if r.boxed_rate is not None and r.boxed_rate < BOXED:
+        interval = wilson(r.boxed, r.says_boxed)
+        found.append(
+            f"boxed rate {r.boxed_rate:.0%} [{interval.low:.0%}, {interval.high:.0%}] is below {BOXED:.0%}: the score measures "
+            "the format too; see lockstep probe format"
+        )
+    if score.unscored:
+        first = next(result for result in score.results if result.correct is None)
+        found.append(
+            f"{score.unscored} replies could not be scored and are left out, the first: {first.id} ({first.error or 'no reason'})"
+        )
+    return found
+
+
+def identity_alarms(scores: Sequence[tuple[str, Score | Brief]]) -> list[str]:
+    """Return a sentence for each pair of labelled scores whose replies should differ and are the same, word for word.
+
+    Pairs are those of one task, data, template, mode and budget with other weights or numerics.
+    """
+    briefs = [(label, one if isinstance(one, Brief) else brief_of(one)) for label, one in scores]
+    found = []
+    for (left, a), (right, b) in combinations(briefs, 2):
+        one, other = a.score.conditions, b.score.conditions
+        same = all(
+            getattr(one, name) == getattr(other, name)
+            for name in ("task", "mode", "data_hash", "template_hash", "max_tokens", "seed")
+        )
+        if same and a.marks.ids == b.marks.ids and a.marks.digests == b.marks.digests:
+            warning = identical_warning(one, other, a.score.items * a.score.samples)
+            if warning:
+                found.append(f"{left} and {right}, {one.mode}: {warning}")
+    return found
+
+
+def untrained_alarm(base: Score, trained: Score, equal_rewards: bool | None = None) -> str:
+    """Return why a trained score is the base's own; "" if it is not. `equal_rewards`: no group had rewards that differ."""
+    if not (trained.step > 0 == base.step and trained.conditions.weights == base.conditions.weights):
+        return ""
+    head = f"after {trained.step} steps the weights are still those of the base ({base.conditions.weights})"
+    equal = "within every group all rewards were equal (reward/zero_std_groups = 1), which gives no gradient"
+    easier = "take easier or harder questions, or more samples per prompt; lockstep probe headroom shows the solve rate"
+    if equal_rewards:
+        return f"{head}: {equal}; {easier}"
+    if equal_rewards is None:
+        return f"{head}: either {equal}, or the base was loaded in place of the trained weights"
+    return f"{head}, although some groups had rewards that differ: was the base loaded in place of the trained weights?"

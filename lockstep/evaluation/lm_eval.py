@@ -1,0 +1,332 @@
+"""Tasks of lm-eval as held-out sets: its prompts, filters and metrics, our engine, weights proof, intervals and paired tests.
+
+The package `lm-eval` is an extra; it is imported when a recipe names such a task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.chat.chat import ChatFormat
+from lockstep.config.evaluate import LmEvalSet
+from lockstep.errors import EvaluationError, Interrupted, LockstepError, MachineError
+from lockstep.evaluation.plan import EvalPlan
+from lockstep.evaluation.runner import require_numerics, require_proof, score_of
+from lockstep.seeds import seed_for
+from lockstep.types import Conditions, FinishReason, ItemResult, Proof, Request, RolloutEngine, Sampling, Score
+
+FEWSHOT_SEED = 1234
+"""lm-eval's own default, by which it draws few-shot examples."""
+REPLY_TOKENS = 256
+"""lm-eval's own default of a generated reply."""
+LISTED = "loglikelihood", "multiple_choice", "generate_until"
+"""Kinds of tasks that can be measured; a rolling perplexity has no item that is right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class LmEvalTask:
+    """A task of lm-eval with its requests."""
+
+    settings: LmEvalSet
+    task: Any
+    metric: str
+    filter: str
+    hash: str
+    """Digest of every prompt, choice, reference, filter and metric, and of lm-eval's version."""
+
+
+def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
+    """Read a task's YAML and its data, and build its prompts. Raises MachineError without lm-eval, EvaluationError."""
+    where = f"eval.lm_eval, {settings.name}"
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise MachineError("lm-eval is not installed", where=where, fix="pip install 'lockstep-rl[lm-eval]'") from error
+    path = Path(settings.path).expanduser()
+    if not path.is_file():
+        raise EvaluationError(f"there is no file {path}", where=where, fix="name the YAML file of an lm-eval task")
+    try:
+        with _quiet():
+            (task,) = TaskManager(include_defaults=False).load(str(path.resolve()))["tasks"].values()
+            if settings.fewshot is not None:
+                task.set_config(key="num_fewshot", value=settings.fewshot)
+            _Model(None, chat, 0).requests(task, settings)
+    except Exception as error:  # a user's YAML, its templates and its data
+        raise EvaluationError(
+            f"lm-eval cannot load it: {type(error).__name__}: {str(error)[:500]}",
+            where=f"{where}, {path}",
+            fix="try it with `lm-eval run`, and give it local data (dataset_path: json, dataset_kwargs: {data_files: …})",
+        ) from error
+    if task.OUTPUT_TYPE not in LISTED:
+        raise EvaluationError(f"its kind is {task.OUTPUT_TYPE}", where=where, fix=f"take one of {', '.join(LISTED)}")
+    metrics, filters = list(task.aggregation()), list(_filters(task))
+    metric, chosen = settings.metric or metrics[0], settings.filter or filters[0]
+    for name, known in ((metric, metrics), (chosen, filters)):
+        if name not in known:
+            raise EvaluationError(f"it has no {name}", where=where, fix=f"take one of {', '.join(known)}")
+    return LmEvalTask(settings, task, metric, chosen, _digest(task, lm_eval.__version__))
+
+
+def conditions_of(task: LmEvalTask, chat: ChatFormat, plan: EvalPlan, proof: Proof) -> Conditions:
+    """Return everything that the score depends on; known before anything is computed."""
+    shots = task.task.config.num_fewshot or 0
+    return Conditions(
+        weights=proof.fingerprint,
+        model=plan.model,
+        numerics=plan.numerics,
+        engine=plan.engine,
+        mode="greedy" if task.task.OUTPUT_TYPE == "generate_until" else "loglikelihood",
+        task=f"lm_eval/{task.settings.name}/{task.metric},{task.filter},{shots}-shot{',chat' * task.settings.chat}",
+        data_hash=task.hash,
+        template_hash=chat.template_hash if task.settings.chat else "none",
+        max_tokens=int((task.task.config.generation_kwargs or {}).get("max_gen_toks", REPLY_TOKENS)),
+        seed=plan.seed,
+    )
+
+
+def evaluate_task(
+    engine: RolloutEngine,
+    task: LmEvalTask,
+    chat: ChatFormat,
+    plan: EvalPlan,
+    proof: Proof,
+    *,
+    step: int,
+    source: str = "",
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Score:
+    """Measure a task with the engine's weights, of which `proof` must be; every item is right or wrong by the task's metric.
+
+    Raises StaleWeightsError as `evaluate` does, EvaluationError for a metric that is neither 0 nor 1 for an item.
+    """
+    from lm_eval.evaluator import evaluate
+
+    require_proof(engine, proof)
+    require_numerics(engine, plan.numerics)
+    started = time.perf_counter()
+    model = _Model(engine, chat, plan.seed, plan.context, proof.version, progress)
+    given = {task.settings.name: task.task}
+    limit, framed = task.settings.items, task.settings.chat
+    task.task.set_fewshot_seed(seed=FEWSHOT_SEED)  # the requests are built again
+    try:
+        with _quiet():
+            found: Any = evaluate(
+                model.lm(),
+                given,
+                limit=limit,
+                bootstrap_iters=0,
+                apply_chat_template=framed,
+                fewshot_as_multiturn=framed,
+            )
+    except (LockstepError, Interrupted):
+        raise
+    except Exception as error:  # the task's own filters and metrics
+        raise EvaluationError(
+            f"lm-eval fails: {type(error).__name__}: {str(error)[:500]}",
+            where=f"eval.lm_eval, {task.settings.name}",
+            fix="correct the task",
+        ) from error
+    require_proof(engine, proof)
+    samples = [one for rows in found["samples"].values() for one in rows if one["filter"] == task.filter]
+    results = tuple(_item(task, one, model.made) for one in samples)
+    seconds = time.perf_counter() - started
+    return score_of(results, conditions_of(task, chat, plan, proof), 1, step, proof, seconds, source=source)
+
+
+def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, bool]]) -> ItemResult:
+    value = float(sample[task.metric])
+    if value not in (0.0, 1.0):
+        raise EvaluationError(
+            f"{task.metric} of item {sample['doc_id']} is {value:g}, so it is neither right nor wrong",
+            where=f"eval.lm_eval, {task.settings.name}",
+            fix="set metric to one that is 0 or 1 for each item, such as acc or exact_match",
+        )
+    choice = task.task.OUTPUT_TYPE == "multiple_choice"
+    replies = [str(one[0] if isinstance(one, list | tuple) else one) for one in sample["filtered_resps"]]
+    tokens, cut = made.get(sample["doc_id"], (0, False))
+    return ItemResult(
+        id=f"{task.settings.name}/{sample['doc_id']}",
+        sample=0,
+        correct=value == 1.0,
+        reward=value,
+        extracted=None if choice else replies[0],
+        answer=str(sample["target"]),
+        text="log-likelihoods: " + ", ".join(replies) if choice else str(sample["resps"][0][0]),
+        truncated=cut,
+        tokens=tokens,
+        method=task.filter,
+        boxed=None,
+        error=None,
+    )
+
+
+class _Model:
+    """An engine as lm-eval asks a model."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        chat: ChatFormat,
+        seed: int,
+        context: int | None = None,
+        version: int = 0,
+        progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        self._engine, self._chat, self._tokenizer = engine, chat, chat.tokenizer
+        self._seed, self._context, self._version, self._progress = seed, context, version, progress
+        self.made: dict[int, tuple[int, bool]] = {}
+        """Item to the number of tokens of its reply, and whether it was cut off."""
+
+    def requests(self, task: Any, settings: LmEvalSet) -> None:
+        """Build the requests of a task, with the examples that lm-eval draws."""
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        task.build_all_requests(
+            limit=settings.items,
+            rank=0,
+            world_size=1,
+            apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
+            chat_template=self.framed if settings.chat else None,
+            tokenizer_name=self._chat.template_hash,
+        )
+
+    def framed(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
+        """Return messages in the model's template, as text."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def lm(self) -> Any:
+        """Return it as a class of lm-eval, whose rules split a context from its continuation."""
+        from lm_eval.api.model import TemplateLM
+
+        mine, tokenizer = self, self._tokenizer
+        bos = bool(getattr(tokenizer, "add_bos_token", False))
+
+        class Engine(TemplateLM):  # type: ignore[misc]
+            eot_token_id = tokenizer.eos_token_id
+            tokenizer_name = mine._chat.template_hash
+
+            def tok_encode(self, string: str, add_special_tokens: bool | None = None, **given: object) -> list[int]:
+                own = tokenizer.bos_token is not None and string.startswith(str(tokenizer.bos_token))
+                special = bos and not own if add_special_tokens is None else add_special_tokens
+                return list(tokenizer.encode(string, add_special_tokens=special))
+
+            def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+                return mine.framed(chat_history, add_generation_prompt)
+
+            def _loglikelihood_tokens(self, requests: Any, **given: object) -> list[tuple[float, bool]]:
+                return mine.likelihoods([(tuple(context), tuple(rest)) for _, context, rest in requests])
+
+            def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+                raise NotImplementedError("rolling log-likelihoods")
+
+            def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+                return mine.replies(requests)
+
+        engine: Any = Engine()
+        self._encode = engine.tok_encode
+        return engine
+
+    def likelihoods(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether a greedy choice would have given it."""
+        assert self._engine is not None
+        room = self._context or 2**31
+        whole = [((*before, *rest)[-room:], len(rest)) for before, rest in pairs]
+        scored = self._engine.score([ids for ids, _ in whole])
+        sums = [sum(logprobs[len(logprobs) - count :]) for logprobs, (_, count) in zip(scored, whole, strict=True)]
+        asked = [
+            (ids[: len(ids) - count], Sampling(count, 0.0, ignore_eos=True), f"greedy#{number}")
+            for number, (ids, count) in enumerate(whole)
+        ]
+        greedy = {one.request.id: one.ids for one in self._sampled(asked)}
+        chosen = [greedy[f"greedy#{n}"] == ids[len(ids) - count :] for n, (ids, count) in enumerate(whole)]
+        return list(zip(sums, chosen, strict=True))
+
+    def replies(self, requests: Any) -> list[str]:
+        """Return the reply to each request, cut at the first of its stop texts."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+        asked, ends = [], []
+        eos = self._tokenizer.decode([self._tokenizer.eos_token_id])
+        for number, one in enumerate(requests):
+            text, given = one.args
+            settings: dict[str, Any] = dict(normalize_gen_kwargs(given, REPLY_TOKENS))
+            until, count = handle_stop_sequences(settings.get("until"), eos=eos), settings["max_gen_toks"]
+            warm = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+            sampling = Sampling(
+                count,
+                warm,
+                top_k=int(settings.get("top_k", 0)),
+                top_p=float(settings.get("top_p", 1.0)),
+                stop=tuple(until),
+            )
+            room = (self._context or 2**31) - count
+            asked.append((tuple(self._encode(text)[-room:]), sampling, f"{one.doc_id}#{number}"))
+            ends.append(until)
+        found = {one.request.id: one for one in self._sampled(asked)}
+        texts = []
+        for (_, _, key), until in zip(asked, ends, strict=True):
+            one = found[key]
+            text = str(self._tokenizer.decode(list(one.ids), skip_special_tokens=True))
+            for end in filter(None, until):
+                text = text.split(end)[0]
+            texts.append(text)
+            self.made[int(key.partition("#")[0])] = len(one.ids), one.finish is FinishReason.LENGTH
+        return texts
+
+    def _sampled(self, asked: Sequence[tuple[tuple[int, ...], Sampling, str]]) -> list[Any]:
+        assert self._engine is not None
+        self._engine.submit(
+            [
+                Request(key, ids, key, seed_for(self._seed, "lm_eval", key), sampling, self._version)
+                for ids, sampling, key in asked
+            ]
+        )
+        found = []
+        for one in self._engine.completed():
+            found.append(one)
+            self._progress(len(found), len(asked))
+        return found
+
+
+def _filters(task: Any) -> list[str]:
+    return [str(one.name) for one in task._filters]
+
+
+def _digest(task: Any, version: str) -> str:
+    """Return a digest of what is asked and how it is judged; functions of the YAML count by their source files' names alone."""
+    asked = [[one.doc_id, one.idx, one.args] for one in task.instances]
+    targets = [task.doc_to_target(one.doc) for one in task.instances]
+    config = task.dump_config()
+    kept = {key: config.get(key) for key in ("metric_list", "filter_list", "output_type", "process_results")}
+    text = json.dumps([version, asked, targets, kept], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Keep lm-eval's bars and remarks out of the run's output."""
+    log = logging.getLogger("lm_eval")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)

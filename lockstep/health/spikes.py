@@ -1,0 +1,262 @@
+"""The spike log: updates whose ratio, loss or gradient norm stands out, and the rows behind them, by id (spikes.jsonl)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.config.schema import Recipe
+from lockstep.types import Batch, Group, Metrics, Rollout, Scored, TokenIds, TrainSequence
+
+Floats: TypeAlias = NDArray[np.float64]
+Cause: TypeAlias = Literal["ratio", "advantage", "data"]
+
+LEAST = 5
+"""Updates that a median is of, at least."""
+RECENT = 50
+LEAST_LOSS = 1.0
+"""Losses below this size are no spike: of a single update the loss is near 0, and so is its median."""
+LARGE_ADVANTAGE = 4.0
+"""An advantage this many times the median of the other rows' stands out."""
+LARGEST_EXPONENT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """The most extreme token of a row by one measure."""
+
+    value: float
+    token: str
+    position: int
+    """Index among the reply's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeRow:
+    """One reply of a spike."""
+
+    id: str
+    """Id of the prompt, which names the row of the data."""
+    sample: int
+    prompt: str
+    reply: str
+    reward: float | None
+    advantage: float
+    """The largest in size of its tokens."""
+    log_ratio: Extreme
+    """log π_θ - log π_old, signed."""
+    engine_gap: Extreme
+    """log π_θ - log π_rollout, signed."""
+    mean_logprob: float
+    pull: float
+    """Estimated share of the gradient: weight · Σ |advantage| · ratio · (1 - p), over that of all rows."""
+    cause: Cause
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """One update that stands out."""
+
+    step: int
+    update: int
+    """Its number within the step, from 0."""
+    triggers: tuple[str, ...]
+    """ratio, loss or gradient."""
+    grad_norm: float
+    loss: float
+    microbatches: tuple[float, ...]
+    """Largest |log ratio| of each micro-batch."""
+    cause: Cause
+    """Cause of the first row."""
+    rows: tuple[SpikeRow, ...]
+
+    @property
+    def line(self) -> str:
+        """A sentence for the log."""
+        first = self.rows[0]
+        return (
+            f"spike ({', '.join(self.triggers)}): gradient norm {self.grad_norm:.4g}, loss {self.loss:.4g}; most by row "
+            f"{first.id}, sample {first.sample} ({first.pull:.0%} of the gradient, estimated); cause: {first.cause}, {first.why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Per-token numbers of one sequence of an update."""
+
+    sequence: TrainSequence
+    log_ratio: Floats
+    engine_gap: Floats
+    logprobs: Floats
+    advantages: Floats
+
+    @property
+    def pull(self) -> float:
+        ratio = np.exp(np.clip(self.log_ratio, -LARGEST_EXPONENT, LARGEST_EXPONENT))
+        return float(self.sequence.weight * np.sum(np.abs(self.advantages) * ratio * (1 - np.exp(self.logprobs))))
+
+
+class SpikeLog:
+    """Watches the updates of a run; `settle` gives the spikes of a step their rows.
+
+    `decode` turns token ids into text. `history`: metrics of earlier steps, for the medians.
+    """
+
+    def __init__(
+        self, recipe: Recipe, decode: Callable[[TokenIds], str], history: Sequence[Mapping[str, float]] = ()
+    ) -> None:
+        self._settings, self._decode = recipe.health.spikes, decode
+        self._norm_limit = recipe.health.spikes.norm * recipe.optimizer.max_grad_norm
+        self._norms: deque[float] = deque(maxlen=RECENT)
+        self._losses: deque[float] = deque(maxlen=RECENT)
+        self._pending: list[tuple[Spike, list[_Row]]] = []
+        self._update = 0
+        self.found: list[Spike] = []
+        """Settled spikes that nothing has stored yet."""
+        for metrics in history:
+            self._remember(metrics)
+
+    def after(self, batch: Batch, metrics: Metrics, scored: Sequence[Scored]) -> Metrics:
+        """Judge an update by its metrics and by the log-probabilities that it computed, one entry a micro-batch.
+
+        Returns further metrics: signed extremes and a percentile of the log ratio.
+        """
+        seen = [_rows_of(one, batch) for one in scored]
+        rows = [row for found in seen for row in found]
+        if not rows:
+            return {}
+        triggers = self._triggers(metrics)
+        if triggers:
+            tails = tuple(_largest([row.log_ratio for row in found]) for found in seen)
+            norm, loss = metrics.get("grad/norm", math.nan), metrics.get("loss/policy", math.nan)
+            self._pending.append((Spike(0, self._update, triggers, norm, loss, tails, "data", ()), rows))
+        self._update += 1
+        self._remember(metrics)
+        ratio_T = np.concatenate([row.log_ratio for row in rows])
+        return {
+            "ratio/log_min": float(ratio_T.min()),
+            "ratio/log_max": float(ratio_T.max()),
+            "ratio/log_abs_p99": float(np.quantile(np.abs(ratio_T), 0.99)),
+        }
+
+    def settle(self, step: int, groups: Sequence[Group]) -> None:
+        """Describe the spikes of a step's updates by the replies of its groups."""
+        for spike, rows in self._pending:
+            by_ratio = "ratio" in spike.triggers and len(spike.triggers) == 1
+            order = sorted(rows, key=_ratio_size if by_ratio else lambda row: row.pull, reverse=True)
+            told = tuple(self._described(row, rows, groups) for row in order[: self._settings.rows])
+            self.found.append(replace(spike, step=step, cause=told[0].cause, rows=told))
+        self._pending, self._update = [], 0
+
+    def take(self) -> list[Spike]:
+        """Return the spikes found since the last call."""
+        found, self.found = self.found, []
+        return found
+
+    def _triggers(self, metrics: Metrics) -> tuple[str, ...]:
+        s, norm, loss = self._settings, metrics.get("grad/norm", 0.0), abs(metrics.get("loss/policy", 0.0))
+        tail = max(metrics.get("ratio/log_abs_max", 0.0), metrics.get("mismatch/max_abs_dlogp", 0.0))
+        far = {
+            "ratio": not tail <= s.log_ratio,
+            "loss": not loss <= max(LEAST_LOSS, s.times * _median(self._losses)),
+            "gradient": not norm <= min(self._norm_limit, s.times * _median(self._norms)),
+        }
+        return tuple(name for name, outside in far.items() if outside)
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        for name, values in (("grad/norm", self._norms), ("loss/policy", self._losses)):
+            value = abs(metrics.get(name, 0.0))
+            if value and math.isfinite(value):
+                values.append(value)
+
+    def _described(self, row: _Row, rows: Sequence[_Row], groups: Sequence[Group]) -> SpikeRow:
+        rollout = _rollout_of(row.sequence, groups)
+        cause, why = cause_of(row, rows, self._settings.log_ratio)
+        total = sum(one.pull for one in rows) or 1.0
+        places = [place for place, own in enumerate(row.sequence.trained) if own]
+
+        def extreme(values: Floats) -> Extreme:
+            worst = int(np.argmax(np.abs(values)))
+            place = places[worst]
+            return Extreme(float(values[worst]), self._decode((row.sequence.ids[place],)), place)
+
+        return SpikeRow(
+            rollout.prompt.id,
+            rollout.sample,
+            rollout.prompt.messages[-1]["content"],
+            rollout.text,
+            rollout.grade.reward,
+            float(row.advantages[np.argmax(np.abs(row.advantages))]),
+            extreme(row.log_ratio),
+            extreme(row.engine_gap),
+            float(row.logprobs.mean()),
+            row.pull / total,
+            cause,
+            why,
+        )
+
+
+def cause_of(row: _Row, rows: Sequence[_Row], limit: float) -> tuple[Cause, str]:
+    """Return whether ratio, advantage or data made a row stand out, and the evidence."""
+    ratio, gap = _ratio_size(row), float(np.abs(row.engine_gap).max())
+    if not max(ratio, gap) <= limit:
+        between = "the update" if ratio > limit else "engine and learner"
+        return "ratio", f"a token's log-probability differs by {max(ratio, gap):.3g} nats across {between}"
+    own = float(np.abs(row.advantages).max())
+    others = statistics.median([float(np.abs(one.advantages).max()) for one in rows if one is not row] or [own])
+    if own > LARGE_ADVANTAGE * others:
+        return "advantage", f"its advantage is {own:.3g} in size, the median of the others {others:.3g}"
+    usual = statistics.median(float(one.logprobs.mean()) for one in rows)
+    lengths = statistics.median(one.logprobs.size for one in rows)
+    return "data", (
+        f"neither ratio nor advantage stands out; its tokens have a mean log-probability of {row.logprobs.mean():.3g} "
+        f"(median of the rows {usual:.3g}), it has {row.logprobs.size} (median {lengths:g})"
+    )
+
+
+def _rows_of(scored: Scored, batch: Batch) -> list[_Row]:
+    """Return the per-token numbers of a micro-batch's sequences."""
+    new_T, start, found = np.frombuffer(scored.logprobs, np.float32).astype(np.float64), 0, []
+    for index in scored.order:
+        sequence = batch.sequences[index]
+        trained = np.array(sequence.trained, np.bool_)
+        new = new_T[start : (start := start + int(trained.sum()))]
+        if not new.size:
+            continue
+
+        def of(values: Sequence[float], trained: NDArray[np.bool_] = trained) -> Floats:
+            with np.errstate(over="ignore"):  # the learner reads what is too large as infinity, too
+                return np.array(values, np.float32)[trained].astype(np.float64)
+
+        old = new if sequence.old_logprobs is None else of(sequence.old_logprobs)
+        advantages = of(sequence.advantages)
+        found.append(_Row(sequence, new - old, new - of(sequence.rollout_logprobs), new, advantages))
+    return found
+
+
+def _rollout_of(sequence: TrainSequence, groups: Sequence[Group]) -> Rollout:
+    """Return the reply that a sequence was made from; for a sequence without its sample, the first with equal ids."""
+    if sequence.sample is not None:
+        return [one for group in groups for one in group.rollouts][sequence.sample]
+    return next(one for one in groups[sequence.group].rollouts if one.ids == sequence.ids)
+
+
+def _ratio_size(row: _Row) -> float:
+    return float(np.abs(row.log_ratio).max())
+
+
+def _largest(values: Sequence[Floats]) -> float:
+    return max((float(np.abs(one).max()) for one in values), default=0.0)
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median, infinity while there are too few values."""
+    return statistics.median(values) if len(values) >= LEAST else math.inf

@@ -1,0 +1,102 @@
+"""Numbers of a rule that follow from many steps: a falling reward, growing spikes, a reward that rises while held-out falls."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from lockstep.config.evaluate import DECIDING, NONDET
+from lockstep.config.schema import Recipe
+from lockstep.evaluation.stopping import Point, best, level
+from lockstep.types import Metrics
+
+REWARD = "reward/mean"
+WIDTH = 5
+"""Steps at the start and at the end of which the mean rewards are compared."""
+DECADE = 10
+LEAST = 0.02
+"""Smallest fall of reward or accuracy that counts."""
+RISE = 0.005
+"""Smallest rise of the training reward that counts while held-out questions are answered worse."""
+
+
+class Trends:
+    """Takes in a run's steps in order and returns the metrics of lockstep/config/metrics.yaml that nothing stores."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._probes = probes(recipe)
+        self._rewards: list[Point] = []
+        self._norms: dict[int, float] = {}
+        """Largest gradient norm by decade of steps."""
+        self._scores: dict[str, list[tuple[Point, float]]] = {}
+        """Accuracy and its standard error by probe."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Take in a step; a number that cannot be told yet is absent."""
+        found: Metrics = {}
+        if (norm := metrics.get("grad/norm")) is not None and step:
+            decade = (step - 1) // DECADE
+            self._norms[decade] = max(self._norms.get(decade, 0.0), norm)
+            if step % DECADE == 0 and (growth := escalation([self._norms.get(decade - i, 0.0) for i in (2, 1, 0)])):
+                found["grad/escalation"] = growth
+        if REWARD in metrics and step:
+            self._rewards.append(Point(step, metrics[REWARD]))
+            if (fall := drop([point.value for point in self._rewards])) is not None:
+                found["reward/drop"] = fall
+        falls = [self._divergence(probe, step, metrics) for probe in self._probes if f"{probe}/accuracy" in metrics]
+        return found | ({"eval/divergence": max(falls)} if falls else {})
+
+    def _divergence(self, probe: str, step: int, metrics: Mapping[str, float]) -> float:
+        now = Point(step, metrics[f"{probe}/accuracy"])
+        seen = self._scores.setdefault(probe, [])
+        seen.append((now, metrics.get(f"{probe}/se", 0.0)))
+        return divergence(seen, self._rewards)
+
+
+def probes(recipe: Recipe) -> list[str]:
+    """Return the metrics' names, without their last part, of the held-out scores that decide. Example: eval/greedy"""
+    settings = recipe.eval
+    return [
+        f"eval/{settings.score_name(one.role, mode.name)}"
+        for one, mode in settings.pairs
+        if one.role in DECIDING and not mode.name.startswith(NONDET)
+    ]
+
+
+def escalation(norms: Sequence[float]) -> float:
+    """Return the smallest growth from one maximum to the next, 0 if one of those before is 0 or not finite."""
+    pairs = list(pairwise(norms))
+    if not pairs or any(before <= 0 or not math.isfinite(before) for before, _ in pairs):
+        return 0.0
+    return min(after / before for before, after in pairs)
+
+
+def drop(rewards: Sequence[float]) -> float | None:
+    """Return how many standard errors the last steps' mean reward is below that of the first; None while there are too few.
+
+    The error is that of the step means themselves, so that it holds the chance of prompts and of replies.
+    """
+    if len(rewards) < 2 * WIDTH:
+        return None
+    first, last = rewards[:WIDTH], rewards[-WIDTH:]
+    if not all(map(math.isfinite, (*first, *last))):
+        return None
+    fall = statistics.fmean(first) - statistics.fmean(last)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WIDTH)
+    return max(0.0, fall) / max(error, 1e-3) if fall > LEAST else 0.0
+
+
+def divergence(scores: Sequence[tuple[Point, float]], rewards: Sequence[Point]) -> float:
+    """Return the fall of a held-out score since its best, over the least that counts, if the reward has risen since; else 0.
+
+    `scores` are accuracies with their standard errors, oldest first.
+    """
+    top = best([point for point, _ in scores])
+    now, error = scores[-1]
+    top_error = next(se for point, se in scores if point == top)
+    then, today = level(rewards, top.step), level(rewards, now.step)
+    if then is None or today is None or today - then < RISE:
+        return 0.0
+    return (top.value - now.value) / max(LEAST, 2 * math.hypot(top_error, error))

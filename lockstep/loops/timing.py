@@ -1,0 +1,242 @@
+"""The time of a run, measured before it starts: a few prompts go through the real model, grader and update on this device.
+
+Seconds are stored in the cache by machine, model and the settings that they depend on. Replies are those of the first weights:
+a run whose replies grow takes longer, up to the bound that is given beside the estimate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from lockstep.build.build import build_parts
+from lockstep.build.opponents import load_opponents
+from lockstep.build.parts import Parts
+from lockstep.config.schema import Recipe
+from lockstep.doctor.machine import existing
+from lockstep.errors import ConfigError
+from lockstep.evaluation.plan import replies_in_all
+from lockstep.learner.device import choose_device
+from lockstep.loops.preflight import ready_items
+from lockstep.loops.rollouts import sample_groups
+from lockstep.loops.sampling import mixed, round_prompts
+from lockstep.loops.sft_data import read_material, sft_batch, tokenised
+from lockstep.loops.update import improve
+from lockstep.models.cache import cache_root
+from lockstep.plan.disk import saves
+from lockstep.run.logger import Clock
+from lockstep.run.state import save_checkpoint
+from lockstep.tasks.build import build_task
+from lockstep.track.facts import cpu_facts
+from lockstep.track.files import write_atomic
+from lockstep.types import Group, Prompt
+
+BUDGET = 15.0
+"""Seconds of sampling and training, about; fewer prompts than a step has are extrapolated."""
+TOKENS = {"cpu": 64, "cuda": 512}
+"""Longest reply that is sampled; longer ones are extrapolated."""
+ITEMS = 8
+"""Held-out items that are timed."""
+LARGEST = 4e9
+"""Bytes of a checkpoint that is written to see how long it takes."""
+ASIDE = {"name", "runs_dir", "steps", "epochs", "seed", "allow", "save", "track", "health", "warm_start"}
+"""Settings that change no second of what is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds on one machine."""
+
+    sample: float
+    """Sampling and grading of a step."""
+    update: float
+    """Updates of a step, if every sample trains."""
+    live: float
+    """Share of the samples that train: those of groups with unequal rewards."""
+    sync: float
+    """Proof that the engine has the new weights."""
+    item: float
+    """One reply of an evaluation."""
+    save: float
+    tokens: float
+    """Mean length of a reply."""
+    longest: float
+    """Times as long as now replies may become."""
+
+    @property
+    def step(self) -> float:
+        return self.sample + self.live * self.update + self.sync
+
+    @property
+    def most(self) -> float:
+        """Seconds of a step whose replies are as long as they may be and all train."""
+        return self.longest * (self.sample + self.update) + self.sync
+
+    def run(self, recipe: Recipe, step: float) -> float:
+        """Return the seconds of the whole run, with `step` seconds a step."""
+        return recipe.steps * step + replies_in_all(recipe) * self.item + saves(recipe) * self.save
+
+
+def timing_lines(timing: Timing, recipe: Recipe) -> list[str]:
+    """Say how long a step and the run take."""
+    update = f"{timing.update:.2g} s if all samples train, as {timing.live:.0%} did"
+    most = (
+        ""
+        if timing.most <= timing.step
+        else f"; at most {_words(timing.run(recipe, timing.most))}, {timing.most:.3g} s a step"
+    )
+    return [
+        f"a step takes about {timing.step:.3g} s here: sampling and grading {timing.sample:.2g} s with replies of "
+        f"{timing.tokens:.0f} tokens, update {update}, proof {timing.sync:.2g} s",
+        f"the run of {recipe.steps} steps, with evaluations ({timing.item:.2g} s a reply) and checkpoints ({timing.save:.2g} s): "
+        f"about {_words(timing.run(recipe, timing.step))}{most}",
+    ]
+
+
+def stored_timing(recipe: Recipe) -> Timing | None:
+    """Return what was measured of this recipe on this machine before."""
+    try:
+        return Timing(**json.loads(_path(recipe).read_text()))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        ConfigError,
+    ):  # not there, of another version, or for a GPU that is not here
+        return None
+
+
+def measure_timing(recipe: Recipe) -> Timing:
+    """Return the seconds of this recipe on this machine, measured now if they were not before. Raises the errors of a start."""
+    if (known := stored_timing(recipe)) is not None:
+        return known
+    timing = _measured(recipe)
+    path = _path(recipe)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(asdict(timing), indent=1))
+    return timing
+
+
+def _measured(recipe: Recipe) -> Timing:
+    task = build_task(recipe.task, recipe.seed)
+    load_opponents(task, recipe)
+    cap = min(recipe.rollout.max_tokens, TOKENS[choose_device(recipe.device).type])
+    quick = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": cap})})
+    held = ready_items(recipe, task)[:ITEMS]
+    parts = build_parts(quick, task)
+    parts.sync.push(parts.learner, parts.engine)
+    sample, update, groups = _sft_step(parts, recipe) if recipe.loop == "sft" else _rl_step(parts, quick)
+    sync = _seconds(lambda: parts.sync.push(parts.learner, parts.engine))
+    alone = quick.model_copy(update={"samples_per_prompt": 1})
+    item = _sampled(parts, alone, held)[0] / len(held) if held else 0.0
+    lengths = [len(one.ids) for group in groups for one in group.rollouts]
+    ended = [
+        recipe.rollout.max_tokens if len(one.ids) >= cap else len(one.ids) for group in groups for one in group.rollouts
+    ]
+    longer = sum(ended) / max(1, sum(lengths)) if lengths else 1.0
+    tokens = fmean(ended) if ended else 0.0
+    return Timing(
+        sample=sample * longer,
+        update=update * longer,
+        live=_live(groups) if groups and recipe.update.drop_zero_advantage else 1.0,
+        sync=sync,
+        item=item * longer,
+        save=_save(parts, recipe),
+        tokens=tokens,
+        longest=recipe.rollout.max_tokens / tokens if tokens else 1.0,
+    )
+
+
+def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
+    """Return seconds of sampling and of updating a whole step, and the groups that were sampled.
+
+    Times of n and 2n prompts are taken and continued in a straight line, up to what the engine samples side by side.
+    """
+    whole = recipe.model_copy(update={"update": recipe.update.model_copy(update={"drop_zero_advantage": False})})
+    prompts = round_prompts(parts.task, recipe, 0, 0, (), 0)
+    size = -(-recipe.samples_per_update // recipe.samples_per_prompt) if recipe.samples_per_update else 1
+    least = min(len(prompts), size if size < len(prompts) else 1)
+
+    def step(count: int) -> tuple[float, float, list[Group]]:
+        sample, groups = _sampled(parts, recipe, prompts[:count])
+        update = _seconds(lambda: improve(parts, whole, groups, 0))
+        parts.sync.push(parts.learner, parts.engine)
+        return sample, update, groups
+
+    step(least)  # allocates, compiles, makes the optimizer's state
+    first = step(least)
+    together = min(
+        len(prompts), max(least, recipe.slots(choose_device(recipe.device).type) // recipe.samples_per_prompt)
+    )
+    fits = int(BUDGET / (first[0] + first[1])) * least
+    count = min(together, max(least, fits))
+    half, full = (first, first) if count <= least else (step(max(least, count // 2)), step(count))
+    rest, few = together - count, max(least, count // 2)
+    sample, update = (
+        (b + max(0.0, b - a) * rest / (count - few) if count > few else b * together / count) * len(prompts) / together
+        for a, b in zip(half[:2], full[:2], strict=True)
+    )
+    return sample, update, full[2]
+
+
+def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
+    assert recipe.sft is not None
+    rows = tokenised(read_material(recipe, recipe.sft), parts.policy.chat, recipe.sft, parts.policy.context)
+    times = [
+        _seconds(lambda step=step: parts.learner.update(sft_batch(parts, recipe, rows, step), parts.objective.loss))  # type: ignore[misc]
+        for step in range(2)
+    ]
+    return 0.0, times[-1], []
+
+
+def _live(groups: list[Group]) -> float:
+    """Estimate the share of groups with unequal rewards, which is neither 0 nor 1 by so few (Laplace's rule of succession)."""
+    return (sum(map(mixed, groups)) + 1) / (len(groups) + 2)
+
+
+def _sampled(parts: Parts, recipe: Recipe, prompts: list[Prompt]) -> tuple[float, list[Group]]:
+    found: list[Group] = []
+    seconds = _seconds(lambda: found.extend(sample_groups(parts, recipe, prompts, 0, Clock())[0]))
+    return seconds, found
+
+
+def _save(parts: Parts, recipe: Recipe) -> float:
+    proof = parts.sync.push(parts.learner, parts.engine)
+    if parts.learner.describe().trained * 16 > LARGEST:
+        return 0.0
+    with tempfile.TemporaryDirectory(dir=existing(Path(recipe.runs_dir)), prefix=".lockstep-timing-") as folder:
+        return _seconds(lambda: save_checkpoint(Path(folder), parts, recipe, 1, proof, None))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _path(recipe: Recipe) -> Path:
+    """Return where the seconds of this recipe on this machine are stored."""
+    device = torch.cuda.get_device_name() if choose_device(recipe.device).type == "cuda" else cpu_facts()
+    machine = [platform.node(), device, torch.__version__, recipe.threads or torch.get_num_threads()]
+    settings = recipe.model_dump(mode="json", exclude=ASIDE)
+    key = hashlib.sha256(json.dumps([machine, settings], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return cache_root() / "timing" / f"{key}.json"
+
+
+def _words(seconds: float) -> str:
+    """Example: "3 min", "2:05:00 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{timedelta(seconds=round(seconds))} h"

@@ -1,0 +1,179 @@
+"""Batch-invariant arithmetic (`numerics.exact`): whether it is on in this process, and the matrix products that respect it.
+
+While it is on, every sum behind a token's log-probability has one fixed order, whatever else is in the batch: products over K
+from first to last, attention over keys block by block, norms row by row, the head over fixed parts of the vocabulary.
+cuBLAS keeps that order wherever it does not split K. That is tested, not assumed: the first product of each shape is compared
+with the ordered kernel's, bit by bit, and where they differ the kernel takes its place.
+
+Legend: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STREAM_MULTIPLE = 128
+"""Packed streams are padded to a multiple of this many tokens: each number of rows is tested once, so there should be few."""
+TRIED = 2**24
+"""Numbers of an input up to which a product is tested on random numbers; beyond, on those at hand."""
+SMALL = 1024
+"""Rows up to which every number of them is tested; beyond, multiples of STREAM_MULTIPLE."""
+LONG = 4096
+"""Inputs from which an adapter's first product is summed in parts."""
+COLUMNS = 8192
+"""Outputs that a test computes at once."""
+
+
+@dataclass(slots=True)
+class _State:
+    on: bool = False
+    line: str = ""
+    verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    """By shape: cuBLAS keeps the order."""
+
+
+_state = _State()
+
+
+def enabled() -> bool:
+    """Return whether exactness is on in this process."""
+    return _state.on
+
+
+def line() -> str:
+    """Return the line of a run's log: exactness is on, or the reason why it is not; empty if the recipe does not ask for it."""
+    return _state.line
+
+
+def enable(line: str, *, on: bool = True) -> None:
+    """Turn exactness on, or off. Captured steps of an engine keep what they were captured with."""
+    _state.on, _state.line = on, line
+
+
+def replaced_products() -> tuple[str, ...]:
+    """Return the products that run on the ordered kernel because cuBLAS splits K. Example: "8 x 1536 x 8960"."""
+    return tuple(f"{key[1]} x {key[2]} x {key[3]}" for key, ordered in sorted(_state.verdicts.items()) if not ordered)
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Compute torch.nn.functional.linear in order; differentiable."""
+    if _cublas_serves("linear", x_MK, weight_NK, bias_N):
+        return nn.functional.linear(x_MK, weight_NK, bias_N)
+    function: Any = _Ordered
+    result: Tensor = function.apply(x_MK, weight_NK, bias_N)
+    return result
+
+
+def product_into(out_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, alpha: float = 1.0) -> None:
+    """Write alpha · x @ weight.T to `out_MN`, in order. No gradient."""
+    rest = x_MK.shape[0] % STREAM_MULTIPLE if x_MK.shape[0] > SMALL else 0
+    if rest:  # cuBLAS serves what is left
+        product_into(out_MN[:rest], x_MK[:rest], weight_NK, alpha)
+        out_MN, x_MK = out_MN[rest:], x_MK[rest:]
+    if _cublas_serves("scaled" if alpha != 1 else "plain", x_MK, weight_NK, None, out_MN):
+        _cublas("scaled" if alpha != 1 else "plain", x_MK, weight_NK, None, out_MN, alpha)
+    else:
+        _ordered(x_MK, weight_NK, None, alpha, out_MN)
+
+
+def adapter_into(out_MR: Tensor, x_MK: Tensor, down_RK: Tensor, scaling: float) -> None:
+    """Write scaling · x @ down.T to `out_MR`, an adapter's first product. No gradient.
+
+    With many inputs its few outputs are sums of fixed parts in order: one chain of sums would leave most of the device idle.
+    """
+    if x_MK.shape[1] < LONG:
+        product_into(out_MR, x_MK, down_RK, scaling)
+        return
+    from lockstep.models.ordered_product_kernel import narrow_product, narrow_tile
+
+    narrow_product(x_MK, down_RK, scaling, out_MR, narrow_tile(x_MK.shape[0]))
+
+
+def order_products(model: nn.Module) -> None:
+    """Have a model's linear layers, except its head, compute in order while exactness is on."""
+    outer: Any = model
+    head = outer.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            replaced: Any = module
+            replaced.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    if not _state.on:
+        return nn.functional.linear(x, module.weight, module.bias)
+    flat_MK = x.reshape(-1, x.shape[-1])
+    return linear(flat_MK, module.weight, module.bias).view(*x.shape[:-1], -1)
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        return _ordered(x_MK, weight_NK, bias_N, 1.0, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_MN,) = grads
+        x_MK, weight_NK = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            grad_MN @ weight_NK if need_x else None,
+            grad_MN.T @ x_MK if need_weight else None,
+            grad_MN.sum(0) if need_bias else None,
+        )
+
+
+# --- which kernel ---------------------------------------------------------------------------------------------------
+def _cublas(
+    form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None, alpha: float
+) -> Tensor:
+    if out_MN is None:
+        return nn.functional.linear(x_MK, weight_NK, bias_N)
+    if form == "plain":
+        return torch.mm(x_MK, weight_NK.T, out=out_MN)
+    return torch.addmm(out_MN, x_MK, weight_NK.T, beta=0, alpha=alpha, out=out_MN)
+
+
+def _cublas_serves(
+    form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None = None
+) -> bool:
+    """Return whether cuBLAS keeps the order at this shape; tested at the first call that is not part of a capture."""
+    rows = x_MK.shape[0]
+    if rows > SMALL and rows % STREAM_MULTIPLE:
+        return False
+    strides = x_MK.stride(0), weight_NK.stride(0), 0 if out_MN is None else out_MN.stride(0)
+    aligned = tuple(t.data_ptr() % 16 == 0 for t in (x_MK, weight_NK, x_MK if out_MN is None else out_MN))
+    key = (form, rows, *weight_NK.shape, *strides, *aligned, bias_N is not None)
+    if key not in _state.verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _state.verdicts[key] = _tested(form, x_MK, weight_NK, bias_N, out_MN)
+    return _state.verdicts[key]
+
+
+@torch.no_grad()
+def _tested(form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None) -> bool:
+    """Compare on trial; `out_MN` is overwritten, as it will be by the product itself."""
+    alpha = 0.37 if form == "scaled" else 1.0
+    if x_MK.numel() <= TRIED:
+        x_MK = torch.empty_strided(x_MK.shape, x_MK.stride(), dtype=x_MK.dtype, device=x_MK.device).normal_()
+    found_MN = _cublas(form, x_MK, weight_NK, bias_N, out_MN, alpha)
+    for start in range(0, weight_NK.shape[0], COLUMNS):
+        part = slice(start, start + COLUMNS)
+        weight, bias = weight_NK[part], None if bias_N is None else bias_N[part]
+        right = _ordered(x_MK, weight, bias, alpha, x_MK.new_empty(x_MK.shape[0], weight.shape[0]))
+        if not torch.equal(right, found_MN[:, part]):
+            return False
+    return True
+
+
+def _ordered(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, alpha: float, out_MN: Tensor) -> Tensor:
+    from lockstep.models.ordered_product_kernel import product, tile_of
+
+    return product(x_MK, weight_NK, bias_N, alpha, out_MN, tile_of(x_MK.shape[0], weight_NK.shape[0]))

@@ -1,0 +1,101 @@
+"""Causal attention whose result for a token does not depend on what is computed beside it (Triton).
+
+A query walks the keys of its sequence in blocks that begin at multiples of KEYS of the sequence's positions, wherever the keys
+lie: in a packed stream, where a group's prompt stands once, or in the pages of the engine. Each step of the walk uses the same
+function on both sides, and nothing in it depends on the layout of threads: scores and weighted values are chains of tensor core
+products, the sum of weights is one too (a product with ones), and a maximum has no order.
+
+Legend: T queries of a stream, S keys, H query heads, K key/value heads, D head size.
+"""
+
+# Triton has no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.models.ordered import FIELDS, QUERIES
+
+KEYS = 64
+"""Keys of a block."""
+ONES = 16
+"""Columns of the product that sums weights: the fewest of a tensor core product in Triton."""
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def add_block(query, peak, mass, total, key, value, seen, ones, factor, MASKED: tl.constexpr):
+    """Add one block of keys to a running softmax; `factor` is the scale of the scores for exponents to the base 2."""
+    score = tl.dot(query, key)
+    if MASKED:
+        score = tl.where(seen, score, -float("inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    low = -(top * factor)
+    prob = tl.exp2(tl.fma(score, factor, low[:, None])).to(value.dtype)
+    shrink = tl.exp2((peak - top) * factor)[:, None]  # exactly 1 for a block of which nothing is seen
+    mass = tl.dot(prob, ones, mass * shrink)
+    total = tl.dot(prob, value, total * shrink)
+    return top, mass, total
+
+
+@triton.jit
+def stream_kernel(
+    query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, tiles_ptr, scale, factor, tokens,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of one tile of queries of one head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    at = tiles_ptr + tile * FIELDS
+    start, count, position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    end0, end1 = tl.load(at + 3), tl.load(at + 4)
+    shift0, shift1, shift2 = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    i, j, d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, D)
+    own = (start + i)[:, None] * (H * D) + head * D + d[None, :]
+    query = tl.load(query_ptr + own, mask=(i < count)[:, None], other=0.0)
+    kv = (head // (H // K)) * D
+    peak = tl.full([QUERIES], -float("inf"), tl.float32)
+    mass = tl.zeros([QUERIES, ONES], tl.float32)
+    total = tl.zeros([QUERIES, D], tl.float32)
+    ones = tl.full([KEYS, ONES], 1.0, value_ptr.dtype.element_ty)
+    keys = position + count
+    full = (position + 1) // KEYS  # blocks that every query of the tile sees as a whole
+    for block in range(0, full):
+        index = block * KEYS + j
+        place = index + tl.where(index < end0, shift0, tl.where(index < end1, shift1, shift2))
+        key = tl.load(key_ptr + place[None, :] * (K * D) + kv + d[:, None])
+        value = tl.load(value_ptr + place[:, None] * (K * D) + kv + d[None, :])
+        seen = (index <= position)[None, :]
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, False)
+    for block in range(full, tl.cdiv(keys, KEYS)):
+        index = block * KEYS + j
+        place = index + tl.where(index < end0, shift0, tl.where(index < end1, shift1, shift2))
+        there = index < keys
+        key = tl.load(key_ptr + place[None, :] * (K * D) + kv + d[:, None], mask=there[None, :], other=0.0)
+        value = tl.load(value_ptr + place[:, None] * (K * D) + kv + d[None, :], mask=there[:, None], other=0.0)
+        seen = index[None, :] <= (position + i)[:, None]
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, True)
+    weight = tl.max(mass, 1)  # its columns are equal
+    tl.store(out_ptr + own, (total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=(i < count)[:, None])
+    tl.store(lse_ptr + head * tokens + start + i, peak * scale + tl.log(weight), mask=i < count)
+
+
+def stream_attention(
+    query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, tiles: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output [T, H, D] and fp32 log-sum-exps [H, T] of the tiles of `ordered.tiles_of`; the inputs are contiguous.
+
+    No gradient.
+    """
+    tokens, heads, size = query_THD.shape
+    out_THD = torch.empty_like(query_THD)
+    lse_HT = query_THD.new_empty(heads, tokens, dtype=torch.float32)
+    stream_kernel[(len(tiles), heads)](
+        query_THD, key_SKD, value_SKD, out_THD, lse_HT, tiles, scale, scale * LOG2_E, tokens,
+        heads, key_SKD.shape[1], size, QUERIES, KEYS, ONES, FIELDS, num_warps=8, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_THD, lse_HT

@@ -1,0 +1,63 @@
+"""GPUs that the workers of a run need, beside those of this machine. Nothing is started, and no GPU is touched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from lockstep.config.schema import Local, Recipe
+from lockstep.errors import ConfigError
+
+SMI_SECONDS = 10.0
+
+
+def workers_of(recipe: Recipe) -> int:
+    """Return the number of processes with a model."""
+    place = recipe.placement
+    return 1 if isinstance(place, Local) else place.trainers + place.samplers
+
+
+def gpus_here() -> list[str]:
+    """Return the names of this machine's GPUs, as nvidia-smi says."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    return done.stdout.splitlines() if not done.returncode else []
+
+
+def device_table(recipe: Recipe, here: list[str]) -> list[str]:
+    """Return a line for each worker: its work, and its GPU."""
+    place = recipe.placement
+    if isinstance(place, Local):
+        return []
+    lines = ["worker  work               GPU"]
+    for rank in range(workers_of(recipe)):
+        work = "samples" if rank >= place.trainers else "trains" if place.samplers else "trains and samples"
+        lines.append(f"rank {rank:<2} {work:<18} {here[rank] if rank < len(here) else 'missing'}")
+    return lines
+
+
+def worker_lines(recipe: Recipe) -> list[str]:
+    """Return what the memory plan is of, for a run on workers."""
+    place = recipe.placement
+    if isinstance(place, Local):
+        return []
+    own = f"1/{place.trainers} of masters and moments" if place.trainers > 1 else "masters and moments"
+    lines = [
+        f"each of {workers_of(recipe)} workers holds the whole weights; a trainer {own}, gradients to send and to add"
+    ]
+    if place.samplers:
+        lines.append("phase generate is that of the samplers, which hold weights, keys and values alone")
+    return lines
+
+
+def require_devices(recipe: Recipe) -> None:
+    """Raise ConfigError, with a table, if a run on GPUs needs more of them than there are."""
+    needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
+    here = [] if recipe.device == "cpu" else gpus_here()
+    if len(here) >= needed or (recipe.device != "cuda" and not here):
+        return
+    what = f"{needed} workers need a GPU each, and this machine has {len(here)}"
+    fix = "set placement to what is there; on a CPU, device=cpu" if here else "run it where the GPUs are, or device=cpu"
+    raise ConfigError([what, *device_table(recipe, here)], fix=fix)

@@ -1,0 +1,60 @@
+"""The shape of a model in a folder: from its config's own words, where its family is known.
+
+Any other model is built on the meta device, without memory for its weights, and counted. Where the headers of the safetensors
+files disagree with the count, the meta device decides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ModelError
+from lockstep.models.folder import read_json
+from lockstep.models.stored import stored_parameters
+from lockstep.plan.shapes import ModelShape, shape_of
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder.
+
+    Loads torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
+    hold another number of parameters.
+    """
+    config = read_json(folder / "config.json")
+    shape = shape_of(config)
+    if shape is not None:
+        stored = stored_parameters(folder)
+        # Some files keep a tied weight under both of its names.
+        if stored in (None, shape.parameters, shape.parameters + shape.head * shape.tied):
+            return shape
+    return measured_shape(folder)
+
+
+def measured_shape(folder: Path) -> ModelShape:
+    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Loads torch."""
+    from lockstep.plan.modules import shape_of_model
+
+    model = meta_model(folder)
+    try:
+        return shape_of_model(model)
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+    ) as error:  # a family with words of its own
+        what = f"its sizes cannot be told: {type(error).__name__}: {error}"
+        raise ModelError(what, where=str(folder / "config.json")) from error
+
+
+def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Return a transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
+    from lockstep.models.load import structure
+
+    try:
+        return structure(folder, trust_remote_code)
+    except Exception as error:  # whatever transformers makes of a config that lies
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"no model can be made of it: {reason}", where=str(folder / "config.json")) from error

@@ -1,0 +1,279 @@
+"""Refusals: reasons why a run of a recipe could not work, each with a name, a sentence and a fix.
+
+`lockstep plan`, `doctor` and `train` ask here and say the same, before any weights are read. Forecasts (schedule, memory, disk)
+can be let through by the setting `allow`. The model is built on the meta device, which takes a second and no memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from lockstep.config.adapter import Lora
+from lockstep.config.numerics import PHASES
+from lockstep.config.schema import Allowable, Recipe
+from lockstep.errors import ConfigError, DoesNotFitError, LockstepError, ModelError, RefusedError
+from lockstep.learner.schedule import learning_rate
+from lockstep.models.folder import check_config
+from lockstep.plan.devices import require_devices
+from lockstep.plan.disk import require_room
+from lockstep.plan.epochs import short_horizon
+from lockstep.plan.model_shape import meta_model
+from lockstep.plan.preview import Preview, config_folder
+from lockstep.track.catalogue import explain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Name: TypeAlias = (
+    Allowable | Literal["model", "family", "context", "adapter", "numerics", "noise", "serving", "routing", "gpus"]
+)
+
+WARM_BY, WARM_SHARE = 20, 0.3
+"""By this step, counted from the policy's first, the rate must have been at this share of its peak."""
+LONGEST_WARMUP = 0.5
+"""Share of the optimizer steps that a warm-up may take."""
+BETTER = {
+    "rl": (
+        "reward/mean",
+        "reward/shaped_mean",
+        "answer/correct",
+        "reward/min",
+        "reward/p90",
+        "answer/[^/]+",
+        "task/[^/]+/[^/]+",
+    ),
+    "sft": ("validation/logprob",),
+}
+"""Metrics of each loop of which more is better, as patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Example: Refusal("slow_warmup", "optimizer.lr reaches 0.64 % …", "set optimizer.warmup_steps …", False)"""
+
+    name: Name
+    what: str
+    fix: str
+    allowed: bool = False
+    """The recipe lets it through."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+def refusals(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
+    """Return all reasons against a run, also those that the recipe lets through. `gpu_gib`: memory of a GPU to plan for.
+
+    A model that is not known, runs code of its own, or whose folder is damaged gives no reason here: loading it says why.
+    """
+    checks: list[tuple[Name, Callable[[], None]]] = [
+        ("slow_warmup", lambda: _slow_warmup(recipe)),
+        ("long_warmup", lambda: _long_warmup(recipe)),
+        ("short_horizon", lambda: short_horizon(recipe)),
+        ("best_metric", lambda: _best_metric(recipe)),
+    ]
+    folder, trust = config_folder(recipe.model), recipe.model.trust_remote_code
+    if folder is not None:
+        checks.append(("model", lambda: check_config(folder, recipe.model.path, trust)))
+    model = preview = None
+    with suppress(ModelError):
+        model = None if folder is None or trust else meta_model(folder)
+        preview = None if model is None else Preview.of(recipe, gpu_gib)
+    if model is not None:
+        asked: dict[Name, Callable[[Recipe, PreTrainedModel], None]] = {
+            "family": _family,
+            "context": _context,
+            "adapter": _adapter,
+            "numerics": _numerics,
+            "noise": _noise,
+            "serving": _serving,
+            "routing": _routing,
+        }
+        checks += [(name, partial(check, recipe, model)) for name, check in asked.items()]
+    missing = [] if gpu_gib is not None else list(_raised("gpus", lambda: require_devices(recipe), recipe))
+    if missing:  # what does not fit on GPUs that are not here is not known
+        preview = None
+    if preview is not None:
+        checks.append(("memory", preview.require_memory))
+    if preview is not None and gpu_gib is None:  # the disk of another machine is not known
+        checks.append(("disk", lambda: _disk(recipe, preview)))
+    return missing + [refusal for name, check in checks for refusal in _raised(name, check, recipe)]
+
+
+def standing(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
+    """Return the refusals that the recipe does not let through."""
+    return [refusal for refusal in refusals(recipe, gpu_gib) if not refusal.allowed]
+
+
+def require_allowed(recipe: Recipe) -> list[Refusal]:
+    """Return the refusals that the recipe lets through. Raises RefusedError, with every reason, if there are others."""
+    found = refusals(recipe)
+    if stand := [refusal for refusal in found if not refusal.allowed]:
+        raise RefusedError(refusal_lines(stand))
+    return found
+
+
+def refusal_lines(found: list[Refusal]) -> list[str]:
+    """Return each refusal with its fix on a line of its own."""
+    return [text for one in found for text in (one.line, f"  to fix: {one.fix}")]
+
+
+def _raised(name: Name, check: Callable[[], None], recipe: Recipe) -> Iterator[Refusal]:
+    try:
+        check()
+    except LockstepError as error:
+        what = ("\n    " if name == "gpus" else "; ").join(getattr(error, "mistakes", [])) or error.what
+        forecast = name in get_args(Allowable)
+        fix = f"{error.fix}; or let it through: --allow {name}" if forecast else error.fix
+        yield Refusal(name, f"{error.where}: {what}" if error.where else what, fix, name in recipe.allow)
+
+
+# --- schedule -------------------------------------------------------------------------------------------------------
+def _slow_warmup(recipe: Recipe) -> None:
+    total = recipe.policy_updates
+    warmup = recipe.optimizer.warmup(total)
+    seen = min(WARM_BY * recipe.updates_per_step, total)
+    if recipe.loop == "sft" or not warmup:
+        return
+    share = max(learning_rate(recipe.optimizer, 1.0, update, total) for update in range(seen))
+    if share < WARM_SHARE:
+        raise ConfigError(
+            [
+                f"the learning rate has reached {share:.2%} of its peak at step {seen // recipe.updates_per_step}, after {seen} "
+                f"of {warmup} warm-up updates (of {total} in the run); below {WARM_SHARE:.0%} the first look at "
+                "the run would see nothing learnt"
+            ],
+            fix=f"set optimizer.warmup_steps, which counts optimizer steps, to {int(seen / WARM_SHARE)} or less",
+        )
+
+
+def _long_warmup(recipe: Recipe) -> None:
+    total = recipe.policy_updates
+    warmup = recipe.optimizer.warmup(total)
+    if warmup > LONGEST_WARMUP * total:
+        raise ConfigError(
+            [f"the warm-up takes {warmup} of the run's {total} optimizer steps, more than {LONGEST_WARMUP:.0%}"],
+            fix=f"set optimizer.warmup_steps to {int(LONGEST_WARMUP * total)} or less, or raise steps",
+        )
+
+
+def _best_metric(recipe: Recipe) -> None:
+    """Raise ConfigError if save.keep_best names no metric of this loop of which more is better."""
+    name = recipe.save.keep_best
+    if name is None or name.startswith("eval/"):  # those the recipe's own validation knows
+        return
+    try:
+        explain(name)
+    except ConfigError as error:
+        raise ConfigError([f"save.keep_best: {each}" for each in error.mistakes], fix=error.fix) from None
+    good = BETTER[recipe.loop]
+    if not re.fullmatch("|".join(good), name):
+        shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])
+        raise ConfigError(
+            [f"save.keep_best = {name}: the highest is kept, and more of it is no better model, or it is not measured"],
+            fix=f"take one of {shown}",
+        )
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+def _family(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.plan.family import require_family
+
+    require_family(type(model), model.config)
+
+
+def _context(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.models.decoder import context_of
+
+    context = context_of(model.config)
+    if context is None:
+        return
+    rows = recipe.sft.max_tokens if recipe.sft is not None else 0
+    replies = {"rollout": recipe.rollout.max_tokens if recipe.loop == "rl" else 0}
+    replies |= {"eval": (recipe.eval.max_tokens or 0) if recipe.eval.enabled else 0}
+    mistakes = [f"sft.max_tokens = {rows} is more than the model's context of {context}"] if rows > context else []
+    mistakes += [
+        f"{section}.max_tokens = {tokens} leaves no room for a prompt in the model's context of {context}"
+        for section, tokens in replies.items()
+        if tokens >= context
+    ]
+    if mistakes:
+        raise ConfigError(mistakes, fix=f"set it below {context}, or take a model with a longer context")
+
+
+def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.learner.adapter_start import refuse_small
+    from lockstep.learner.adapter_targets import choose_targets
+
+    adapter = recipe.adapter
+    if adapter.kind == "none":
+        return
+    chosen = choose_targets(model, adapter.targets)
+    if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") and not adapter.start:
+        refuse_small({name: model.get_parameter(f"{name}.weight") for name in chosen.layers}, adapter.rank)
+
+
+def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise LockstepError for a numeric that the layers cannot compute in, as setting it on the loaded model would."""
+    from lockstep.numerics.apply import settle
+
+    for phase in PHASES:
+        settle(model, recipe.numerics, phase)
+
+
+def _noise(recipe: Recipe, model: PreTrainedModel) -> None:
+    from lockstep.noise.targets import find_targets
+
+    if recipe.noise is not None:
+        find_targets(model, recipe.noise)
+
+
+def _serving(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose weights vLLM holds under names that no checkpoint has, or holds quantised."""
+    from lockstep.models.decoder import even_heads
+    from lockstep.models.mxfp4 import is_mxfp4
+
+    if recipe.rollout.engine != "vllm":
+        return
+    experts = sorted({name.rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".experts." in name})
+    folder, reasons = config_folder(recipe.model), []
+    if experts:
+        reasons.append(f"it keeps experts ({', '.join(experts)}) in tensors of its own")
+    if folder is not None and is_mxfp4(folder):
+        reasons.append("it would run the checkpoint's MXFP4 weights, and the trained ones are not quantised")
+    if even_heads(model) == (0, 0):
+        reasons.append(
+            "it fuses matrices of latent attention, of layers with a state or with other heads in its own ways"
+        )
+    if reasons:
+        what = f"rollout.engine = vllm cannot take the weights of {model.config.model_type}: {'; '.join(reasons)}"
+        raise ConfigError([what], fix="set rollout.engine=native, which runs every family of docs/models.md")
+
+
+def _routing(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise LockstepError if experts are to be replayed that nothing chooses, or that the engine does not record."""
+    from lockstep.models.routing import Routing
+
+    if not recipe.update.replay_routing:
+        return
+    Routing.of(model)
+    if recipe.rollout.engine == "vllm" or recipe.loop != "rl":
+        what = "update.replay_routing needs rollouts of the native engine, which records experts"
+        raise ConfigError([what], fix="set rollout.engine=native, or update.replay_routing=false")
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+def _disk(recipe: Recipe, preview: Preview) -> None:
+    if preview.disk is not None:
+        where = Path(recipe.runs_dir)
+        try:
+            require_room(preview.disk, preview.free, where)
+        except DoesNotFitError as error:
+            raise ConfigError(error.mistakes, fix=error.fix) from None  # runs_dir is not what is wrong

@@ -1,0 +1,57 @@
+"""The rows of an episode, made from nothing but what was asked of the engine and what it sampled.
+
+A request whose prompt begins with all tokens of a row continues that row: what its prompt has beyond them was observed. Any other
+request begins a row of its own: a history that was rewritten, or that forks from the middle of a row. So every sampled token is
+trained exactly once, in the row in which it was sampled. Where another row's prompt repeats it, it is context: given the same
+tokens before it, it would have the same log-probability there, and the same gradient a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.errors import EngineError
+from lockstep.types import Branch, Completion, TokenIds
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row under way: all its ids, prompt included, and the spans of them that were sampled."""
+
+    ids: TokenIds
+    prompt: int
+    """Length of the prompt."""
+    replies: list[tuple[int, Completion]] = field(default_factory=list)
+    """Start of each reply in `ids`."""
+
+
+def branches_of(completions: Sequence[Completion]) -> tuple[Branch, ...]:
+    """Return the rows of an episode from its completions, in the order of their requests.
+
+    A request that could continue several rows continues the longest. Raises EngineError if a token were lost or doubled.
+    """
+    rows: list[_Row] = []
+    for done in completions:
+        asked = done.request.prompt_ids
+        continued = [row for row in rows if asked[: len(row.ids)] == row.ids]
+        row = max(continued, key=lambda one: len(one.ids), default=None)
+        if row is None:
+            row = _Row(asked, len(asked))
+            rows.append(row)
+        row.replies.append((len(asked), done))
+        row.ids = (*asked, *done.ids)
+    found = tuple(_branch(row) for row in rows)
+    sampled, trained = sum(len(one.ids) for one in completions), sum(sum(row.trained) for row in found)
+    if sampled != trained:
+        raise EngineError(f"{trained} tokens of an episode are trained, {sampled} were sampled", fix="report this")
+    return found
+
+
+def _branch(row: _Row) -> Branch:
+    count = len(row.ids) - row.prompt
+    logprobs, trained = [0.0] * count, [False] * count
+    for start, done in row.replies:
+        span = slice(start - row.prompt, start - row.prompt + len(done.ids))
+        logprobs[span], trained[span] = done.logprobs, [True] * len(done.ids)
+    return Branch(row.ids[: row.prompt], row.ids[row.prompt :], tuple(logprobs), tuple(trained))

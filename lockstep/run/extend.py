@@ -1,0 +1,49 @@
+"""A run that is continued beyond the number of steps that it was started with."""
+
+from __future__ import annotations
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import ConfigError
+from lockstep.track.rundir import RunDirectory
+
+EXTENDED = "extended"
+"""Entry of the manifest: every number of steps that the run has had, in order."""
+
+
+def extend(recipe: Recipe, steps: int, run: RunDirectory) -> Recipe:
+    """Return the run's recipe with more steps. Raises ConfigError where the steps already made would have been others."""
+    again = f"begin a new run from its weights: lockstep train RECIPE warm_start={run.path} steps={steps} name=NAME"
+    if steps <= recipe.steps:
+        raise ConfigError(
+            [f"--steps {steps}: the run already has {recipe.steps}; --steps is the step to end at"],
+            fix=f"give more than {recipe.steps}, or resume without --steps",
+        )
+    if why := _depends_on_length(recipe):
+        raise ConfigError([f"--steps {steps}: the run cannot be made longer: {why}"], fix=again)
+    return recipe.model_copy(update={"steps": steps})
+
+
+def began_with(recipe: Recipe, run: RunDirectory) -> Recipe:
+    """Return the recipe with the number of steps that the run was started with."""
+    earlier = lengths(run)
+    return recipe.model_copy(update={"steps": earlier[0]}) if earlier else recipe
+
+
+def lengths(run: RunDirectory) -> list[int]:
+    """Return every number of steps that an extended run has had, the present one last; nothing for any other."""
+    return [int(steps) for steps in run.manifest().get(EXTENDED, [])]
+
+
+def _depends_on_length(recipe: Recipe) -> str:
+    """Say which setting plans over the whole length; "" if none does."""
+    settings = recipe.optimizer
+    if settings.schedule != "constant":
+        return (
+            f"optimizer.schedule = {settings.schedule} lowers the learning rate over {recipe.steps} steps; in a longer run "
+            "the rates of the steps already made would have been higher"
+        )
+    if recipe.noise is not None:
+        return f"the stages of noise are spread over {recipe.steps} steps"
+    if recipe.sft is not None and recipe.sft.epochs is not None:
+        return f"sft.epochs = {recipe.sft.epochs:g} decides its steps"
+    return ""

@@ -1,0 +1,71 @@
+"""The tasks of a verifiers environment as prompts; the environment plays and grades them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.config import schema
+from lockstep.data.split import split
+from lockstep.envs.hub import INDEX, HubPrograms
+from lockstep.envs.programs import Programs
+from lockstep.errors import TaskError
+from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.types import Grade, Prompt
+
+
+class HubTask(BuiltTask):
+    """Its first tasks are read at the start; some are held out by hash."""
+
+    plays = True
+
+    def __init__(self, settings: schema.VerifiersTask, seed: int) -> None:
+        """Start the environment. Raises TaskError if it cannot be loaded, or has too few tasks."""
+        self._settings, self._seed = settings, seed
+        self._programs = HubPrograms(settings)
+        self.name = Path(settings.env).stem
+        rows = [
+            Prompt(f"{self.name}/{index}-{name}", messages, "", self.name, {INDEX: index})
+            for index, (name, messages) in enumerate(self._programs.tasks)
+        ]
+        if len(rows) <= settings.heldout_rows:
+            raise TaskError(
+                f"it has {len(rows)} tasks, and {settings.heldout_rows} should be held out",
+                where=f"task.env = {settings.env}",
+                fix="set task.heldout_rows lower",
+            )
+        parts = split(rows, settings.heldout_rows, where=settings.env)
+        self._train, self._heldout, self._dropped = parts.train, parts.heldout, parts.dropped
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        counts = (
+            f"{len(self._train)} tasks to train on, {len(self._heldout)} held out, {self._dropped} repeat one of these"
+        )
+        return (f"{self.name}: {counts}; played and graded by verifiers in {self._settings.python}",)
+
+    def batch(self, step: int, size: int) -> Sequence[Prompt]:
+        return draw_batch(self._train, step, size, self._seed, f"task {self.name}")
+
+    def heldout(self, role: str, size: int) -> Sequence[Prompt]:
+        if role != "id_probe":
+            no_such_role(role, ("id_probe",), f"task {self.name}")
+        if size > len(self._heldout):
+            raise TaskError(
+                f"{size} held-out tasks were asked for, there are {len(self._heldout)}",
+                where=f"task {self.name}",
+                fix=f"set eval.items={len(self._heldout)} (of `lockstep eval`: --items {len(self._heldout)})",
+            )
+        return self._heldout[:size]
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return Grade(None, error=f"{self.name} is graded by its own environment, not by one reply")
+
+    def keep_in(self, folder: Path) -> None:
+        self._programs.log = folder / "verifiers.log"
+
+    def programs(self, prompt: Prompt) -> Programs | None:
+        return self._programs
+
+    def limits(self, prompt: Prompt) -> schema.Turns:
+        return schema.Turns(limit=self._settings.requests, reply_tokens=self._settings.reply_tokens)

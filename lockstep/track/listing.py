@@ -1,0 +1,126 @@
+"""All runs of a folder: state, steps, last reward, best score, tags; and what may be removed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from lockstep.config.text import read
+from lockstep.errors import LockstepError, RunLockedError
+from lockstep.track.lock import Lock
+from lockstep.track.rundir import LOCK, RunDirectory, is_run, never_began
+from lockstep.track.state import state_of
+from lockstep.track.writer import StepRecord, read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One run in a list."""
+
+    path: Path
+    state: str
+    """A name of RunState, "never began", or "unreadable"."""
+    reason: str
+    step: int
+    steps: int
+    reward: float | None
+    """Mean reward of the last step that has one."""
+    best: tuple[str, float, int] | None
+    """The highest accuracy of the run's first evaluation: its name, the accuracy and the step."""
+    began: str
+    """Time of the start, UTC."""
+    tags: tuple[str, ...]
+    archived: bool
+    recipe: Mapping[str, Any]
+    """The resolved settings as data."""
+
+
+def list_runs(folder: Path) -> list[Listed]:
+    """Return the runs directly below `folder`, newest first; one that cannot be read says why."""
+    found = [_listed(path) for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    return sorted(found, key=lambda one: one.began, reverse=True)
+
+
+def _listed(path: Path) -> Listed:
+    try:
+        run = RunDirectory.open(path)
+        manifest, rows, state = run.manifest(), read_metrics(run), state_of(run)
+        settings = read(run.recipe_path).value
+    except LockstepError as error:
+        return Listed(path, "unreadable", error.what, 0, 0, None, None, "", (), False, {})
+    recipe: dict[str, Any] = settings if isinstance(settings, dict) else {}
+    steps = recipe.get("steps")
+    own = (recipe.get("track") or {}).get("tags") or []
+    return Listed(
+        path=path,
+        state="never began" if state.name != "running" and never_began(path) else state.name,
+        reason=state.reason,
+        step=rows[-1].step if rows else 0,
+        steps=steps if isinstance(steps, int) else 0,
+        reward=next((row.metrics["reward/mean"] for row in reversed(rows) if "reward/mean" in row.metrics), None),
+        best=_best(rows),
+        began=str(manifest.get("time", "")),
+        tags=tuple(dict.fromkeys([*own, *manifest.get("tags", [])])),
+        archived=bool(manifest.get("archived")),
+        recipe=recipe,
+    )
+
+
+def _best(rows: list[StepRecord]) -> tuple[str, float, int] | None:
+    names = [name for row in rows for name in row.metrics if name.startswith("eval/") and name.endswith("/accuracy")]
+    if not names:
+        return None
+    scored = [(row.metrics[names[0]], -row.step) for row in rows if names[0] in row.metrics]
+    value, step = max(scored)
+    return names[0].removeprefix("eval/").removesuffix("/accuracy"), value, -step
+
+
+def annotate(path: Path, **facts: object) -> None:
+    """Set entries of a run's manifest. Raises RunLockedError while another process writes there."""
+    RunDirectory.open(path)
+    lock = Lock(path / LOCK)
+    run = RunDirectory(path, lock, attempt=1)
+    with run:
+        run.add_to_manifest(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Removable:
+    """A folder that is of no more use."""
+
+    path: Path
+    why: str
+    bytes: int
+
+
+def removable(folder: Path) -> Iterator[Removable]:
+    """Yield starts that failed, and the checkpoints of archived runs except their newest. Nothing of a run that goes on."""
+    for run in list_runs(folder):
+        if run.state == "never began":
+            yield Removable(run.path, "stopped before its first step", _size(run.path))
+        if run.archived and run.state != "running":
+            saved = sorted((run.path / "checkpoints").glob("step_*"))
+            for checkpoint in saved[:-1]:
+                yield Removable(checkpoint, "checkpoint of an archived run", _size(checkpoint))
+
+
+def remove(one: Removable) -> bool:
+    """Delete a folder, unless its run is being written; returns whether it was deleted."""
+    run = next(path for path in (one.path, *one.path.parents) if is_run(path))
+    try:
+        lock = Lock(run / LOCK)
+    except RunLockedError:
+        return False
+    try:
+        rmtree(one.path)
+    finally:
+        if run != one.path:
+            lock.release()
+    return True
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,0 +1,129 @@
+"""Steps that trackers miss of a run, and reasons that keep them from getting these."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lockstep.config.records import Mode, Sink
+from lockstep.config.schema import Recipe
+from lockstep.track.lock import Lock
+from lockstep.track.rundir import LOCK, RunDirectory
+from lockstep.track.sinks import Sender, check_installed, missing, reason, record_of, told
+from lockstep.track.trackers import has_wandb_key, wandb_address
+from lockstep.track.writer import read_metrics
+
+LOCAL = ("trackio", "tensorboard")
+CONNECT_S = 5.0
+
+
+def sync(path: Path, recipe: Recipe, name: str | None = None) -> Iterator[tuple[bool, str]]:
+    """Send to each tracker of a run the steps that it misses, by the last step that it holds itself. Yields for each whether it
+    went well, and a line.
+
+    `name`: this tracker alone. Raises ConfigError if one is not installed, RunLockedError while the run is being trained.
+    """
+    check_installed(recipe.track)
+    RunDirectory.open(path)
+    lock = Lock(path / LOCK)
+    with RunDirectory(path, lock, attempt=2) as run:
+        for sink in recipe.track.sinks:
+            if sink.mode != "off" and name in (None, sink.name):
+                yield _sync_one(run, recipe, sink)
+
+
+def _sync_one(run: RunDirectory, recipe: Recipe, sink: Sink) -> tuple[bool, str]:
+    local = sink.name in LOCAL and not sink.settings
+    mode: Mode = "online" if sink.name in ("wandb", "mlflow", "swanlab") and not local else sink.mode
+    about = told(recipe.track, sink, run, recipe.name, recipe.model_dump(mode="json"), mode)
+    errors: list[Exception] = []
+    sender = Sender(sink, run, about, recipe.track.timeout_s, lambda _, error: errors.append(error))
+    sender.open(None)
+    sender.wait()
+    sent = sender.caught_up
+    line = f"sent steps {sent[0]} to {sent[-1]} ({len(sent)})" if sent else "nothing is missing"
+    if errors:
+        line = f"{f'{line}, then ' if sent else ''}failed: {reason(errors[0])}"
+    return not errors, f"{sink.name}: {line}"
+
+
+def findings(recipe: Recipe, run: Path | None) -> list[tuple[str, str, str]]:
+    """Return (verdict, what was looked at, finding) for each tracker of a recipe: package, key, network, project, files."""
+    if not recipe.track.sinks:
+        return [("ok", "track.sinks", "no tracker is asked for; metrics.jsonl has every number")]
+    return [row for sink in recipe.track.sinks for row in _of_sink(sink, recipe, run)]
+
+
+def _of_sink(sink: Sink, recipe: Recipe, run: Path | None) -> Iterator[tuple[str, str, str]]:
+    name = sink.name
+    if sink.mode == "off":
+        yield "ok", name, "off"
+        return
+    why = missing(name)
+    yield ("fail", f"{name} package", why) if why else ("ok", f"{name} package", "is there")
+    address = _address(sink)
+    online = bool(address) and sink.mode != "offline"
+    if name == "wandb":
+        key = has_wandb_key()
+        told_mode = os.environ.get("WANDB_MODE")
+        yield (
+            ("ok", "wandb key", "found (its value is never shown)")
+            if key
+            else ("warn", "wandb key", "none: the run is tracked offline; set WANDB_API_KEY, in .env for example")
+        )
+        if told_mode and sink.mode == "auto":
+            yield "ok", "wandb mode", f"WANDB_MODE={told_mode}"
+            online = online and told_mode == "online"
+        online = online and key
+    if online:
+        yield _reached(name, address)
+    yield (
+        "ok",
+        f"{name} project",
+        recipe.track.project + (f", group {recipe.track.group}" if recipe.track.group else ""),
+    )
+    if run is not None:
+        yield _files(name, run, online=online)
+
+
+def _files(name: str, run: Path, *, online: bool) -> tuple[str, str, str]:
+    record = record_of(run, name)
+    last = max((row.step for row in read_metrics(RunDirectory.open(run))), default=0)
+    sent = ", ".join(f"{mode} up to step {step}" for mode, step in record.sent.items()) or "nothing yet"
+    text = f"{sent}; the run has {last} steps" + (f"; left behind: {record.failed}" if record.failed else "")
+    if name not in LOCAL and record.sent.get("online", -1) < last:
+        return "warn", f"{name} files", f"{text}. Send the rest: lockstep track sync {run}"
+    return "ok", f"{name} files", text
+
+
+def _address(sink: Sink) -> str:
+    settings: Mapping[str, Any] = sink.settings
+    match sink.name:
+        case "wandb":
+            return wandb_address()
+        case "mlflow":
+            return str(settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or "")
+        case "swanlab":
+            return "https://api.swanlab.cn" if os.environ.get("SWANLAB_API_KEY") else ""
+        case _:
+            return str(settings.get("server_url") or "")
+
+
+def _reached(name: str, address: str) -> tuple[str, str, str]:
+    parts = urlparse(address)
+    if not parts.hostname:
+        return "ok", f"{name} network", f"{address} is no address of a network"
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        socket.create_connection((parts.hostname, port), CONNECT_S).close()
+    except OSError as error:
+        return (
+            "warn",
+            f"{name} network",
+            f"{parts.hostname}:{port} does not answer ({error}); the run goes on without it",
+        )
+    return "ok", f"{name} network", f"{parts.hostname}:{port} answers"

@@ -1,0 +1,111 @@
+"""Token ids as pieces of text, so that each can be coloured, and the stretches of an episode."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
+
+from lockstep.config.load import load
+from lockstep.config.schema import Model
+from lockstep.errors import LockstepError, ModelError
+from lockstep.models.builtin import BUILTINS, builtin_place
+from lockstep.models.resolve import HUB_ID
+from lockstep.track.rollouts import RolloutRow
+from lockstep.track.rundir import RunDirectory
+from lockstep.types import Branch
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+TOKENIZER = "tokenizer.json"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+LEAD = 4
+"""Tokens in front of a piece that are decoded with it: some tokenizers write the first of a text without its blank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tokens of one origin: sampled by the policy, or told by the environment or a tool."""
+
+    sampled: bool
+    pieces: tuple[str, ...]
+    """Text of each token; "" for one whose bytes are shown with those of a later token."""
+    logprobs: tuple[float, ...]
+    learner: tuple[float, ...] = ()
+    """The learner's log-probabilities; empty if they are not known, or for tokens that are not trained."""
+    entropies: tuple[float, ...] = ()
+
+
+class Tokenizer:
+    """A run's tokenizer, loaded at first use from files that are already on this machine."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._decode: Decode | None = None
+        self.problem = ""
+        """The reason why there is none; "" while none was needed or it was loaded."""
+
+    def decoder(self) -> Decode | None:
+        """Return the function from ids to text, or None; `problem` says why then."""
+        with self._lock:
+            if self._decode is None and not self.problem:
+                try:
+                    self._decode = _load(self._run)
+                except LockstepError as error:
+                    self.problem = f"{error.what}: tokens are not shown one by one"
+            return self._decode
+
+
+def stretches(row: RolloutRow | Branch, decode: Decode) -> list[Stretch]:
+    """Split a reply into what the policy sampled and what it was told."""
+    ends = [i for i in range(1, len(row.trained)) if row.trained[i] != row.trained[i - 1]]
+    texts = pieces(row.ids, decode)
+    bounds = pairwise([0, *ends, len(row.ids)]) if row.ids else ()
+    found, seen = [], 0
+    learned = (row.learner_logprobs, row.entropies) if isinstance(row, RolloutRow) else ((), ())
+    for a, b in bounds:
+        own = slice(seen, seen + b - a) if row.trained[a] else slice(0)
+        seen += b - a if row.trained[a] else 0
+        logprobs, entropies = (values[own] for values in learned)
+        found.append(Stretch(row.trained[a], tuple(texts[a:b]), row.logprobs[a:b], logprobs, entropies))
+    return found
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token. Tokens that end inside a character are "", the one that completes it has its text."""
+    found: list[str] = []
+    clean = 0
+    for end in range(1, len(ids) + 1):
+        start = max(0, clean - LEAD)
+        text, before = decode(ids[start:end]), decode(ids[start:clean])
+        if text.endswith(BROKEN) and end < len(ids) and end - clean < LEAD:
+            found.append("")
+            continue
+        found.append(text[len(before) :] if text.startswith(before) else decode(ids[clean:end]))
+        clean = end
+    return found
+
+
+def _load(run: RunDirectory) -> Decode:
+    """Load the tokenizer's file, which is data: nothing is fetched, and no code of a model's folder runs. Raises ModelError."""
+    from tokenizers import Tokenizer as Loaded
+
+    path = _file(load([str(run.recipe_path)]).model)
+    try:
+        tokenizer = Loaded.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"the tokenizer of the run is not readable at {path}", where=str(run.path)) from error
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _file(model: Model) -> Path:
+    """Return where the tokenizer is, if it is on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = builtin_place(model.path) if model.path in BUILTINS else Path(model.path).expanduser()
+    if folder.is_dir() or not HUB_ID.fullmatch(model.path):
+        return folder / TOKENIZER
+    found = try_to_load_from_cache(model.path, TOKENIZER, revision=model.revision)
+    return Path(found) if isinstance(found, str) else folder / TOKENIZER

@@ -1,0 +1,70 @@
+"""Records that travel between processes arrive equal to the last bit, and nothing but plain values travels."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import pickletools
+import struct
+from typing import Any
+
+import pytest
+
+from lockstep.algorithms.correction import Mismatch
+from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.learner.protocol import Share
+from lockstep.learner.statistics import Piece
+from lockstep.types import (
+    Batch,
+    Completion,
+    FinishReason,
+    Forward,
+    LossInput,
+    NormNoise,
+    Request,
+    Sampling,
+    Scored,
+)
+from tests.learner.batches import make_batch
+
+REQUEST = Request("sum/1#0", (5, 2**40), "sum/1", -(2**62), Sampling(8, 0.7, stop=("a", "ü")), 3, 1)
+
+
+def classes_in(plain: Any) -> list[object]:
+    """Classes and functions that a pickle of the values would name."""
+    return [arg for code, arg, _ in pickletools.genops(pickle.dumps(plain)) if "GLOBAL" in code.name]
+
+
+def test_a_batch_arrives_as_it_was_sent() -> None:
+    for batch in (make_batch(), make_batch(old=False, ref=False)):
+        plain = to_plain(Batch, batch)
+        assert classes_in(plain) == []
+        assert from_plain(Batch, plain) == batch
+
+
+def test_numbers_keep_their_bits() -> None:
+    odd = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
+    sent = Completion(REQUEST, (1, 2, 3, 4), (-0.0, math.inf, 5e-324, odd), FinishReason.LENGTH, 3)
+    (found,) = many_from_plain(Completion, many_to_plain(Completion, [sent]))
+    assert found.finish is FinishReason.LENGTH
+    assert [struct.pack("<d", x) for x in found.logprobs] == [struct.pack("<d", x) for x in sent.logprobs]
+    assert found.request == REQUEST
+
+
+def test_optional_and_nested_records_arrive() -> None:
+    forward = Forward("mxfp4-w4a4", NormNoise(0.1, 7, ("a", "b"), (1.0, 2.0)))
+    assert from_plain(Forward, to_plain(Forward, forward)) == forward
+    assert from_plain(Forward, to_plain(Forward, Forward())) == Forward()
+
+
+def test_a_share_of_an_update_arrives_with_its_arrays() -> None:
+    mismatch = Mismatch(3, 1, {"mismatch/k1": 0.1}, 0.5, 2.0, (1.0, 2.0), (3.0, 4.0))
+    piece = Piece(4, 3, 9, -0.25, {"entropy/mean": 1.0}, {}, mismatch, Scored((4, 0), b"\x00\x02", b"\x00\x01"))
+    sent = Share((piece,), 0.5, True, 0, 1e-3, 1)
+    found = from_plain(Share, to_plain(Share, sent))
+    assert found == sent
+
+
+def test_a_record_that_is_not_plain_is_refused() -> None:
+    with pytest.raises((TypeError, NameError)):
+        to_plain(LossInput, None)

@@ -1,0 +1,182 @@
+"""Whole runs on several workers: the same weights, samples and metrics as in one process, whatever happens to a worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.config.schema import Recipe
+from lockstep.errors import LearnerError, SyncError, WorkerLost
+from lockstep.loops.start import resume_run, start_run
+from lockstep.track.jsonl import read_jsonl
+from lockstep.track.rollouts import read_rollouts
+from lockstep.track.rundir import RunDirectory
+from lockstep.track.writer import read_metrics
+from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, recipe, trained, weights
+
+if importlib.util.find_spec("ray") is None:  # not imported here: a run gives Ray its token first
+    pytest.skip("needs Ray", allow_module_level=True)
+
+SMALL = (
+    "threads=1",
+    "update.tokens_per_microbatch=48",
+    "prompts_per_step=3",
+    "health.spikes.norm=0.001",
+    "update.epochs=2",
+)
+"""Several micro-batches an update, and not a multiple of the workers; every update is a spike."""
+
+
+def on(workers: int, **settings: object) -> str:
+    more = "".join(f", {name}: {value}" for name, value in settings.items())
+    return f"placement={{kind: colocated, gpus: {workers}{more}}}"
+
+
+def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
+    """Weights and optimizer of the last checkpoint, all metrics but times, spikes, and all samples are equal."""
+    return (
+        spikes(one) == spikes(other)
+        and weights(one, steps) == weights(other, steps)
+        and numbers(one) == numbers(other)
+        and fingerprints(one) == fingerprints(other)
+        and all(read_rollouts(one, step) == read_rollouts(other, step) for step in range(1, steps + 1))
+    )
+
+
+def spikes(run: RunDirectory) -> dict[object, object]:
+    """Spikes by step and update: a resume repeats those of the steps that it repeats."""
+    return {(row["step"], row["update"]): row for row in read_jsonl(run.spikes_path)}
+
+
+def processes() -> list[psutil.Process]:
+    """Live processes that this one has started, and theirs, of Ray."""
+    found = psutil.Process().children(recursive=True)
+    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE and _of_ray(one)]
+
+
+def _of_ray(process: psutil.Process) -> bool:
+    try:
+        return "ray" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    yield
+    end = time.monotonic() + 15
+    while processes() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert processes() == []
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.sampled("full-fp32-2")
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full-fp32", "lora-bf16"])
+def test_a_run_ends_in_the_same_weights_on_any_number_of_workers(
+    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], workers: int
+) -> None:
+    settings = (*SMALL, *adapter, "steps=2", "eval.every=2", "algorithm.kl.coef=0.01", "rollout.slots=4")
+    settings += (f"rollout.deal={'queue' if workers == 2 else 'static'}",)
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    together = trained(tmp_path, tiny_model_dir, *settings, on(workers), "name=together")
+    assert max(float(row["batch/microbatches"]) for row in numbers(alone).values() if len(row) > 40) > 2
+    assert same(alone, together, 2)
+    assert "ratio/log_abs_p99" in numbers(together)[2]
+    assert together.spikes_path.read_text().count("\n") == 4
+    assert alone.manifest()["template_hash"] == together.manifest()["template_hash"]
+    assert events(alone, "base") == events(together, "base")
+    (log,) = [path.read_text() for path in [together.path / "log.txt"]]
+    assert f"{workers} worker" in log
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = (*SMALL, "steps=3", NO_EVAL, "optimizer.schedule=cosine", "save.keep_last=9")
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    run = start_run(recipe(tmp_path, tiny_model_dir, *settings, on(4), "name=moved"))
+    for step, placement in ((1, "placement.gpus=2"), (2, "placement={kind: local}")):
+        for later in range(step + 1, 4):
+            shutil.rmtree(run.checkpoints_path / f"step_{later:06d}")
+        run = resume_run(run.path, [placement], allow_fallback=True)
+        assert events(run, "resume")[-1] == f"at step {step}"
+    assert same(run, alone, 3)
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+class Attacker(threading.Thread):
+    """Sends a signal to one worker once a run has made so many steps."""
+
+    def __init__(self, run: Path, steps: int, number: signal.Signals) -> None:
+        super().__init__(daemon=True)
+        self._run, self._steps, self._number = run, steps, number
+        self.sent = 0.0
+
+    def run(self) -> None:
+        while not self._due():
+            time.sleep(0.01)
+        victims = (self._run / "workers" / "pids.txt").read_text()
+        os.kill(int(victims.rpartition("rank 1: ")[2]), self._number)
+        self.sent = time.time()
+
+    def _due(self) -> bool:
+        log = self._run / "log.txt"
+        return log.exists() and re.search(rf"  step +{self._steps}/", log.read_text()) is not None
+
+
+def attacked(settings: Recipe, steps: int, number: signal.Signals) -> Attacker:
+    attacker = Attacker(Path(settings.runs_dir) / settings.name, steps, number)
+    attacker.start()
+    return attacker
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_is_killed_costs_nothing_but_time(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = (*SMALL, "steps=8", NO_EVAL)
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    wounded = recipe(tmp_path, tiny_model_dir, *settings, on(2), "name=wounded")
+    attacker = attacked(wounded, 2, signal.SIGKILL)
+    run = start_run(wounded)
+    assert attacker.sent
+    (stopped,) = events(run, "stopped")
+    assert stopped.startswith("rank 1 in ")
+    assert "the worker died" in stopped
+    assert len(events(run, "resume")) == 1
+    assert "most recent call first" in (run.path / "workers" / "stacks_0.txt").read_text()
+    assert same(run, alone, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_falls_silent_ends_the_run_in_time(tmp_path: Path, tiny_model_dir: Path) -> None:
+    silent = recipe(
+        tmp_path, tiny_model_dir, *SMALL, "steps=200", NO_EVAL, on(2, restarts=0, timeout_s=60), "name=silent"
+    )
+    attacker = attacked(silent, 1, signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match=r"rank 1 in \w+: rank 1 has not answered for") as caught:
+        start_run(silent)
+    assert time.time() - attacker.sent < 120
+    assert caught.value.exit_code == 75
+    assert read_metrics(RunDirectory.open(tmp_path / "runs" / "silent"))[-1].step >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+def test_the_error_of_a_worker_is_raised_as_it_is(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A learning rate that ruins the weights: every rank refuses, and the run says what one process would say."""
+    settings = (*SMALL, "steps=9", NO_EVAL, "optimizer.lr=1e38", "update.max_skipped=1", on(2))
+    with pytest.raises((LearnerError, SyncError), match=r"gradient norm|no number") as caught:
+        trained(tmp_path, tiny_model_dir, *settings)
+    assert "rank " in caught.value.where

@@ -1,0 +1,53 @@
+"""Runs whose workers train or sample: equal to one process, and a sampler that dies costs no step."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
+
+if importlib.util.find_spec("ray") is None:  # not imported here: a run gives Ray its token first
+    pytest.skip("needs Ray", allow_module_level=True)
+
+from lockstep.loops.start import start_run
+from tests.cluster.test_runs import SMALL, attacked, no_orphans, same
+
+__all__ = ["no_orphans"]
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.sampled("full-1-1")
+@pytest.mark.parametrize(("train", "rollout"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full", "lora"])
+def test_a_split_run_is_that_of_one_process(
+    tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], train: int, rollout: int
+) -> None:
+    settings = (*SMALL, *adapter, "steps=3", "eval.every=3")
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    split = f"placement={{kind: split, train: {train}, rollout: {rollout}}}"
+    together = trained(tmp_path, tiny_model_dir, *settings, split, "name=together")
+    assert same(alone, together, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sampler_that_is_lost_costs_no_step(
+    tmp_path: Path, tiny_model_dir: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.cluster.ray_workers.LEAST_SECONDS", 5.0)
+    settings = (*SMALL, "steps=8", NO_EVAL)
+    alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
+    wounded = recipe(
+        tmp_path, tiny_model_dir, *settings, "placement={kind: split, train: 1, rollout: 1}", "name=wounded"
+    )
+    attacker = attacked(wounded, 2, number)
+    run = start_run(wounded)
+    assert attacker.sent
+    assert events(run, "resume") == []
+    assert len((run.path / "workers" / "pids.txt").read_text().splitlines()) == 2
+    assert same(run, alone, 8)

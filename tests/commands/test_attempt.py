@@ -1,0 +1,64 @@
+"""`lockstep attempt`: branch and tag before, notes and a proposed commit after."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from tests.gallery import Gallery
+
+
+def git(*arguments: str) -> str:
+    return subprocess.check_output(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], text=True, stderr=subprocess.STDOUT
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    (tmp_path / "recipe.yaml").write_text("name: a\n")
+    git("add", ".")
+    git("commit", "-qm", "begin")
+    return tmp_path
+
+
+def test_an_attempt_is_a_branch_and_a_tag(project: Path, capsys: pytest.CaptureFixture[str]):
+    (project / "runs").mkdir()
+    (project / "runs" / "old").write_text("need not be committed")
+    assert cli.main(["attempt", "start", "27-clip"]) == 0
+    assert git("rev-parse", "--abbrev-ref", "HEAD").strip() == "attempt-27-clip"
+    assert git("rev-parse", "attempt-27-clip-start") == git("rev-parse", "HEAD")
+    assert cli.main(["attempt", "start", "27-clip"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_what_is_not_committed_begins_no_attempt(project: Path, capsys: pytest.CaptureFixture[str]):
+    (project / "recipe.yaml").write_text("name: b\n")
+    assert cli.main(["attempt", "start", "28"]) == 2
+    assert "everything committed: not committed: recipe.yaml" in capsys.readouterr().err
+    assert "attempt" not in git("branch", "--all") + git("tag")
+    assert cli.main(["attempt", "start", "--name with blanks"]) == 2
+
+
+def test_a_refusal_of_git_is_told(project: Path, capsys: pytest.CaptureFixture[str]):
+    (project / ".git" / "refs" / "heads" / "attempt-29").mkdir()  # a branch of this name cannot be made
+    (project / ".git" / "refs" / "heads" / "attempt-29" / "a").write_text(git("rev-parse", "HEAD"))
+    assert cli.main(["attempt", "start", "29"]) == 2
+    assert "git refused: fatal: " in capsys.readouterr().err
+
+
+def test_the_proposed_commands_record_the_run(project: Path, gallery: Gallery, capsys: pytest.CaptureFixture[str]):
+    gallery.copy("plain", project / "runs" / "plain")
+    capsys.readouterr()  # of its training, if it was not there
+    assert cli.main(["attempt", "finish", "runs/plain"]) == 0
+    add, commit = capsys.readouterr().out.splitlines()[1:]
+    git(*shlex.split(add)[1:])
+    git(*shlex.split(commit)[1:])
+    assert git("log", "-1", "--format=%s").startswith("plain: finished, reward 0.")
+    assert git("show", "--stat", "--format=", "HEAD").split()[0] == "runs/NOTES.md"

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from lockstep.config.load import load_run
+
+load_run([sys.argv[1], "task=reasoning_gym"])
+import huggingface_hub.constants as hub
+from lockstep.models.cache import cache_root
+
+print(hub.HF_HUB_CACHE, cache_root())
+"""
+
+
+def caches(tmp_path: Path, **environment: str) -> list[str]:
+    (tmp_path / "r.yaml").write_text(f"paths: {{cache: {tmp_path}/scratch}}\n")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "LOCKSTEP", "XDG"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "r.yaml")], env={**plain, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_one_setting_places_all_caches_before_anything_reads_them(tmp_path: Path) -> None:
+    assert caches(tmp_path) == [f"{tmp_path}/scratch/huggingface/hub", f"{tmp_path}/scratch/lockstep"]
+
+
+def test_a_variable_of_the_environment_wins(tmp_path: Path) -> None:
+    found = caches(tmp_path, LOCKSTEP_CACHE=f"{tmp_path}/own")
+    assert found == [f"{tmp_path}/scratch/huggingface/hub", f"{tmp_path}/own"]

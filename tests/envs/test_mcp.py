@@ -1,0 +1,153 @@
+"""Tools of a real MCP server, in the processes of environments."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("mcp")
+
+from lockstep.config import schema
+from lockstep.envs.calls import Call
+from lockstep.envs.runners import Fault, ProcessRunner
+from lockstep.envs.tools import MAX_RESULT, build_tools, run_call
+from lockstep.errors import TaskError
+from lockstep.types import Prompt, Turn
+
+SERVER = """
+import os, time
+from mcp.server import MCPServer
+
+server = MCPServer("counter")
+seen = []
+
+@server.tool()
+def note(word: str) -> str:
+    "Keeps a word and says all of them."
+    seen.append(word)
+    return " ".join([*seen, os.environ.get("SUFFIX", "")])
+
+@server.tool()
+def shout(times: int) -> str:
+    "Shouts."
+    return "a" * times
+
+@server.tool()
+def fail() -> str:
+    "Fails."
+    raise ValueError("no")
+
+@server.tool()
+def hang() -> str:
+    "Hangs."
+    print(os.getpid(), file=open(__file__ + ".pid", "w"), flush=True)
+    time.sleep(1000)
+
+server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+def named(server: Path, **settings: object) -> schema.McpServer:
+    return schema.McpServer.model_validate({"mcp": f"{sys.executable} {server}", **settings})
+
+
+def answers(runner: ProcessRunner, count: int = 1) -> dict[str, Turn | Fault]:
+    found: dict[str, Turn | Fault] = {}
+    until = time.monotonic() + 120
+    while len(found) < count and time.monotonic() < until:
+        found |= dict(runner.poll(1.0))
+    return found
+
+
+def test_each_episode_has_a_server_of_its_own_which_ends_with_it(server: Path) -> None:
+    tools = [named(server, env={"SUFFIX": "!"})]
+    task = schema.ToolTask.model_validate({"tools": [one.model_dump() for one in tools], "format": "plain"})
+    runner = ProcessRunner(task, 30.0)
+    try:
+        for key in ("a", "b"):
+            runner.begin(key, Prompt(key, ({"role": "user", "content": "go"},), ""), 1)
+        answers(runner, 2)
+        said = {}
+        for word in ("one", "two"):
+            for key in ("a", "b"):
+                runner.step(key, f"note({word}{key})")
+            said = answers(runner, 2)
+        texts = {key: turn.observation[0]["content"] for key, turn in said.items() if isinstance(turn, Turn)}
+        assert texts == {"a": "onea twoa !", "b": "oneb twob !"}, "a server keeps the state of its own episode"
+        runner.step("a", "shout(20000)\nfail()\nshout(many)")
+        runner.step("b", "it is 4")
+        turns = answers(runner, 2)
+        assert isinstance(turns["a"], Turn)
+        assert isinstance(turns["b"], Turn)
+        shouted, failed, wrong = turns["a"].observation[0]["content"].split("\n")
+        assert shouted == "a" * MAX_RESULT + "… (20000 characters)"
+        assert failed.startswith("error: ")
+        assert wrong == "error: times: 'many' is not of type 'integer'"
+        assert turns["a"].metrics == {"tool_calls": 3.0, "tool_errors": 2.0}
+        assert turns["b"].answer
+    finally:
+        runner.close()
+
+
+def test_a_server_that_hangs_costs_its_own_episode_and_is_killed(server: Path) -> None:
+    task = schema.ToolTask.model_validate({"tools": [named(server, only=["hang"]).model_dump()], "format": "plain"})
+    runner = ProcessRunner(task, 8.0)
+    try:
+        runner.begin("a", Prompt("a", ({"role": "user", "content": "go"},), ""), 1)
+        answers(runner)
+        runner.step("a", "hang()")
+        found = answers(runner)["a"]
+        assert isinstance(found, Fault)
+        assert found.kind == "timeout"
+    finally:
+        runner.close()
+    pid = int(server.with_name("server.py.pid").read_text())
+    until = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_a_server_that_cannot_be_used_is_named_before_the_run(server: Path) -> None:
+    with pytest.raises(TaskError, match=r"no tool sing; it has fail, hang, note, shout|no tool sing; it has note"):
+        build_tools([named(server, only=["note", "sing"])])
+    with pytest.raises(TaskError, match="the MCP server gives no list of tools"):
+        build_tools([schema.McpServer(mcp=f"{sys.executable} -c 'raise SystemExit(3)'")])
+    with pytest.raises(ValueError, match="is not on this machine"):
+        schema.McpServer(mcp="https://example.org/mcp")
+
+
+@pytest.mark.slow
+def test_a_server_over_http_on_this_machine(tmp_path: Path) -> None:
+    import socket
+    import subprocess
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = tmp_path / "http_server.py"
+    path.write_text(SERVER.replace("server.run()", f'server.run("streamable-http", host="127.0.0.1", port={port})'))
+    process = subprocess.Popen([sys.executable, str(path)], stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        tools = build_tools([schema.McpServer(mcp=f"http://127.0.0.1:{port}/mcp", only=["note"])])
+        assert run_call(tools, Call("note", {"word": "here"})).text.strip() == "here"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+
+from lockstep.evaluation.alarms import identity_alarms, reading, reply_alarms, untrained_alarm
+from lockstep.types import Score
+from tests.evaluation.scores import score
+
+A, B = "a" * 16, "b" * 16
+
+
+def with_replies(base: Score, **changes: list[object]) -> Score:
+    """The score with a field of its first results set to the values given."""
+    results = list(base.results)
+    for name, values in changes.items():
+        for i, value in enumerate(values):
+            results[i] = dataclasses.replace(results[i], **{name: value})
+    return dataclasses.replace(
+        base, results=tuple(results), truncated=sum(r.truncated for r in results) / len(results),
+        unscored=sum(r.correct is None for r in results),
+    )  # fmt: skip
+
+
+def sound(marks: list[bool]) -> Score:
+    base = score(marks)
+    n = len(marks)
+    return with_replies(base, extracted=["7"] * n, method=["boxed"] * n, boxed=[True] * n)
+
+
+def test_a_sound_score_raises_nothing() -> None:
+    assert reply_alarms(sound([True, False] * 20)) == []
+
+
+def test_cut_off_replies_are_counted_among_the_wrong_ones() -> None:
+    cut = with_replies(sound([True] * 20 + [False] * 20), truncated=[False] * 20 + [True] * 8)
+    (alarm,) = reply_alarms(cut)
+    assert alarm.startswith("8 of 40 replies (20%) were cut off at 16 tokens, 8 of the 20 wrong ones among them")
+    assert reply_alarms(with_replies(sound([False] * 40), truncated=[True] * 2)) == []  # 5 % is not above 5 %
+
+
+def test_replies_without_an_answer_set_a_ceiling() -> None:
+    blind = with_replies(sound([False] * 10 + [True] * 30), extracted=[None] * 6, truncated=[True])
+    (alarm,) = reply_alarms(blind)
+    assert alarm.startswith(
+        "no answer was found in 6 of 40 replies (15%, 1 of them cut off), so the score cannot exceed 85%"
+    )
+    r = reading(blind.results)
+    assert (r.unparsed, r.unparsed_truncated, r.ceiling) == (6, 1, 0.85)
+    nothing = with_replies(sound([False] * 4), extracted=[None] * 4, method=["none"] * 4)
+    assert (
+        reading(nothing.results).ceiling == 0.0
+    )  # a model that is never understood is the worst case, not an unknown one
+    silent = score([True, False, False])
+    assert reading(silent.results).unparsed_rate is None  # a verifier that never says what it read
+
+
+def test_an_environment_has_no_answer_to_find() -> None:
+    moves = with_replies(score([False] * 8), method=["environment"] * 8, extracted=[None] * 8)
+    assert reply_alarms(moves) == []
+    assert reading(moves.results).unparsed_rate is None
+    some = with_replies(score([False] * 8), method=["environment"] * 8, extracted=["7", *[None] * 7])
+    assert "no answer was found in 7 of 8 replies" in reply_alarms(some)[0]  # it hands answers in, and these did not
+
+
+def test_the_boxed_rate_has_its_interval() -> None:
+    unboxed = with_replies(sound([True] * 40), boxed=[False] * 4)
+    (alarm,) = reply_alarms(unboxed)
+    assert alarm.startswith("boxed rate 90% [77%, 96%] is below 95%")
+
+
+def test_unscored_replies_are_named() -> None:
+    alarms = reply_alarms(with_replies(score([True, None, True]), error=[None, "the judge is not at home"]))
+    assert alarms == ["1 replies could not be scored and are left out, the first: item/1 (the judge is not at home)"]
+
+
+def twin(base: Score, **conditions: object) -> Score:
+    changed = dataclasses.replace(base.conditions, **conditions)  # type: ignore[arg-type]
+    return dataclasses.replace(base, conditions=changed)
+
+
+def test_identical_replies_name_the_cause() -> None:
+    base = score([True, False, True] * 7)
+    (weights,) = identity_alarms([("base", base), ("step 20", twin(base, weights=B))])
+    assert weights.startswith(
+        "base and step 20, greedy: weights not loaded? All 21 replies are the same, word for word"
+    )
+    (few,) = identity_alarms([("base", score([True])), ("step 20", twin(score([True]), weights=B))])
+    assert "not loaded" not in few
+    assert "so few replies often are" in few
+    (numerics,) = identity_alarms([("w4a4", twin(base, numerics="mxfp4-w4a4")), ("bf16", twin(base, numerics="bf16"))])
+    assert "numerics not applied?" in numerics
+    assert "mxfp4-w4a4 and one in bf16" in numerics
+
+
+def test_what_may_be_identical_is_no_alarm() -> None:
+    base = score([True, False, True])
+    assert identity_alarms([("one", base), ("again", base)]) == []
+    assert identity_alarms([("greedy", base), ("sampled", twin(base, weights=B, mode="sampled(T=1)"))]) == []
+    other = dataclasses.replace(base.results[0], text="something else")
+    assert (
+        identity_alarms(
+            [("a", base), ("b", dataclasses.replace(twin(base, weights=B), results=(other, *base.results[1:])))]
+        )
+        == []
+    )
+
+
+def test_trained_weights_that_are_the_bases_are_an_alarm() -> None:
+    base = score([True])
+    assert "after 20 steps the weights are still those of the base" in untrained_alarm(
+        base, dataclasses.replace(base, step=20)
+    )
+    late = dataclasses.replace(base, step=20)
+    assert "within every group all rewards were equal" in untrained_alarm(base, late, equal_rewards=True)
+    assert "loaded in place" not in untrained_alarm(base, late, equal_rewards=True)
+    assert "although some groups had rewards that differ" in untrained_alarm(base, late, equal_rewards=False)
+    assert untrained_alarm(base, base) == ""
+    assert untrained_alarm(base, score([True], weights=B, step=20)) == ""
+    assert untrained_alarm(late, late) == ""  # the first of the two is no base

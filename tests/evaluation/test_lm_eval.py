@@ -1,0 +1,178 @@
+"""Tasks of lm-eval measured by our engine, item by item against lm-eval's own model class on the same weights."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.evaluate import LmEvalSet
+from lockstep.errors import ConfigError, EvaluationError
+from lockstep.evaluation.collect import pair, records_of
+from lockstep.evaluation.lm_eval import evaluate_task, load_task
+from lockstep.evaluation.plan import eval_plan
+from lockstep.evaluation.records import read_score
+from lockstep.scoring.targets import EvalSession, build_eval_session
+from lockstep.types import Proof, Score
+from tests.loops.runs import recipe, trained
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lockstep-rl[lm-eval]'")
+
+COMMON = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+"""
+CHOICE = """
+task: choice
+output_type: multiple_choice
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+REPLY = """
+task: reply
+output_type: generate_until
+num_fewshot: 2
+fewshot_split: test
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["e"], max_gen_toks: 9, do_sample: false}}
+filter_list:
+  - name: first
+    filter: [{{function: regex, regex_pattern: "([a-z])"}}, {{function: take_first}}]
+  - name: last
+    filter: [{{function: regex, group_select: -1, regex_pattern: "([a-z])"}}, {{function: take_first}}]
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The YAML files of a multiple choice and of generated replies, with local data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {
+            "question": f"{n} + 3",
+            "choices": [str(n + 3), "a longer wrong answer", str(n)],
+            "label": n % 3,
+            "answer": "t",
+        }
+        for n in range(12)
+    ]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {name: folder / f"{name}.yaml" for name in ("choice", "reply")}
+    for name, text in (("choice", CHOICE), ("reply", REPLY)):
+        paths[name].write_text((COMMON + text).format(data=data))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def session(gallery: Any) -> EvalSession:
+    from lockstep.config.load import load
+
+    return build_eval_session(load([str(gallery.run("plain").recipe_path)]))
+
+
+@pytest.fixture(scope="module")
+def proof(session: EvalSession) -> Proof:
+    return session.prove()
+
+
+@pytest.fixture(scope="module")
+def theirs(session: EvalSession) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(session.policy.resolved.path), device="cpu", dtype="float32", batch_size=5)
+
+
+def measured(session: EvalSession, proof: Proof, settings: LmEvalSet) -> Score:
+    from lockstep.config.load import load_mapping
+
+    plan = eval_plan(load_mapping({"model": "smollm2-135m-instruct"}), "fp32", session.policy.context)
+    task = load_task(settings, session.policy.chat)
+    return evaluate_task(session.engine, task, session.policy.chat, plan, proof, step=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("choice", {}),
+        pytest.param("choice", {"metric": "acc_norm", "fewshot": 1, "items": 7}, marks=pytest.mark.slow),
+        ("reply", {}),
+        pytest.param("reply", {"filter": "last"}, marks=pytest.mark.slow),
+        pytest.param("reply", {"chat": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_item_is_that_of_lm_eval(
+    session: EvalSession, proof: Proof, theirs: Any, tasks: dict[str, Path], name: str, given: dict[str, Any]
+) -> None:
+    settings = LmEvalSet(name=name, path=str(tasks[name]), **given)
+    score = measured(session, proof, settings)
+    found = lm_eval.simple_evaluate(
+        theirs,
+        tasks=[str(tasks[name])],
+        task_manager=lm_eval.tasks.TaskManager(include_defaults=False),
+        limit=settings.items,
+        num_fewshot=settings.fewshot,
+        apply_chat_template=settings.chat,
+        bootstrap_iters=0,
+    )
+    metric, chosen = settings.metric or ("acc" if name == "choice" else "exact_match"), settings.filter
+    chosen = chosen or ("none" if name == "choice" else "first")
+    rows = [row for row in found["samples"][name] if row["filter"] == chosen]
+    assert len(rows) == len(score.results) == (settings.items or 12)
+    assert [row[metric] == 1 for row in rows] == [item.correct for item in score.results]
+    assert score.accuracy == found["results"][name][f"{metric},{chosen}"]
+    assert score.low < score.accuracy < score.high or score.accuracy in (0, 1)
+    for row, item in zip(rows, score.results, strict=True):
+        if name == "reply":
+            assert item.text == row["resps"][0][0]
+            assert item.extracted == row["filtered_resps"][0]
+        else:
+            mine = ast.literal_eval(f"[{item.text.removeprefix('log-likelihoods: ')}]")
+            assert mine == pytest.approx([value for value, _ in row["filtered_resps"]], abs=1e-3)
+
+
+def test_a_run_measures_a_task_and_compares_it_with_the_base(
+    tmp_path: Path, tiny_model_dir: Path, tasks: dict[str, Path]
+) -> None:
+    asked = f"eval.lm_eval=[{{name: sums, path: {tasks['choice']}}}]"
+    run = trained(tmp_path, tiny_model_dir, "eval.every=3", asked)
+    scores = [read_score(run.scores_path / f"step_{step:06d}_lm_eval.sums.json") for step in (0, 3)]
+    assert [score.step for score in scores] == [0, 3]
+    assert scores[0].conditions.data_hash == scores[1].conditions.data_hash
+    assert scores[0].conditions.weights != scores[1].conditions.weights
+    assert '"eval/lm_eval.sums/accuracy"' in run.metrics_path.read_text()
+    files = [records_of(str(run.scores_path / f"step_{step:06d}_lm_eval.sums.json")) for step in (0, 3)]
+    assert len(pair(*files)) == 1  # the same items under the same conditions: they may be compared
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"metric": "f1"}, "it has no f1"),
+        ({"filter": "strict"}, "it has no strict"),
+        ({"path": "nothing.yaml"}, "there is no file"),
+    ],
+)
+def test_what_a_task_does_not_have_is_said(
+    session: EvalSession, tasks: dict[str, Path], given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(EvaluationError, match=told):
+        load_task(LmEvalSet(**{"name": "x", "path": str(tasks["choice"]), **given}), session.policy.chat)
+
+
+def test_a_broken_yaml_is_said_and_names_differ(session: EvalSession, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("task: x\ndataset_path: json\noutput_type: [")
+    with pytest.raises(EvaluationError, match="cannot load"):
+        load_task(LmEvalSet(name="x", path=str(tmp_path / "broken.yaml")), session.policy.chat)
+    with pytest.raises(ConfigError, match="differ"):
+        recipe(tmp_path, tmp_path, "eval.lm_eval=[{name: a, path: b}, {name: a, path: c}]")

@@ -1,0 +1,363 @@
+"""`lockstep host` against a real sshd: what is sent, what is there, what comes back, and what happens when the line breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.hosts import host_of
+from lockstep.errors import HostError
+from lockstep.evaluation.records import read_score
+from lockstep.hosts import connection, jobs
+from lockstep.hosts.connection import Connection
+from lockstep.hosts.inputs import inputs_of
+from lockstep.track.rundir import RunDirectory
+from tests.gallery import Gallery
+from tests.hosts.sshd import Machine, machine, trust
+from tests.loops.runs import words
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    with machine(tmp_path_factory.mktemp("sshd")) as found:
+        yield found
+
+
+@pytest.fixture
+def spare(there: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The machine with an empty folder and the default settings; the current folder is a project of its own."""
+    shutil.rmtree(there.folder, ignore_errors=True)
+    trust(there.home, there.port, "host_key")
+    there.configure()
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(there.home / "hosts.yaml"))
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    return there
+
+
+def link() -> Connection:
+    return Connection("spare", host_of("spare"))
+
+
+def small_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send no recipes: fewer files."""
+    monkeypatch.setattr(jobs, "BUILT_IN", Path("nowhere"))
+
+
+def waited(job: str, seconds: float = 300) -> str:
+    until = time.monotonic() + seconds
+    while (state := link().call("log", job=job, offset=0, lines=0)["state"]) == "running" and time.monotonic() < until:
+        time.sleep(0.3)
+    return str(state)
+
+
+# --- a command there is a command here -------------------------------------------------------------------------------
+def test_an_evaluation_sent_there_is_the_one_made_here(
+    spare: Machine,
+    gallery: Gallery,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gallery.copy("lora", tmp_path / "project/runs/mine")
+    gallery.copy("lora", tmp_path / "local/runs/mine")
+    asked = ["eval", "runs/mine", "--items", "4", "--mode", "sampled", "--no-base"]
+    assert main(["host", "run", "spare", *asked]) == 0
+    assert "eval-001 is started on spare" in capsys.readouterr().out
+    spare.cut()  # a job needs no connection
+    monkeypatch.chdir(tmp_path / "local")
+    assert main(asked) == 0
+    monkeypatch.chdir(tmp_path / "project")
+    assert waited("eval-001") == "ended with 0", link().call("log", job="eval-001", offset=0, lines=50)["text"]
+
+    # a file that is not what the job wrote is refused, and nothing of it is stored
+    before = sorted(Path("runs").rglob("*"))
+    (made,) = (spare.folder / "jobs/eval-001/work/runs/mine/scores").glob("*/*.json")
+    whole = made.read_bytes()
+    made.write_bytes(whole.replace(b'"accuracy"', b'"accuraty"', 1))
+    assert main(["host", "fetch", "spare", "eval-001"]) == 10
+    assert "not the bytes that the job wrote; nothing of it was stored" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+    made.write_bytes(whole)
+
+    assert main(["host", "fetch", "spare", "eval-001"]) == 0
+    capsys.readouterr()
+    (mine,), (local,) = Path("runs").glob("*/scores/*/*.json"), (tmp_path / "local").glob("runs/*/scores/*/*.json")
+    assert mine == local.relative_to(tmp_path / "local")
+    one, other = read_score(mine), read_score(local)
+    assert one.results == other.results
+    assert one.conditions == other.conditions
+    assert one.proof is not None
+    assert (one.source, other.source) == ("runs/mine at step 3, on spare", "runs/mine at step 3")
+    record = json.loads(Path(".lockstep/hosts/spare/eval-001.json").read_text())
+    assert record["files"].keys() >= {"runs/mine/recipe.yaml", "runs/mine/checkpoints/step_000003/COMMIT.json"}
+    assert main(["host", "fetch", "spare", "eval-001"]) == 0
+    assert "all 4 replies are those of the stored score" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
+    spare: Machine, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], gallery: Gallery
+) -> None:
+    recipe = words(tmp_path / "elsewhere", tiny_model_dir, "eval.enabled=false", "steps=2", "name=sent")
+    assert main(["host", "run", "spare", "--name", "a.job", "train", *recipe]) == 0
+    following = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "host", "tail", "spare", "a.job", "-f"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    time.sleep(1)
+    spare.cut()
+    following.kill()
+    following.wait()
+    assert waited("a.job") == "ended with 0", link().call("log", job="a.job", offset=0, lines=50)["text"]
+    assert main(["host", "fetch", "spare", "a.job"]) == 0
+    place = tmp_path / "elsewhere/runs/sent"  # the recipe's own runs_dir
+    run = RunDirectory.open(place)
+    assert run.manifest()["fetched_from"] == {"host": "spare", "job": "a.job"}
+    assert str(tiny_model_dir) in run.recipe_yaml()
+    assert "inputs/" not in run.recipe_yaml()
+    assert {json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()} == {1, 2}
+    capsys.readouterr()
+    assert main(["host", "fetch", "spare", "a.job"]) == 10  # a run that is there is not written over
+    assert "there is another one of this name" in capsys.readouterr().err
+    assert main(["host", "list", "spare"]) == 0
+    assert "a.job: ended with 0" in capsys.readouterr().out
+
+
+def test_words_reach_the_command_as_they_are(spare: Machine, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    small_code(monkeypatch)
+    odd = ['name=it\'s $(touch pwned) "x"\n`touch pwned`; touch pwned', "--recipe", "* ? ~ & |"]
+    assert main(["host", "run", "spare", "eval", *odd]) == 0
+    assert waited("eval-001") == "ended with 2"
+    assert json.loads((spare.folder / "jobs/eval-001/job.json").read_text())["argv"] == ["eval", *odd]
+    assert not list(spare.home.rglob("pwned"))
+    assert not (Path.home() / "pwned").exists()
+    assert main(["host", "fetch", "spare", "eval-001"]) == 2  # the command's own exit code
+    assert main(["host", "run", "spare", "--name", "../../x", "eval", "y"]) == 2
+
+
+@pytest.mark.slow
+def test_the_same_request_twice_starts_one_job(spare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_code(monkeypatch)
+    sent = jobs.sync(link(), inputs_of(["eval"]))
+    request = {
+        "token": "t" * 32, "name": "", "argv": ["eval"], "files": {}, "code": sent.code, "env": None, "lock": "",
+        "python": sys.executable, "variables": {},
+    }  # fmt: skip
+    assert [link().call("start", **request)["again"] for _ in range(2)] == [False, True]
+    assert waited("eval-001").startswith("ended with")
+    assert [one["job"] for one in link().call("listed")["jobs"]] == ["eval-001"]
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+def test_what_differs_is_named_with_its_fix(
+    spare: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small_code(monkeypatch)
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    Path("weights").mkdir()
+    Path("weights/model.safetensors").write_bytes(os.urandom(2 << 20))
+    named = ["rows.jsonl", "weights"]
+    assert main(["host", "verify", "spare", *named]) == 10
+    assert "rows.jsonl: absent there" in capsys.readouterr().out
+    assert main(["host", "sync", "spare", *named]) == 0
+    assert main(["host", "verify", "spare", *named]) == 0
+    capsys.readouterr()
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "3"}\n')
+    sha = jobs.Hashes().of(Path("weights/model.safetensors"))
+    stored = spare.folder / "store" / sha
+    stored.chmod(0o600)
+    stored.write_bytes(b"x" + stored.read_bytes()[1:])
+    fake = tmp_path / "packages/transformers-1.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1.0\n")
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexport PYTHONPATH={fake.parent}\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    spare.configure(python=str(wrapper))
+    assert main(["host", "verify", "spare", *named]) == 10
+    said = capsys.readouterr()
+    assert "rows.jsonl: another one there" in said.out
+    assert "weights/model.safetensors: damaged there" in said.out
+    assert "transformers: 1.0 there, " in said.out
+    assert "lockstep host sync spare, with the same words" in said.err
+    assert main(["host", "run", "spare", "eval", "rows.jsonl"]) == 10
+    assert "packages differ, so replies may: transformers: 1.0 there" in capsys.readouterr().err
+    spare.configure()
+    assert main(["host", "sync", "spare", *named]) == 0  # the fix
+    assert main(["host", "verify", "spare", *named]) == 0
+
+
+# --- a bad line -------------------------------------------------------------------------------------------------------
+def test_a_transfer_that_breaks_goes_on_where_it_was(
+    spare: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_code(monkeypatch)
+    jobs.sync(link(), inputs_of(["eval"]))
+    spare.configure(limit=1500)
+    size = 4 << 20
+    Path("weights").write_bytes(os.urandom(size))
+    sha = jobs.Hashes().of(Path("weights"))
+    partial, stored = spare.folder / "partial" / sha, spare.folder / "store" / sha
+
+    client = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "host", "sync", "spare", "weights"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    begun(partial)
+    os.killpg(client.pid, signal.SIGKILL)  # this machine dies
+    client.wait()
+    time.sleep(0.5)
+    first = partial.stat().st_size
+    assert 0 < first < size
+    assert not stored.exists()  # no half state
+
+    breaker = threading.Thread(target=lambda: (begun(partial, first + (256 << 10)), spare.cut()))  # the line dies
+    breaker.start()
+    sent = jobs.sync(link(), inputs_of(["", "weights"]))
+    breaker.join()
+    assert jobs.Hashes().of(stored) == sha
+    assert sent.sent <= size - first + (64 << 10)  # the piece that was on its way
+    assert jobs.sync(link(), inputs_of(["", "weights"])).sent == 0
+    Path("the same weights").write_bytes(Path("weights").read_bytes())
+    assert jobs.sync(link(), inputs_of(["", "the same weights"])).sent == 0
+
+
+def begun(path: Path, at_least: int = 1 << 19) -> None:
+    until = time.monotonic() + 60
+    while (not path.exists() or path.stat().st_size < at_least) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_damaged_piece_is_sent_again(spare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_code(monkeypatch)
+    Path("weights").write_bytes(os.urandom(1 << 20))
+    link().call("missing", files=[])
+    (spare.folder / "partial" / jobs.Hashes().of(Path("weights"))).write_bytes(b"\0" * (1 << 20))  # whole by its size
+    jobs.sync(link(), inputs_of(["", "weights"]))
+    assert link().call("compare", names={"weights": jobs.Hashes().of(Path("weights"))})["wrong"] == {}
+
+
+def test_another_host_key_is_refused(spare: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    trust(spare.home, spare.port, "other_key")
+    assert main(["host", "list", "spare"]) == 10
+    said = capsys.readouterr().err
+    assert "Host key verification failed" in said
+    assert "Compare the fingerprint" in said
+    assert not spare.folder.exists()
+
+
+def test_a_full_disk_there_is_named(spare: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("a small disk cannot be mounted here (needs root)")
+    try:
+        spare.configure(folder=str(small / "folder"))
+        Path("weights").write_bytes(os.urandom(3 << 20))
+        with pytest.raises(
+            HostError, match=r"No space left: .* MB are to be sent, .* MB are free in .*\n.*host gc spare"
+        ):
+            jobs.sync(link(), inputs_of(["", "weights"]))
+        monkeypatch.setattr(jobs, "SPARE", -(1 << 40))  # the disk fills up amid it
+        with pytest.raises(HostError, match=r"(?s)No space left.*host gc spare"):
+            jobs.sync(link(), inputs_of(["", "weights"]))
+        assert list((small / "folder/store").iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_nothing_of_this_environment_travels(spare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hf_do_not_send")
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(spare.home / "agent"))
+    one = link()
+    done = connection._run([*one._ssh(), "--", "spare", "env"], b"")
+    seen = done.stdout.decode()
+    assert "USER=" in seen
+    assert (
+        "hf_do_not_send" not in seen
+    )  # although ssh's configuration has SendEnv SECRET_*, and the machine accepts all
+    assert "SSH_AUTH_SOCK" not in seen  # although it has ForwardAgent yes
+    Path(".env").write_text("HF_TOKEN=x")
+    with pytest.raises(HostError, match="by its name it holds secrets"):
+        inputs_of(["", ".env"])
+
+
+@pytest.mark.slow
+def test_an_environment_is_made_there_from_a_lock_file(spare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_code(monkeypatch)
+    wheels = spare.home / "wheels"
+    wheels.mkdir(exist_ok=True)
+    wheel = wheels / "tiny_thing-1.0-py3-none-any.whl"
+    import zipfile
+
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tiny_thing.py", "")
+        info = "tiny_thing-1.0.dist-info"
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    lock = Path("small.lock")
+    spare.configure(lock=str(lock), pip=["--no-index", "--find-links", str(wheels)])
+    lock.write_text(f"tiny-thing==1.0 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(HostError, match="the environment cannot be made"):
+        jobs.sync(link(), inputs_of(["eval"]))
+    lock.write_text(f"tiny-thing==1.0 --hash=sha256:{jobs.Hashes().of(wheel)}\n")
+    sent = jobs.sync(link(), inputs_of(["eval"]))
+    assert link().call("facts", python=sent.python)["packages"]["tiny-thing"] == "1.0"
+    differ = [one.what for one in jobs.verify(link(), inputs_of(["eval"]))[1]]
+    assert any(line.startswith("torch: not installed there") for line in differ)
+
+
+@pytest.mark.slow
+def test_what_no_job_needs_is_removed_on_request(
+    spare: Machine, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    small_code(monkeypatch)
+    Path("rows.jsonl").write_text("{}\n")
+    assert main(["host", "sync", "spare", "rows.jsonl"]) == 0
+    sha = jobs.Hashes().of(Path("rows.jsonl"))
+    assert main(["host", "gc", "spare", "--yes"]) == 0
+    assert (spare.folder / "store" / sha).exists()  # sync brought it on purpose
+    assert main(["host", "gc", "spare", "--all"]) == 0
+    assert f"would remove store/{sha}" in capsys.readouterr().out
+    assert main(["host", "gc", "spare", "--all", "--yes"]) == 0
+    assert not (spare.folder / "store" / sha).exists()
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ({"ssh": "-oProxyCommand=touch pwned"}, "write an alias, machine or user@machine"),
+        ({"ssh": "a b"}, "write an alias"),
+        ({"folder": "it's"}, "must not be empty, nor have quotes"),
+        ({"pasword": "x"}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(
+    host: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": {"spare": host}}))
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "hosts.yaml"))
+    assert main(["host", "list"]) == 2
+    assert said in capsys.readouterr().err
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "none.yaml"))
+    assert main(["host", "list"]) == 2
+    assert "there is no such file" in capsys.readouterr().err

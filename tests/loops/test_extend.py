@@ -1,0 +1,54 @@
+"""A run that is made longer is the run that was that long from the start, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.loops.start import resume_run
+from lockstep.track.rundir import RunDirectory
+from tests.loops.runs import LORA, fingerprints, numbers, trained, words
+
+
+def test_a_longer_run_is_equal_to_one_of_that_length(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    overrides = (*LORA, "eval.every=2", "eval.modes=greedy", "save.keep_last=9")
+    whole = trained(tmp_path / "whole", tiny_model_dir, *overrides, "steps=5", f"task.data={tmp_path}/whole/sums.jsonl")
+    given = words(tmp_path / "short", tiny_model_dir, *overrides, "steps=2", f"task.data={tmp_path}/whole/sums.jsonl")
+    assert cli.main(["train", *given]) == 0
+    run = tmp_path / "short" / "runs" / "run"
+    assert cli.main(["train", "--resume", str(run), "--steps", "4"]) == 0
+    resume_run(run, steps=5)  # again
+    found = RunDirectory.open(run)
+    assert found.manifest()["extended"] == [2, 4, 5]
+    assert fingerprints(found) == fingerprints(whole)
+    trained_steps = {step: values for step, values in numbers(whole).items() if step in (1, 3, 5)}
+    again = {step: values for step, values in numbers(found).items() if step in (1, 3, 5)}
+    disk = ("disk/", "memory/")
+    for step, values in trained_steps.items():
+        assert {k: v for k, v in values.items() if not k.startswith(disk)} == {
+            k: v for k, v in again[step].items() if not k.startswith(disk)
+        }
+    assert cli.main(["train", "--resume", str(run)]) == 0
+    assert "is finished: step 5" in capsys.readouterr().out
+
+
+def test_a_run_whose_plan_depends_on_its_length_is_refused_in_words(tmp_path: Path, tiny_model_dir: Path):
+    run = trained(tmp_path, tiny_model_dir, *LORA, "steps=2", "optimizer.schedule=cosine", "eval.enabled=false")
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule = cosine lowers the learning rate over 2 steps"):
+        resume_run(run.path, steps=4)
+    with pytest.raises(ConfigError, match="the run already has 2"):
+        resume_run(run.path, steps=2)
+    assert RunDirectory.open(run.path).attempt == 1  # nothing was tried
+
+
+def test_an_edited_number_of_steps_is_still_noticed(tmp_path: Path, tiny_model_dir: Path):
+    run = trained(tmp_path, tiny_model_dir, *LORA, "steps=1", "eval.enabled=false")
+    resume_run(run.path, steps=2)
+    run.recipe_path.write_text(run.recipe_path.read_text().replace("steps: 2", "steps: 7"))
+    with pytest.raises(RunDirectoryError, match="was edited after the run began"):
+        resume_run(run.path)

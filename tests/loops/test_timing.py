@@ -1,0 +1,52 @@
+"""The time of a run before it starts: measured once, stored by machine and settings, and added up by hand here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.loops.timing import Timing, measure_timing, stored_timing, timing_lines
+from tests.loops.runs import recipe
+from tests.loops.sft_runs import recipe as sft_recipe
+
+HAND = Timing(sample=4.0, update=2.0, live=0.5, sync=0.25, item=0.1, save=3.0, tokens=16.0, longest=4.0)
+
+
+def test_a_run_is_its_steps_evaluations_and_checkpoints() -> None:
+    words = ["task=reasoning_gym", "steps=50", "save.every=20", "eval={every: 25, items: 10}", "rollout.max_tokens=64"]
+    one = load(words)
+    assert HAND.step == 4.0 + 0.5 * 2.0 + 0.25
+    assert HAND.most == 4 * (4.0 + 2.0) + 0.25
+    # steps 0, 25, 50 are evaluated greedily and sampled, 10 items each; saved at 20, 40, 50
+    assert HAND.run(one, HAND.step) == pytest.approx(50 * 5.25 + 3 * 2 * 10 * 0.1 + 3 * 3.0)
+    step, whole = timing_lines(HAND, one)
+    assert "a step takes about 5.25 s here" in step
+    assert "about 5 min; at most 20 min, 24.2 s a step" in whole
+    assert "at most" not in timing_lines(replace(HAND, longest=1.0, live=1.0), one)[1]
+
+
+def test_it_is_measured_once_for_settings_that_change_it(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    given = recipe(tmp_path, tiny_model_dir)
+    assert stored_timing(given) is None
+    found = measure_timing(given)
+    assert min(found.sample, found.update, found.sync, found.item, found.save, found.live) > 0
+    assert 0 < found.tokens <= 6
+    assert found.most >= found.step
+    assert measure_timing(given) == stored_timing(given) == found
+    assert stored_timing(recipe(tmp_path, tiny_model_dir, "steps=9", "name=other")) == found
+    assert stored_timing(recipe(tmp_path, tiny_model_dir, "samples_per_prompt=8")) is None
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_supervised_step_is_an_update(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    found = measure_timing(sft_recipe(tmp_path, tiny_model_dir))
+    assert found.sample == 0
+    assert found.update > 0
+    assert found.live == 1

@@ -1,0 +1,80 @@
+"""Checks of attention and products in order that test_ordered.py runs under Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.models import exact
+from lockstep.models.ordered import Piece, tiles_of
+from lockstep.models.ordered_attention import stream_attention
+from lockstep.models.ordered_product_kernel import narrow_product, narrow_tile, product, tile_of
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def stream(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.randn(tokens, heads, SIZE).half() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return query, key, value
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    given = (x.transpose(0, 1)[None].float() for x in (query, key, value))
+    return F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def attention() -> None:
+    """Compare a root, a prompt and two responses, and a sequence apart, with each of them alone."""
+    torch.manual_seed(0)
+    root, prompt, responses, other = 5, 66, (70, 3), 20
+    given = stream(root + prompt + sum(responses) + other)
+    at = root + prompt
+    seen = ((root, 0), (at, root))
+    pieces = [Piece(0, root, 0), Piece(root, prompt, root, ((root, 0),)), Piece(at, 70, at, seen)]
+    pieces += [Piece(at + 70, 3, at, seen), Piece(at + 73, other, 0)]
+    output, lse = stream_attention(*given, tiles_of(pieces, CPU), SIZE**-0.5)
+    sequences = [[*range(at + 70)], [*range(at), *range(at + 70, at + 73)], [*range(at + 73, at + 73 + other)]]
+    for places in sequences:
+        alone = [x[places].contiguous() for x in given]
+        torch.testing.assert_close(output[places].float(), plain(*alone), atol=3e-3, rtol=3e-3)
+        again, again_lse = stream_attention(*alone, tiles_of([Piece(0, len(places), 0)], CPU), SIZE**-0.5)
+        assert torch.equal(again, output[places])
+        assert torch.equal(again_lse, lse[:, places])
+    query, key, _ = (x[places].float() for x in given)
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * SIZE**-0.5
+    scores = scores.masked_fill(~torch.ones(other, other, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(again_lse, scores.logsumexp(-1), atol=2e-3, rtol=2e-3)
+    later = tiles_of([Piece(0, other - 7, 7, keys=at + 73)], CPU)  # queries that continue keys of another stream
+    rest, _ = stream_attention(given[0][places][7:].contiguous(), *given[1:], later, SIZE**-0.5)
+    torch.testing.assert_close(rest, output[places][7:], atol=2e-3, rtol=2e-3)
+
+
+def products() -> None:
+    torch.manual_seed(0)
+    for rows in (3, 20, 130):
+        x, weight, bias = torch.randn(rows, 1300).half(), torch.randn(40, 1300).half() * 0.1, torch.randn(40).half()
+        wide = torch.zeros(rows, 50).half()
+        product(x, weight, bias, 0.5, wide[:, 5:45], tile_of(rows, 40))
+        torch.testing.assert_close(
+            wide[:, 5:45].float(), 0.5 * (x.float() @ weight.float().T) + bias, atol=0.02, rtol=5e-3
+        )
+        assert not wide[:, :5].any()
+        assert not wide[:, 45:].any()
+        narrow_product(x, weight, 0.5, wide[:, 5:45], narrow_tile(rows))
+        torch.testing.assert_close(wide[:, 5:45].float(), 0.5 * (x.float() @ weight.float().T), atol=0.02, rtol=5e-3)
+
+
+def gradients() -> None:
+    """Compare the gradients of a product by the ordered kernel with those of torch's."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 64), torch.randn(24, 64), torch.randn(24)
+    grads = []
+    for function in (exact._Ordered.apply, F.linear):
+        given = [t.half().float().requires_grad_() for t in (x, weight, bias)]
+        halves = [t.half() for t in given]
+        function(*halves).float().square().sum().backward()
+        grads.append([t.grad for t in given])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.2, rtol=0.02)

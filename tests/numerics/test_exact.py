@@ -1,0 +1,62 @@
+"""When numerics.exact is on: what a run says, and what it refuses to promise. The bits need a GPU (tests/rollout/paged)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.build.exactness import settle_exactness, unserved
+from lockstep.config.schema import Recipe
+from lockstep.models import exact
+from tests.learner.models import plain, twin
+
+
+@pytest.fixture(autouse=True)
+def off_again():
+    yield
+    exact.enable("", on=False)
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate({"numerics": {"exact": True}} | sections)
+
+
+def test_a_cpu_needs_none_of_it_and_the_run_says_so():
+    model = twin(plain("llama-tied"))
+    settle_exactness(model, recipe())
+    assert not exact.enabled()
+    assert "CPU" in exact.line()
+    settle_exactness(model, Recipe())
+    assert exact.line() == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "reason"),
+    [
+        ("llama-tied", {}, ""),
+        ("llama-tied", {"rollout": {"engine": "vllm"}}, "vllm"),
+        ("llama-tied", {"sync": {"transport": "copy"}}, "another place"),
+        ("llama-tied", {"adapter": {"kind": "lora", "dora": True}}, "plain LoRA"),
+        ("llama-tied", {"adapter": {"kind": "lora", "base": "nf4"}}, "nf4"),
+        ("llama-tied", {"noise": {}}, "noise"),
+        ("qwen3", {}, "not for qwen3"),
+    ],
+)
+def test_what_cannot_be_exact_has_a_reason(family: str, sections: dict[str, Any], reason: str):
+    found = unserved(twin(plain(family, dtype=torch.bfloat16)), recipe(**sections))
+    assert reason in found if reason else found == ""
+
+
+def test_other_weights_than_bf16_are_not_promised():
+    assert "float32" in unserved(twin(plain("llama-tied")), recipe())
+
+
+def test_linear_layers_compute_as_before_while_it_is_off():
+    layer = nn.Sequential(nn.Linear(8, 5))
+    x = torch.randn(2, 3, 8)
+    before = layer(x)
+    exact.order_products(layer)
+    assert torch.equal(layer(x), before)

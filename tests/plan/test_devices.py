@@ -1,0 +1,88 @@
+"""What workers need: a GPU each, and the memory of a share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.config.schema import Recipe
+from lockstep.errors import ConfigError
+from lockstep.plan import devices
+from lockstep.plan.devices import require_devices
+from lockstep.plan.floors import H200
+from lockstep.plan.job import GIB
+from lockstep.plan.memory import Phase
+from lockstep.plan.preview import Preview, recipe_floor
+from lockstep.plan.refusals import refusals
+
+SPLIT = "placement={kind: split, train: 2, rollout: 1}"
+
+
+def recipe(model: Path, *words: str) -> Recipe:
+    return load(
+        [
+            "recipes/smoke.yaml",
+            f"model.path={model}",
+            "model.dtype=bf16",
+            "prompts_per_step=8",
+            "rollout.slots=64",
+            *words,
+        ]
+    )
+
+
+def phases(model: Path, *words: str) -> dict[str, Phase]:
+    preview = Preview.of(recipe(model, *words), 80)
+    assert preview is not None
+    return {phase.name: phase for phase in preview.memory().phases}
+
+
+def terms(phase: Phase) -> dict[str, float]:
+    return {term.name: term.bytes for term in phase.terms}
+
+
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused_with_a_table(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="3 workers need a GPU each, and this machine has") as caught:
+        require_devices(recipe(tiny_model_dir, SPLIT, "device=cuda"))
+    if not devices.gpus_here():
+        table = caught.value.mistakes[1:]
+        assert [line.split()[2] for line in table[1:]] == ["trains", "trains", "samples"]
+        assert all(line.endswith("missing") for line in table[1:])
+        (refusal, *_) = refusals(recipe(tiny_model_dir, SPLIT, "device=cuda"))
+        assert refusal.name == "gpus"
+        assert refusal.what.count("\n") == 4
+    require_devices(recipe(tiny_model_dir, SPLIT, "device=cpu"))
+
+
+def test_masters_and_moments_are_shared_out_and_weights_are_whole(tiny_model_dir: Path) -> None:
+    alone = terms(phases(tiny_model_dir, "adapter.kind=none")["train"])
+    four = terms(phases(tiny_model_dir, "adapter.kind=none", "placement={kind: colocated, gpus: 4}")["train"])
+    assert four["weights"] == alone["weights"]
+    parameters = alone["fp32 masters"] / 4
+    assert parameters / 4 <= four["fp32 masters"] / 4 < parameters / 2  # no tensor is cut
+    assert four["moments"] == 2 * four["fp32 masters"]
+    assert four["gradients sent"] == 2 * parameters
+    assert "gradient sums" not in {name for name, size in four.items() if size}
+
+
+def test_a_sampler_has_no_optimizer_and_each_engine_a_share_of_the_samples(tiny_model_dir: Path) -> None:
+    split = terms(phases(tiny_model_dir, "adapter.kind=none", SPLIT)["generate"])
+    assert "moments" not in split
+    alone = terms(phases(tiny_model_dir, "adapter.kind=none")["generate"])
+    two = terms(phases(tiny_model_dir, "adapter.kind=none", "placement={kind: colocated, gpus: 2}")["generate"])
+    assert two["keys and values"] == alone["keys and values"] / 2 < GIB
+
+
+def test_the_floor_of_workers_is_that_of_their_shares(tiny_model_dir: Path) -> None:
+    def floor(*words: str) -> dict[str, float]:
+        asked = recipe(tiny_model_dir, "adapter.kind=none", *words)
+        preview = Preview.of(asked, 80)
+        assert preview is not None
+        found = recipe_floor(asked, preview.shape, H200, old=False, reference=False)
+        return {"train": found.train, "generate": found.generate}
+
+    alone, two = floor(), floor("placement={kind: colocated, gpus: 2}")
+    assert two["train"] == alone["train"] / 2
+    assert alone["generate"] / 2 <= two["generate"] < alone["generate"]

@@ -1,0 +1,104 @@
+"""Programs as environments: what goes wrong with one costs its own sample, and the same program gives the same rollout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import schema
+from lockstep.envs.programs import MODEL
+from lockstep.errors import TaskError
+from lockstep.rollout.episodes import make_rollouts
+from lockstep.rollout.grading import AsyncGrader
+from lockstep.serve.endpoint import Endpoint
+from lockstep.tasks.base import BuiltTask
+from lockstep.tasks.build import build_task
+from lockstep.types import FinishReason, Rollout, Sampling
+from tests.envs.played import chat_of, engine_of
+
+PROGRAM = Path(__file__).with_name("own_program.py")
+
+
+def built(folder: Path, *kinds: str, **settings: Any) -> BuiltTask:
+    rows = [{"prompt": f"{kind} please: 3 + 4 =", "answer": "7"} for kind in kinds]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = {"kind": "file", "data": str(folder / "rows.jsonl"), "heldout_rows": 0}
+    task = {"questions": questions, "command": f"{sys.executable} {PROGRAM}", **settings}
+    return build_task(schema.AgentTask.model_validate(task), 0)
+
+
+def played(task: BuiltTask, model: Path, samples: int = 1, budget: int = 60) -> dict[str, list[Rollout]]:
+    chat = chat_of(model)
+    task.door = lambda sampler: Endpoint(sampler, chat.unframed(), model=MODEL)
+    prompts = task.batch(0, len(task._questions.train))  # type: ignore[attr-defined]
+    groups = make_rollouts(
+        engine_of(model), chat, task, prompts, samples, Sampling(budget), ("run", 0), 0, AsyncGrader(task)
+    )
+    return {group.prompt.messages[-1]["content"].split()[0]: list(group.rollouts) for group in groups}
+
+
+def test_what_goes_wrong_with_a_program_costs_its_own_sample(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    task = built(tmp_path, "crash", "hang", "idle", "greedy", "wordy", "seeded", requests=3, seconds=20)
+    task.keep_in(tmp_path / "run")
+    one = {kind: rollouts[0] for kind, rollouts in played(task, tiny_model_dir).items()}
+    assert one["seeded"].grade.reward == 1.0
+    assert one["crash"].grade.error == "program: it ended with status 1: the wheel came off"
+    assert one["crash"].cut == "error"
+    assert one["crash"].sampled > 0, "what it sampled is kept for people to read"
+    assert (one["hang"].grade.error, one["hang"].cut) == ("program: it took longer than 20 s", "timeout")
+    assert one["idle"].grade.error == "program: it ended without a reply of the model"
+    assert (one["idle"].ids, one["idle"].turns) == ((), 0)
+    assert one["greedy"].grade.scored
+    assert (one["greedy"].turns, one["greedy"].cut) == (3, "turns")
+    assert len(one["greedy"].rows) == 3
+    assert one["wordy"].grade.scored
+    assert (one["wordy"].sampled, one["wordy"].finish) == (60, FinishReason.LENGTH)
+    (log,) = (tmp_path / "run" / "agents").glob("*.log")
+    assert "the wheel came off" in log.read_text()
+
+
+def test_a_program_may_give_its_own_reward(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = built(tmp_path, "reward", "nonsense", result="reward", seconds=60)
+    one = {kind: rollouts[0] for kind, rollouts in played(task, tiny_model_dir).items()}
+    assert one["reward"].grade.reward == 0.5
+    assert one["reward"].grade.metrics == {"correct": 0.0, "steps": 3.0}
+    assert one["reward"].grade.extracted == "done"
+    assert "its last line is not" in str(one["nonsense"].grade.error)
+
+
+def test_the_same_program_gives_the_same_rollouts_in_any_order_of_its_requests(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Six requests at once, of three different prompts: two samples of each, which differ; samples of the group differ too."""
+    found = [played(built(tmp_path, "parallel", seconds=60), tiny_model_dir, samples=2)["parallel"] for _ in range(2)]
+    rows = [[sorted((row.prompt_ids, row.ids, row.logprobs) for row in one.rows) for one in run] for run in found]
+    assert rows[0] == rows[1]
+    first, second = rows[0]
+    assert len(first) == 6
+    assert len({prompt for prompt, _, _ in first}) == 3
+    assert len({ids for _, ids, _ in first}) == 6
+    assert first != second
+
+
+def test_a_command_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="no program no-such-agent"):
+        built(tmp_path, "idle", command="no-such-agent --yes")
+    with pytest.raises(TaskError, match=r"no file gone\.py"):
+        built(tmp_path, "idle", command=f"{sys.executable} gone.py")
+
+
+def test_paths_in_a_command_hold_in_the_folder_of_the_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+) -> None:
+    monkeypatch.chdir(PROGRAM.parent)
+    task = built(tmp_path, "seeded", command=f"{Path(sys.executable).name} own_program.py", seconds=60)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert played(task, tiny_model_dir)["seeded"][0].grade.reward == 1.0
