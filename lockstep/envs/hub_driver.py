@@ -82,7 +82,8 @@ async def play(environment: Any, task: Any, ask: dict[str, Any], say: Any) -> No
             say(ended=ask["start"], error=first)
             return
         (trace,) = episode.traces
-        numbers = {**trace.rewards, **trace.metrics}
+        rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        numbers = {**rewards, **trace.metrics}
         metrics = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
         say(ended=ask["start"], reward=float(trace.reward), metrics=metrics, answer=trace.last_reply)
     except Exception as error:

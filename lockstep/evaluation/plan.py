@@ -31,7 +31,6 @@ from lockstep.config.schema import (
 )
 from lockstep.config.section import TAG, Section
 from lockstep.config.verifier import CompositeVerifier, Verifier
-from lockstep.evaluation.intervals import resolution
 from lockstep.types import Sampling
 from lockstep.user_code import code_hash, texts_of
 
@@ -184,6 +183,8 @@ def _rounds(recipe: Recipe, chosen: EvalSet) -> int:
 
 def plan_lines(recipe: Recipe) -> list[str]:
     """Return the lines that a run prints about its evaluations before it starts."""
+    from lockstep.evaluation.intervals import resolution  # needs numpy, which `config check` does without
+
     if not recipe.eval.enabled:
         return ["will not evaluate at all: eval.enabled is false"]
     steps = [str(step) for step in evaluation_steps(recipe)]

@@ -154,7 +154,7 @@ def test_a_checkpoint_without_commit_is_not_one(tmp_path: Path):
 
 def test_a_renamed_checkpoint_is_found(tmp_path: Path):
     saved(tmp_path, 8).rename(tmp_path / "checkpoints" / "step_000009")
-    with pytest.raises(CorruptCheckpointError, match="checkpoint of step 8, renamed"):
+    with pytest.raises(CorruptCheckpointError, match="the folder was renamed: it holds the checkpoint of step 8"):
         open_checkpoint(tmp_path)
     assert not list_checkpoints(tmp_path)[0].complete
 

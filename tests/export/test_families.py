@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from safetensors import safe_open
 
@@ -45,6 +46,7 @@ def family(folder: Path, name: str) -> Path:
     kind, more = FAMILIES[name]
     config = getattr(hf, f"{kind}TextConfig", None) or getattr(hf, f"{kind}Config")
     folder.mkdir()
+    torch.manual_seed(1)
     model = getattr(hf, f"{kind}ForCausalLM")(config(**(SMALL | {"vocab_size": VOCABULARY} | more)))
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)

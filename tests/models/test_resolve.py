@@ -99,7 +99,7 @@ def test_code_of_the_model_needs_the_users_word_unless_transformers_has_its_own(
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(ModelError, match="a file, not a folder"):
+    with pytest.raises(ModelError, match="this is a file, and a model is a folder"):
         resolve(Model(path=str(tmp_path / "x.gguf")))
 
 

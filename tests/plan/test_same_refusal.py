@@ -65,7 +65,7 @@ PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     ("recurrent_gemma", (), "family", "linear_attention: a state without a convolution, or a cache of its own"),
     ("nemotron", (), "family", "the model was called without a token layout"),
     ("bert", (), "family", "it is an encoder, whose tokens see later ones"),
-    ("minimax", (), "family", "it has linear_attention layers"),
+    ("minimax", (), "family", "the model has linear_attention layers"),
     *((name, W4A4, "numerics", STACKED) for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")),
     *((name, settings, "numerics", STACKED) for name in ("gpt_oss", "qwen3_moe") for settings in (W4A16, EVAL, ROLLOUT)),
     *((name, SPARED, "", "") for name in ("qwen3_moe", "qwen3_next")),
