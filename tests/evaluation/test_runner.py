@@ -254,7 +254,7 @@ def test_items_of_one_id_are_refused() -> None:
 
 def test_an_evaluation_of_which_nothing_can_be_scored_is_an_error_with_the_reason() -> None:
     engine = TableEngine(CHAT, lambda request: "?")
-    with pytest.raises(EvaluationError, match="none of the 20 replies .*; the first reason: the reply is a question"):
+    with pytest.raises(EvaluationError, match=r"none of the 20 replies .*; the first reason: the reply is a question"):
         run(engine)
 
 
