@@ -13,7 +13,6 @@ from lockstep.commands.eval import add_target_arguments, positive, split_argumen
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.chat.chat import ChatFormat
     from lockstep.scoring.targets import Target
 
 
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     session = build_eval_session(recipe)
     proof = placed(target, session, saved_of(target, session))
     numerics = numerics_of(recipe, session.policy.numerics)
-    chat = session.policy.chat if args.framed else _plain(session.policy.chat)
+    chat = session.policy.chat if args.framed else session.policy.chat.unframed()
     name = args.name or re.sub(r"[^A-Za-z0-9._/-]+", "-", target.label).strip("/")
     slots = 64 if recipe.rollout.slots == "auto" else recipe.rollout.slots
     context = session.policy.context or 0
@@ -94,14 +93,6 @@ def _target(args: argparse.Namespace) -> Target:
         if args.recipe:
             raise
     return find_target(names[0], [f"model.path={names[0]}", "task=reasoning_gym"], overrides, args.step)
-
-
-def _plain(chat: ChatFormat) -> ChatFormat:
-    """Return the format without the recipe's own texts: clients give theirs."""
-    from lockstep.chat.chat import ChatFormat
-
-    settings = chat.chat.model_copy(update={"system": None, "examples": [], "suffix": ""})
-    return ChatFormat(chat.tokenizer, settings, chat.stop_ids)
 
 
 def _token(path: Path | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from lockstep.build.parts import Parts
 from lockstep.config.numerics import numeric_in
@@ -22,7 +24,7 @@ from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
 from lockstep.run.signals import StopRequest
 from lockstep.track.writer import read_metrics
-from lockstep.types import Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
+from lockstep.types import Conditions, Forward, ForwardReport, Metrics, Proof, RolloutEngine, Score
 
 
 def evaluate_modes(
@@ -34,13 +36,13 @@ def evaluate_modes(
     """
     metrics: Metrics = {}
     numerics = numerics_of(recipe, parts.policy.numerics)
+    evaluation = _Evaluation(parts, recipe, logger, step, proof, stop, numerics)
     with computing(parts.engine, numerics, parts.policy.numerics), logger.console.evaluating():
         for chosen, mode in recipe.eval.pairs:
             if is_due(recipe, chosen, step):
-                score = _measure(parts, recipe, logger, step, proof, stop, numerics, chosen, mode)
-                metrics |= _report(recipe, logger, step, chosen, mode, score)
+                metrics |= _report(recipe, logger, step, chosen, mode, evaluation.measure(chosen, mode))
         for asked in recipe.eval.lm_eval:
-            score = _measure_task(parts, recipe, logger, step, proof, stop, numerics, asked)
+            score = evaluation.measure_task(asked)
             logger.say(f"eval at step {step}, lm-eval {asked.name}: {score_line(score)}, {score.seconds:.1f} s")
             metrics |= score_metrics(f"lm_eval.{asked.name}", score)
     if step in recipe.eval.judged.steps:
@@ -82,71 +84,56 @@ def computing(engine: RolloutEngine, numerics: str, weights: str) -> Iterator[Fo
         yield report
 
 
-def _measure(
-    parts: Parts,
-    recipe: Recipe,
-    logger: RunLogger,
-    step: int,
-    proof: Proof,
-    stop: StopRequest,
-    numerics: str,
-    chosen: EvalSet,
-    mode: EvalMode,
-) -> Score:
-    plan = eval_plan(recipe, numerics, parts.policy.context, chosen)
-    path = score_path(logger.run.path, step, recipe.eval.score_name(chosen.role, mode.name))
-    items = heldout_items(parts.task, plan)
-    conditions = score_conditions(items, parts.task, parts.policy.chat, mode, plan, proof)
-    score = stored_score(path, conditions)
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """The evaluations of one step."""
 
-    def progress(done: int, of: int) -> None:
-        stop.require_none(logger.run.path)
-        logger.progress(f"evaluating {mode.name} of {chosen.role}", done, of)
+    parts: Parts
+    recipe: Recipe
+    logger: RunLogger
+    step: int
+    proof: Proof
+    stop: StopRequest
+    numerics: str
 
-    if score is None:
-        source = f"{logger.run.name} at step {step}"
+    def measure(self, chosen: EvalSet, mode: EvalMode) -> Score:
+        """Score a set of the run's task in a mode."""
+        parts, chat = self.parts, self.parts.policy.chat
+        plan = eval_plan(self.recipe, self.numerics, parts.policy.context, chosen)
+        conditions = score_conditions(heldout_items(parts.task, plan), parts.task, chat, mode, plan, self.proof)
+        run = partial(evaluate, parts.engine, parts.task, chat, mode, plan, self.proof)
+        return self._once(
+            self.recipe.eval.score_name(chosen.role, mode.name), f"{mode.name} of {chosen.role}", conditions, run
+        )
+
+    def measure_task(self, asked: LmEvalSet) -> Score:
+        """Score a task of lm-eval."""
+        from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
+
+        parts, chat = self.parts, self.parts.policy.chat
+        task = load_task(asked, chat)
+        plan = eval_plan(self.recipe, self.numerics, parts.policy.context)
+        run = partial(evaluate_task, parts.engine, task, chat, plan, self.proof)
+        conditions = conditions_of(task, chat, plan, self.proof)
+        return self._once(f"lm_eval.{asked.name}", f"{asked.name} of lm-eval", conditions, run)
+
+    def _once(self, name: str, words: str, conditions: Conditions, run: Callable[..., Score]) -> Score:
+        """Return the stored score under these conditions; measure and store it if there is none."""
+        path = score_path(self.logger.run.path, self.step, name)
+        if (stored := stored_score(path, conditions)) is not None:
+            return stored
+
+        def progress(done: int, of: int) -> None:
+            self.stop.require_none(self.logger.run.path)
+            self.logger.progress(f"evaluating {words}", done, of)
+
         try:
-            score = evaluate(
-                parts.engine, parts.task, parts.policy.chat, mode, plan, proof, step=step, source=source,
-                progress=progress,
-            )  # fmt: skip
+            score = run(step=self.step, source=f"{self.logger.run.name} at step {self.step}", progress=progress)
         except Interrupted:
-            parts.engine.close()  # the rest of its replies is not needed
+            self.parts.engine.close()  # the rest of its replies is not needed
             raise
         write_score(path, score)
-    return score
-
-
-def _measure_task(
-    parts: Parts,
-    recipe: Recipe,
-    logger: RunLogger,
-    step: int,
-    proof: Proof,
-    stop: StopRequest,
-    numerics: str,
-    asked: LmEvalSet,
-) -> Score:
-    from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
-
-    task, chat = load_task(asked, parts.policy.chat), parts.policy.chat
-    plan = eval_plan(recipe, numerics, parts.policy.context)
-    path = score_path(logger.run.path, step, f"lm_eval.{asked.name}")
-    score = stored_score(path, conditions_of(task, chat, plan, proof))
-
-    def progress(done: int, of: int) -> None:
-        stop.require_none(logger.run.path)
-        logger.progress(f"evaluating {asked.name} of lm-eval", done, of)
-
-    if score is None:
-        source = f"{logger.run.name} at step {step}"
-        try:
-            score = evaluate_task(parts.engine, task, chat, plan, proof, step=step, source=source, progress=progress)
-        except Interrupted:
-            parts.engine.close()
-            raise
-        write_score(path, score)
-    return score
+        return score
 
 
 def _since_the_base(logger: RunLogger, name: str, score: Score) -> list[str]:
