@@ -45,15 +45,21 @@ SETTINGS = {setting.path: setting for group in groups() for setting in group.set
 
 @dataclass(frozen=True)
 class Mutation:
-    text: str
+    tree: Tree
     """The recipe."""
     path: str
     """What the message must name."""
+    more: str = ""
+    """Lines after it."""
+
+    @property
+    def text(self) -> str:
+        return yaml.dump(self.tree, Dumper=yaml.CSafeDumper, sort_keys=False) + self.more
 
 
 def mutations() -> list[Mutation]:
     """All mutations in a fixed order, each recipe once."""
-    return list({mutation.text: mutation for mutation in _mutations()}.values())
+    return list({repr((mutation.tree, mutation.more)): mutation for mutation in _mutations()}.values())
 
 
 def _mutations() -> Iterator[Mutation]:
@@ -75,9 +81,9 @@ def _mutations() -> Iterator[Mutation]:
         tree = copy.deepcopy(FULL)
         for at, value in overrides.items():
             _set(tree, tuple(at.split(".")), value)
-        yield Mutation(yaml.safe_dump(tree), path)
+        yield Mutation(tree, path)
     for key in ("steps", "rollout", "seed"):
-        yield Mutation(yaml.safe_dump(FULL, sort_keys=False) + f"{key}: 1\n", key)
+        yield Mutation(FULL, key, f"{key}: 1\n")
 
 
 def _mutated(base: Tree, under: At) -> Iterator[Mutation]:
@@ -150,7 +156,7 @@ def _pattern(at: At) -> str:
 
 
 def _mutation(tree: Tree, at: At) -> Mutation:
-    return Mutation(yaml.safe_dump(tree), _dotted(at))
+    return Mutation(tree, _dotted(at))
 
 
 def complaint(mutation: Mutation, file: Path) -> str:
