@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,6 +37,8 @@ print("", flush=True)
 """
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 LOCAL = "127.0.0.1"
+_WORKED: set[tuple[str | None, ...]] = set()
+"""Variables of the environment under which this process has seen all of CORE work."""
 
 
 def environment_checks() -> list[tuple[str, Checking]]:
@@ -54,10 +55,19 @@ def environment_checks() -> list[tuple[str, Checking]]:
     ]
 
 
-@cache
 def _core_imports() -> list[Check]:
-    """Import what every run loads, once for this process: it takes seconds."""
-    return check_imports()
+    """Import what every run loads; what was seen to work is not tried again by this process, for it takes seconds."""
+    found = tuple(os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"))
+    if found in _WORKED:
+        return [_importable(len(CORE))]
+    checks = check_imports()
+    if all(check.verdict == "ok" for check in checks):
+        _WORKED.add(found)
+    return checks
+
+
+def _importable(count: int) -> Check:
+    return Check("imports", "ok", f"{count} packages can be imported")
 
 
 def check_imports(modules: Sequence[str] = CORE) -> list[Check]:
@@ -73,7 +83,7 @@ def check_imports(modules: Sequence[str] = CORE) -> list[Check]:
         said = done.stderr.strip().splitlines() or [f"its import ended the process ({done.returncode})"]
         broken.append(judge_import(failed, said[-1], os.environ, _version(failed)))
         waiting = waiting[waiting.index(failed) + 1 :]
-    return broken or [Check("imports", "ok", f"{len(modules)} packages can be imported")]
+    return broken or [_importable(len(modules))]
 
 
 def judge_import(module: str, said: str, environment: Mapping[str, str], version: str | None) -> Check:
@@ -178,9 +188,11 @@ def check_proxy(environment: Mapping[str, str]) -> Check:
             with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=3):
                 pass
         except (OSError, ValueError) as error:
-            found = f"{name} names {parts.hostname}:{parts.port}, which does not answer: {error}"
+            found = (
+                f"{name} names {parts.hostname}:{parts.port}, which does not answer, so nothing can be fetched: {error}"
+            )
             return Check(
-                "proxy", "fail", found, f"unset {' '.join(other for other in named if named[other] == address)}"
+                "proxy", "warn", found, f"unset {' '.join(other for other in named if named[other] == address)}"
             )
     direct = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
     if named and LOCAL not in direct and direct != "*":

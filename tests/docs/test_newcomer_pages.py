@@ -15,6 +15,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.help import groups
 from lockstep.config.load import load_run
+from tests.doctor.refused import refused
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def test_the_task_and_reward_of_the_readme_would_start(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (grader,), (recipe,) = blocks(README, "python"), blocks(README, "yaml")
@@ -36,7 +37,7 @@ def test_the_task_and_reward_of_the_readme_would_start(
     (tmp_path / "units.yaml").write_text(recipe)
     rows = [{"question": f"How many grams are {i} kg?", "answer": str(1000 * i)} for i in range(1, 101)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["doctor", "units.yaml", f"model={tiny_model_dir}"]) == 0, capsys.readouterr().out
+    assert refused("units.yaml", f"model={tiny_model_dir}") == []
     scope: dict = {}
     exec(grader, scope)
     prompt = SimpleNamespace(answer="3000")
@@ -92,7 +93,8 @@ def test_the_reward_files_of_trl_and_verl_would_start(
         (tmp_path / file).write_text(code)
         (tmp_path / "own.yaml").write_text(recipe)
         overrides = [f"model={tiny_model_dir}", "task.heldout_rows=8", "prompts_per_step=8", "eval.items=8"]
-        assert main(["doctor", "own.yaml", *overrides]) == 0, capsys.readouterr().out
+        assert refused("own.yaml", *overrides) == []
+        main(["doctor", "own.yaml", *overrides])
         assert "as the reference" not in capsys.readouterr().out
 
 
