@@ -116,7 +116,8 @@ def _state(prompt: Prompt, text: str) -> Any:
     row["info"] = json.loads(info) if isinstance(info, str) else info
     row["prompt"] = [roles[message["role"]](content=message["content"]) for message in prompt.messages]
     empty: dict[str, Any] = {"trajectory": [], "reward": None, "metrics": None, "advantage": None, "error": None}
-    ended: dict[str, Any] = {"is_completed": True, "is_truncated": False, "stop_condition": None, "timing": {}}
+    timing = dict.fromkeys(("generation_ms", "scoring_ms", "total_ms", "start_time"), 0.0)
+    ended: dict[str, Any] = {"is_completed": True, "is_truncated": False, "stop_condition": None, "timing": timing}
     completion = [types.AssistantMessage(content=text)]
     return types.State(input=row, task=row["task"], completion=completion, **empty, **ended)
 
