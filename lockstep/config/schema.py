@@ -76,6 +76,7 @@ from lockstep.config.verifier import NumericVerifier as NumericVerifier
 from lockstep.config.verifier import OwnGrading as OwnGrading
 from lockstep.config.verifier import PythonVerifier as PythonVerifier
 from lockstep.config.verifier import RegexVerifier as RegexVerifier
+from lockstep.config.verifier import RubricVerifier as RubricVerifier
 from lockstep.config.verifier import SetVerifier as SetVerifier
 from lockstep.config.verifier import TextVerifier as TextVerifier
 from lockstep.config.verifier import TrlVerifier as TrlVerifier

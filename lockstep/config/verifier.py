@@ -200,6 +200,19 @@ class VerlVerifier(OwnGrading):
     """Longest time of one call; its process is then killed and the reply is unscored."""
 
 
+class RubricVerifier(OwnGrading):
+    """Rewards written for the package verifiers, which must be installed: a vf.Rubric (0.1.12 to 0.3), or a vf.Task of
+    verifiers.v1 with methods marked @vf.reward. The reward is their sum by weight; a reply for which one fails is unscored."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    path: FunctionPath
+    """file.py:name of a Rubric, of a function or class that makes one, of load_environment, or of a Task class."""
+    settings: dict[str, Json] = Field(default_factory=dict)
+    """Arguments of a function or class that makes a Rubric."""
+    seconds: float = Field(default=30.0, gt=0, le=3600)
+    """Longest time of one call, for all samples of a prompt; its process is then killed and they are unscored."""
+
+
 class CodeVerifier(Section):
     """A Python program, run against the row's tests in a sandbox: no network, no files of the machine, no processes, limits."""
 
@@ -275,7 +288,7 @@ class JudgeVerifier(Section):
     """Requests under way at once."""
 
 
-_Plain: TypeAlias = _Rules | TrlVerifier | VerlVerifier | JudgeVerifier
+_Plain: TypeAlias = _Rules | TrlVerifier | VerlVerifier | RubricVerifier | JudgeVerifier
 PlainVerifier: TypeAlias = Annotated[_Plain, Field(discriminator="kind")]
 
 
@@ -321,7 +334,7 @@ Verifier: TypeAlias = Annotated[_Plain | CompositeVerifier, Field(discriminator=
 def reads_rows(verifier: Verifier) -> bool:
     """Return whether it reads whole rows as its own system lays them out, not just a reference answer."""
     match verifier:
-        case TrlVerifier() | VerlVerifier():
+        case TrlVerifier() | VerlVerifier() | RubricVerifier():
             return True
         case CompositeVerifier():
             return any(reads_rows(part.verifier) for part in verifier.parts)

@@ -14,6 +14,7 @@ from lockstep.verifiers.expression import Expression
 from lockstep.verifiers.judge import Judge
 from lockstep.verifiers.python import UserFunction
 from lockstep.verifiers.regex import Regex, compile_pattern
+from lockstep.verifiers.rubric import VerifiersRubric
 from lockstep.verifiers.sets import UnorderedSet
 from lockstep.verifiers.structured import StructuredJson
 from lockstep.verifiers.trl import TrlRewards
@@ -44,6 +45,8 @@ def build_verifier(settings: schema.Verifier) -> Verifier:
             return TrlRewards(settings)
         case schema.VerlVerifier():
             return VerlScore(settings)
+        case schema.RubricVerifier():
+            return VerifiersRubric(settings)
         case schema.CodeVerifier():
             return Code(settings)
         case schema.JudgeVerifier():

@@ -126,15 +126,15 @@ def load_class(spec: str) -> type:
     return made
 
 
-def make_object(made: type, arguments: Mapping[str, Any], spec: str) -> object:
+def make_object(
+    made: Callable[..., object], arguments: Mapping[str, Any], spec: str, fix: str = "correct task.settings"
+) -> object:
     """Return an object of the class at `spec`. Raises TaskError if it cannot be made with these settings of a task."""
     try:
         return made(**arguments)
     except Exception as error:
         why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
-        raise TaskError(
-            f"it cannot be made with {dict(arguments)}: {why}", where=spec, fix="correct task.settings"
-        ) from error
+        raise TaskError(f"it cannot be made with {dict(arguments)}: {why}", where=spec, fix=fix) from error
 
 
 def check_sendable(prompt: Prompt, where: str) -> None:

@@ -87,8 +87,9 @@ def test_the_reward_files_of_trl_and_verl_would_start(
     models = [{"reward_model": {"style": "rule", "ground_truth": row["ground_truth"]}} for row in questions]
     rows = [{"prompt": q["prompt"], "data_source": "sums", **model} for q, model in zip(questions, models, strict=True)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    page = REWARDS.partition("\n## verifiers\n")[0]  # the rest needs that package: tests/verifiers/test_rubric.py
     for file, code, recipe in zip(
-        ("rewards.py", "score.py"), blocks(REWARDS, "python"), blocks(REWARDS, "yaml"), strict=True
+        ("rewards.py", "score.py"), blocks(page, "python"), blocks(page, "yaml"), strict=True
     ):
         (tmp_path / file).write_text(code)
         (tmp_path / "own.yaml").write_text(recipe)

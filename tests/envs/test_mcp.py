@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 pytest.importorskip("mcp")
 
 from lockstep.config import schema
-from lockstep.envs.calls import Call
+from lockstep.config.load import load
+from lockstep.envs.calls import Call, read_calls
 from lockstep.envs.runners import Fault, ProcessRunner
 from lockstep.envs.tools import MAX_RESULT, build_tools, run_call
 from lockstep.errors import TaskError
+from lockstep.loops.start import start_run
+from lockstep.track.rollouts import read_rollouts
+from lockstep.track.writer import read_metrics
 from lockstep.types import Prompt, Turn
+from lockstep.user_code import load_object
 
 SERVER = """
 import os, time
@@ -151,3 +159,45 @@ def test_a_server_over_http_on_this_machine(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+GRADER = "def grade(prompt, reply):\n    return len(reply) % 7 / 7\n"
+"""Rewards that differ within a group, whatever the model says: so the step has a gradient."""
+
+
+@pytest.mark.slow
+def test_a_run_trains_against_a_server(tmp_path: Path, smollm2_dir: Path) -> None:
+    """The recipe of the guide with its server: the model calls it, and what it says is read and never trained."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    folder = Path(__file__).parents[2] / "recipes" / "envs"
+    overrides = {
+        "runs_dir": f"{tmp_path}/runs",
+        "task.questions.data": f"{folder}/shop.jsonl",
+        "task.questions.verifier": f"{{kind: python, path: '{tmp_path}/grader.py:grade', workers: 1}}",
+        "task.tools": f"[{{mcp: {sys.executable} {folder}/shop_server.py}}]",
+        "eval.enabled": "false",
+        "rollout.slots": "8",
+        "steps": "1",
+        "prompts_per_step": "2",
+        "samples_per_prompt": "4",
+    }
+    run = start_run(load([f"{folder}/shop.yaml", *(f"{name}={value}" for name, value in overrides.items())]))
+    prices = cast(dict[str, int], load_object(f"{folder}/shop_server.py:PRICES"))
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    rows = read_rollouts(run, 1)
+    calls = 0
+    for row in rows:
+        assert row.error is None
+        tokens = zip(row.ids, row.trained, strict=True)
+        spans = [(sampled, [token for token, _ in span]) for sampled, span in groupby(tokens, key=lambda pair: pair[1])]
+        for (sampled, said), (_, read) in pairwise(spans):
+            answer = tokenizer.decode(read)
+            for call in read_calls(tokenizer.decode(said), "plain", ["price"]) if sampled else ():
+                if isinstance(call, Call) and call.arguments in prices:
+                    calls += 1
+                    assert str(prices[str(call.arguments)]) in answer
+    assert len(rows) == 8
+    assert calls >= 1, "no reply called the server"
+    step = next(one.metrics for one in read_metrics(run) if one.step == 1)
+    assert step["batch/tokens_generated"] == step["env/tokens_sampled"] == sum(sum(row.trained) for row in rows)
+    assert step["grad/norm"] > 0
