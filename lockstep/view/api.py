@@ -27,7 +27,7 @@ from lockstep.view.prompts import PromptAsk, Prompter, prompt_places, sampling_o
 from lockstep.view.query import Query
 from lockstep.view.runs import ViewedRun, open_runs
 from lockstep.view.timing import phase_times
-from lockstep.view.tokens import stretches
+from lockstep.view.tokens import shown_branches, stretches
 
 Params: TypeAlias = Mapping[str, str]
 log = logging.getLogger(__name__)
@@ -138,9 +138,7 @@ class Viewer:
         tokens: dict[str, object] = {}
         if decode is not None:
             tokens = {"stretches": stretches(row, decode), "seen": decode(row.prompt_ids)}
-            tokens["branches"] = [
-                {"stretches": stretches(branch, decode), "seen": decode(branch.prompt_ids)} for branch in row.branches
-            ]
+            tokens["branches"] = shown_branches(row, decode)
         return {**_shown(row, ask.step, ask.row), **tokens, "problem": one.tokenizer.problem}
 
     def group(self, params: Params) -> object:
@@ -254,8 +252,13 @@ def _single(metric: str) -> Curve:
 
 def _shown(row: RolloutRow, step: int, place: int) -> dict[str, object]:
     kept = {name: value for name, value in asdict(row).items() if name not in BY_TOKEN}
-    surprise = sum(row.logprobs) / len(row.logprobs) if row.logprobs else None
-    return {**kept, "step": step, "row": place, "length": len(row.ids), "is_right": row.right, "logprob": surprise}
+    rows = (row, *row.branches)
+    sampled = [logprob for one in rows for logprob, own in zip(one.logprobs, one.trained, strict=True) if own]
+    return {
+        **kept, "step": step, "row": place, "is_right": row.right, "branches": [{"text": one.text} for one in row.branches],
+        "length": sum(len(one.ids) for one in rows), "sampled": len(sampled), "prompt_length": len(row.prompt_ids),
+        "logprob": sum(sampled) / len(sampled) if sampled else None,
+    }  # fmt: skip
 
 
 def _read(kind: type[Asked], params: Params) -> Asked:

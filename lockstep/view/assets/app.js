@@ -82,7 +82,7 @@
 
   const KEYS = [
     ["1 … 7", "the views"], ["/", "filter or search"], ["j  k", "next and previous rollout"], ["g", "its group side by side"], ["Ctrl Enter", "send the prompt"],
-    ["t", "colours of its tokens"], ["s", "the prompt as the model saw it"], ["Esc", "back"], ["?", "this list"],
+    ["t", "colours of its tokens"], ["s", "the prompt as the model saw it"], ["b", "next branch of an episode"], ["Esc", "back"], ["?", "this list"],
   ];
   const typing = (event) => event.target.matches("input, select, textarea");
   document.addEventListener("keydown", (event) => {
