@@ -234,7 +234,7 @@ def _compared(find_pairs: Callable[[], list[Pair]]) -> dict[str, object]:
         pairs = find_pairs()
         rows = [_row(one) for one in pairs]
     except EvaluationError as error:
-        return {"columns": COMPARISON, "rows": [], "notes": [str(error)]}
+        return {"columns": COMPARISON, "rows": [], "notes": [f"not compared: {error.what}"]}
     notes = [note for row in rows for note in (power_line(row.comparison), row.comparison.warning) if note]
     return {"columns": COMPARISON, "rows": [comparison_row(row) for row in rows], "notes": list(dict.fromkeys(notes))}
 

@@ -143,7 +143,9 @@ def test_scores_are_compared_item_by_item(tmp_path: Path) -> None:
 def test_scores_that_may_not_be_compared_are_said(tmp_path: Path, viewer: Viewer) -> None:
     finished_run(tmp_path / "a", steps=13)
     both = Viewer([tmp_path / "a", viewer.runs[0].run.path])
-    assert "there are no scores" in both.compare({"run": "0", "other": "1"})["notes"][0]
+    (note,) = both.compare({"run": "0", "other": "1"})["notes"]
+    assert "there are no scores" in note
+    assert "\n" not in note
 
 
 def test_the_same_run_twice_is_refused_and_equal_names_are_told_apart(tmp_path: Path) -> None:

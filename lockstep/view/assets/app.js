@@ -49,6 +49,7 @@
     for (const tab of $("tabs").children) {
       tab.setAttribute("aria-selected", String(tab.dataset.view === view));
       tab.tabIndex = tab.dataset.view === view ? 0 : -1;
+      if (tab.tabIndex === 0) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     lockstep.problem("");
     if (current !== view) {

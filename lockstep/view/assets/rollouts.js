@@ -63,7 +63,7 @@
 
   const summary = (found) => {
     const count = (name) => el("span", { class: `count ${name}` }, `${found[name].toLocaleString("en")} ${name}`);
-    return [el("b", {}, `${found.total.toLocaleString("en")} rollouts`), count("right"), count("wrong"), found.unscored ? count("unscored") : null,
+    return [el("b", {}, `${found.total.toLocaleString("en")} rollout${found.total === 1 ? "" : "s"}`), count("right"), count("wrong"), found.unscored ? count("unscored") : null,
       found.reward === null ? null : el("span", { class: "soft" }, `mean reward ${short(found.reward)}, mean length ${short(found.length)}`),
       el("span", { class: "soft time" }, `${Math.max(1, Math.round(1000 * found.seconds))} ms`)].filter(Boolean);
   };
