@@ -104,17 +104,18 @@ class Viewer:
 
     def curves(self, params: Params) -> object:
         """Return the charts of a run, what stands on them, and the names of all its metrics."""
-        facts = self._run(_read(Ask, params).run).facts()
+        one = self._run(_read(Ask, params).run)
+        facts = one.facts()
         names = sorted({name for record in facts.records for name in record.metrics})
-        shown = figures(facts.records, facts.scores)
+        shown = figures(facts.records, facts.scores, one.ranges)
         return {"figures": shown, "marks": marks(facts.records, facts.events), "names": names, "notes": facts.notes}
 
     def metrics(self, params: Params) -> object:
         """Return a chart of each metric whose name contains a text."""
         ask = _read(Ask, params)
-        records = self._run(ask.run).facts().records
+        records, ranges = self._run(ask.run).facts().records, self._run(ask.run).ranges
         names = sorted({name for record in records for name in record.metrics if ask.text.lower() in name.lower()})
-        charts = (curve_figure(records, _single(name)) for name in names)
+        charts = (curve_figure(records, _single(name), ranges) for name in names)
         found: list[Figure] = [chart for chart in charts if chart.series]
         return {"figures": found[:MOST_CURVES], "left": max(0, len(found) - MOST_CURVES)}
 
