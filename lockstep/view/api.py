@@ -20,6 +20,7 @@ from lockstep.report.figures import Curve, Figure, curve_figure, figures, marks,
 from lockstep.report.tables import COMPARISON, SCORES, comparison_row, score_row
 from lockstep.track.catalogue import find
 from lockstep.track.rollouts import LEARNED, RolloutRow, read_rows
+from lockstep.types import Branch
 from lockstep.view.differences import differences
 from lockstep.view.funnel import funnel
 from lockstep.view.index import Index
@@ -253,7 +254,7 @@ def _single(metric: str) -> Curve:
 
 def _shown(row: RolloutRow, step: int, place: int) -> dict[str, object]:
     kept = {name: value for name, value in asdict(row).items() if name not in BY_TOKEN}
-    rows = (row, *row.branches)
+    rows: list[RolloutRow | Branch] = [row, *row.branches]
     sampled = [logprob for one in rows for logprob, own in zip(one.logprobs, one.trained, strict=True) if own]
     return {
         **kept, "step": step, "row": place, "is_right": row.right, "branches": [{"text": one.text} for one in row.branches],
