@@ -13,14 +13,14 @@ from tests.browser import chromium
 KEYS = {"view_group": "g", "view_episode": "t", "view_rollouts": "t", "view_entropy": "ttt", "view_branches": "t"}
 DARK = ("view_episode", "view_entropy")
 SIZE = {"width": 1280, "height": 800}
-TALL = {"width": 1280, "height": 1300}
+TALL = {"width": 1280, "height": 1700}
 
 
 def main(report: str, address: str, episodes: str, branches: str, out: str) -> None:
     views = {
         "view_curves": "curves",
-        "view_rollouts": "rollouts?result=right",
-        "view_entropy": "rollouts?order=advantage",
+        "view_rollouts": "rollouts?result=right&last=3",
+        "view_entropy": "rollouts?order=advantage&last=3",
         "view_prompt": "prompt?count=3&tokens=8&text=Which of these numbers is the largest? 815, 206, 974, 530",
         "view_time": "time",
         "view_group": "rollouts?order=advantage",

@@ -27,8 +27,8 @@
 
   /* The address after #: a view and its parameters; replaced, not added, while a user types. */
   lockstep.address = () => {
-    const [view, query] = location.hash.slice(1).split("?");
-    return { view: lockstep.views[view] ? view : "curves", params: Object.fromEntries(new URLSearchParams(query)) };
+    const [view, ...query] = location.hash.slice(1).split("?");
+    return { view: lockstep.views[view] ? view : "curves", params: Object.fromEntries(new URLSearchParams(query.join("?"))) };
   };
   lockstep.go = (view, params, { replace = false } = {}) => {
     const given = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
