@@ -30,7 +30,7 @@ COLUMNS = (
     "extracted", "method", "advantage", "branches.list.element.trained", "branches.list.element.text",
 )  # fmt: skip
 BRANCHES = pa.list_(pa.struct([("trained", pa.list_(pa.bool_())), ("text", pa.string())]))
-"""What is read of further branches."""
+"""Parts of further branches that are read."""
 AT_ONCE = 64
 """Files that are taken in together; the newest are taken in first and alone, so that the page has something to show."""
 

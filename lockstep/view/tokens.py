@@ -46,9 +46,9 @@ class ShownBranch:
     parent: int
     """Number of the branch, from 1, that it shares its longest beginning with."""
     shared: tuple[Stretch, ...]
-    """That beginning; its sampled tokens are trained in the parent."""
+    """Tokens of that beginning; those that were sampled are trained in the parent."""
     context: tuple[Stretch, ...]
-    """The rest of its prompt: a history that was rewritten. Not trained here, whoever wrote it."""
+    """The rest of its prompt, such as a history that was rewritten; not trained here."""
     stretches: tuple[Stretch, ...]
 
 
