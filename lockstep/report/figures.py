@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from lockstep.config.metric import Range
 from lockstep.report.gather import NamedScore, find_outside
 from lockstep.track.catalogue import find, healthy_text
 from lockstep.track.writer import Event, StepRecord
+
+Ranges: TypeAlias = Mapping[str, Range]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +91,13 @@ class Mark:
     message: str
 
 
-def figures(records: Sequence[StepRecord], scores: Sequence[NamedScore]) -> list[Figure]:
-    """Return all charts that have data."""
+def figures(
+    records: Sequence[StepRecord], scores: Sequence[NamedScore], ranges: Ranges = MappingProxyType({})
+) -> list[Figure]:
+    """Return all charts that have data. `ranges` are the recipe's own, in place of the table's."""
     given = any("sft/loss" in record.metrics for record in records)  # the same numbers as loss/policy then
     curves = [curve for curve in CURVES if not (given and curve.title == "Policy loss")]
-    found = [accuracy(records, scores), *(curve_figure(records, curve) for curve in curves), times(records)]
+    found = [accuracy(records, scores), *(curve_figure(records, curve, ranges) for curve in curves), times(records)]
     return [figure for figure in found if figure.series]
 
 
@@ -107,11 +113,12 @@ def accuracy(records: Sequence[StepRecord], scores: Sequence[NamedScore]) -> Fig
     return Figure("Held-out accuracy", "share of items, 95 % intervals", tuple(series))
 
 
-def curve_figure(records: Sequence[StepRecord], curve: Curve) -> Figure:
+def curve_figure(records: Sequence[StepRecord], curve: Curve, ranges: Ranges) -> Figure:
     """Draw the metrics of a curve; without a finite value there is no series."""
     series = [_series(records, metric, label) for metric, label in curve.metrics]
     shown = tuple(one for one in series if any(value is not None for value in one.y))
-    return Figure(curve.title, curve.unit, shown, healthy=healthy_range(curve.metrics[0][0]), help=help_text(curve))
+    healthy = healthy_range(curve.metrics[0][0], ranges)
+    return Figure(curve.title, curve.unit, shown, healthy=healthy, help=help_text(curve, ranges))
 
 
 def times(records: Sequence[StepRecord]) -> Figure:
@@ -146,21 +153,21 @@ def marks(records: Sequence[StepRecord], events: Iterable[Event]) -> list[Mark]:
     return sorted(found, key=lambda mark: mark.step)
 
 
-def healthy_range(metric: str) -> tuple[float | None, float | None]:
+def healthy_range(metric: str, ranges: Ranges) -> tuple[float | None, float | None]:
     """Return the ends of a metric's healthy range, None where it has none or one for the first steps only."""
     info = find(metric)
-    if info is None or info.healthy is None or info.healthy.until is not None:
-        return None, None
-    return info.healthy.low, info.healthy.high
+    rule = ranges.get(metric) or (info.healthy if info else None)
+    return (None, None) if rule is None or rule.until is not None else (rule.low, rule.high)
 
 
-def help_text(curve: Curve) -> str:
+def help_text(curve: Curve, ranges: Ranges) -> str:
     """Return the meaning of a curve's metrics, each with its healthy range."""
     lines = []
     for metric, _ in curve.metrics:
         info = find(metric)
         if info is not None:
-            healthy = f" Healthy: {healthy_text(info)}." if info.healthy or info.drift else ""
+            text = healthy_text(info, ranges.get(metric))
+            healthy = "" if text.startswith("–") else f" Healthy: {text}."
             lines.append(f"{metric}: {info.meaning}{healthy}")
     return "\n".join(lines)
 

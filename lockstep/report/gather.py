@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import load_mapping
+from lockstep.config.metric import Range
 from lockstep.config.schema import Recipe
 from lockstep.config.text import parse
 from lockstep.errors import ConfigError, EvaluationError, RunDirectoryError
@@ -39,6 +40,8 @@ class Outside:
     steps: tuple[int, ...]
     first: float
     last: float
+    own: Range | None = None
+    """The recipe's range in place of the table's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,14 @@ def gather(run: RunDirectory) -> RunFacts:
 
 def find_outside(records: Sequence[StepRecord], recipe: Recipe | None = None) -> list[Outside]:
     """Return the metrics that left their range, most often outside first, each with its steps, first and last such value."""
-    judge = Judge(recipe.health.ranges if recipe else None)
+    ranges = recipe.health.ranges if recipe else {}
+    judge = Judge(ranges)
     found: dict[str, list[StepRecord]] = {}
     for record in records:
         for name in judge.step(record.step, record.metrics):
             found.setdefault(name, []).append(record)
     rows = [
-        Outside(name, tuple(r.step for r in where), where[0].metrics[name], where[-1].metrics[name])
+        Outside(name, tuple(r.step for r in where), where[0].metrics[name], where[-1].metrics[name], ranges.get(name))
         for name, where in found.items()
     ]
     return sorted(rows, key=lambda row: (-len(row.steps), row.name))

@@ -42,8 +42,8 @@ def score_row(named: NamedScore) -> tuple[object, ...]:
 def outside_row(row: Outside) -> tuple[object, ...]:
     """Return the cells of OUTSIDE."""
     info = find(row.name)
-    values = short(row.first) if len(row.steps) == 1 else f"{short(row.first)} … {short(row.last)}"
-    healthy, advice = (healthy_text(info), info.advice) if info is not None else ("–", "")
+    values = " … ".join(dict.fromkeys((short(row.first), short(row.last))))
+    healthy, advice = (healthy_text(info, row.own), info.advice) if info is not None else ("–", "")
     return row.name, _steps(row.steps), values, healthy, advice
 
 

@@ -148,9 +148,10 @@ def metrics_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def healthy_text(info: MetricInfo) -> str:
-    """Return the metric's ranges in words, with their sources; "–" if it has none."""
-    rules = [rule for rule in (info.healthy, info.drift) if rule is not None]
+def healthy_text(info: MetricInfo, own: Range | None = None) -> str:
+    """Return the metric's ranges in words, with their sources; "–" if it has none. `own` is the recipe's (health.ranges)."""
+    healthy = info.healthy if own is None else own.model_copy(update={"source": "health.ranges"})
+    rules = [rule for rule in (healthy, info.drift) if rule is not None]
     text = "; ".join(f"{rule} ({rule.source})" for rule in rules) or "–"
     return f"{text}, while less than {SOLVED:.0%} of replies are correct" if info.unsolved else text
 

@@ -20,6 +20,7 @@ from lockstep.report.figures import Curve, Figure, curve_figure, figures, marks,
 from lockstep.report.tables import COMPARISON, SCORES, comparison_row, score_row
 from lockstep.track.catalogue import find
 from lockstep.track.rollouts import LEARNED, RolloutRow, read_rows
+from lockstep.types import Branch
 from lockstep.view.differences import differences
 from lockstep.view.funnel import funnel
 from lockstep.view.index import Index
@@ -27,7 +28,7 @@ from lockstep.view.prompts import PromptAsk, Prompter, prompt_places, sampling_o
 from lockstep.view.query import Query
 from lockstep.view.runs import ViewedRun, open_runs
 from lockstep.view.timing import phase_times
-from lockstep.view.tokens import stretches
+from lockstep.view.tokens import shown_branches, stretches
 
 Params: TypeAlias = Mapping[str, str]
 log = logging.getLogger(__name__)
@@ -104,17 +105,18 @@ class Viewer:
 
     def curves(self, params: Params) -> object:
         """Return the charts of a run, what stands on them, and the names of all its metrics."""
-        facts = self._run(_read(Ask, params).run).facts()
+        one = self._run(_read(Ask, params).run)
+        facts = one.facts()
         names = sorted({name for record in facts.records for name in record.metrics})
-        shown = figures(facts.records, facts.scores)
+        shown = figures(facts.records, facts.scores, one.ranges)
         return {"figures": shown, "marks": marks(facts.records, facts.events), "names": names, "notes": facts.notes}
 
     def metrics(self, params: Params) -> object:
         """Return a chart of each metric whose name contains a text."""
         ask = _read(Ask, params)
-        records = self._run(ask.run).facts().records
+        records, ranges = self._run(ask.run).facts().records, self._run(ask.run).ranges
         names = sorted({name for record in records for name in record.metrics if ask.text.lower() in name.lower()})
-        charts = (curve_figure(records, _single(name)) for name in names)
+        charts = (curve_figure(records, _single(name), ranges) for name in names)
         found: list[Figure] = [chart for chart in charts if chart.series]
         return {"figures": found[:MOST_CURVES], "left": max(0, len(found) - MOST_CURVES)}
 
@@ -138,9 +140,7 @@ class Viewer:
         tokens: dict[str, object] = {}
         if decode is not None:
             tokens = {"stretches": stretches(row, decode), "seen": decode(row.prompt_ids)}
-            tokens["branches"] = [
-                {"stretches": stretches(branch, decode), "seen": decode(branch.prompt_ids)} for branch in row.branches
-            ]
+            tokens["branches"] = shown_branches(row, decode)
         return {**_shown(row, ask.step, ask.row), **tokens, "problem": one.tokenizer.problem}
 
     def group(self, params: Params) -> object:
@@ -236,7 +236,7 @@ def _compared(find_pairs: Callable[[], list[Pair]]) -> dict[str, object]:
         pairs = find_pairs()
         rows = [_row(one) for one in pairs]
     except EvaluationError as error:
-        return {"columns": COMPARISON, "rows": [], "notes": [str(error)]}
+        return {"columns": COMPARISON, "rows": [], "notes": [f"not compared: {error.what}"]}
     notes = [note for row in rows for note in (power_line(row.comparison), row.comparison.warning) if note]
     return {"columns": COMPARISON, "rows": [comparison_row(row) for row in rows], "notes": list(dict.fromkeys(notes))}
 
@@ -254,8 +254,13 @@ def _single(metric: str) -> Curve:
 
 def _shown(row: RolloutRow, step: int, place: int) -> dict[str, object]:
     kept = {name: value for name, value in asdict(row).items() if name not in BY_TOKEN}
-    surprise = sum(row.logprobs) / len(row.logprobs) if row.logprobs else None
-    return {**kept, "step": step, "row": place, "length": len(row.ids), "is_right": row.right, "logprob": surprise}
+    rows: list[RolloutRow | Branch] = [row, *row.branches]
+    sampled = [logprob for one in rows for logprob, own in zip(one.logprobs, one.trained, strict=True) if own]
+    return {
+        **kept, "step": step, "row": place, "is_right": row.right, "branches": [{"text": one.text} for one in row.branches],
+        "length": sum(len(one.ids) for one in rows), "sampled": len(sampled), "prompt_length": len(row.prompt_ids),
+        "logprob": sum(sampled) / len(sampled) if sampled else None,
+    }  # fmt: skip
 
 
 def _read(kind: type[Asked], params: Params) -> Asked:

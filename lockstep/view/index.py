@@ -27,8 +27,10 @@ from lockstep.view.query import ORDERS, Query
 
 COLUMNS = (
     "prompt_id", "task", "messages", "answer", "sample", "text", "trained", "finish", "version", "reward", "error", "metrics",
-    "extracted", "method", "advantage",
+    "extracted", "method", "advantage", "branches.list.element.trained", "branches.list.element.text",
 )  # fmt: skip
+BRANCHES = pa.list_(pa.struct([("trained", pa.list_(pa.bool_())), ("text", pa.string())]))
+"""Parts of further branches that are read."""
 AT_ONCE = 64
 """Files that are taken in together; the newest are taken in first and alone, so that the page has something to show."""
 
@@ -36,19 +38,20 @@ TABLE = """
 CREATE TABLE rollouts (
   id BIGINT, run INTEGER, step INTEGER, row INTEGER, prompt_id VARCHAR, task VARCHAR, question VARCHAR, answer VARCHAR,
   sample INTEGER, reply VARCHAR, searched VARCHAR, length INTEGER, finish VARCHAR, version BIGINT, reward DOUBLE,
-  error VARCHAR, is_right BOOLEAN, extracted VARCHAR, method VARCHAR, advantage DOUBLE
+  error VARCHAR, is_right BOOLEAN, extracted VARCHAR, method VARCHAR, advantage DOUBLE, branches INTEGER
 )
 """
 INSERT = """
 INSERT INTO rollouts
 SELECT (run::BIGINT << 52) + (step::BIGINT << 21) + row, run, step, row, prompt_id, task, question, answer, sample, text,
-  lower(concat_ws(chr(10), text, question, answer)), len(trained), finish, version, reward, error, is_right, extracted,
-  method, advantage
+  lower(concat_ws(chr(10), text, question, answer, array_to_string([one.text for one in branches], chr(10)))),
+  len(trained) + len(flatten([one.trained for one in branches])), finish, version, reward, error, is_right, extracted,
+  method, advantage, 1 + len(branches)
 FROM batch
 """
 LISTED = """
 step, row, prompt_id, sample, left(question, 300) AS question, left(reply, 300) AS reply, length, finish, reward, is_right,
-extracted, advantage
+extracted, advantage, branches
 """
 SETTLED_NS = 2_000_000_000
 """Age of a folder's last change from which on another one must have another time, on any file system."""
@@ -169,6 +172,8 @@ def _placed(table: pa.Table, run: int, step: int, path: Path) -> pa.Table:
         right = pa.array(map(_right, table["reward"].to_pylist(), table["metrics"].to_pylist()), pa.bool_())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirectoryError(f"cannot be read: {error}", where=str(path)) from error
+    if "branches" not in table.column_names:  # a run of an older version
+        table = table.append_column("branches", pa.array([[]] * count, BRANCHES))
     for name, values in (("run", [run] * count), ("step", [step] * count), ("row", range(count))):
         table = table.append_column(name, pa.array(values, pa.int32()))
     return table.drop(["messages", "metrics"]).append_column("question", questions).append_column("is_right", right)

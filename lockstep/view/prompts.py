@@ -83,10 +83,11 @@ class Prompter:
         try:
             self._keep()
             place = (str(one.run.path), ask.step)
-            if self._engine is None or self._engine.place != place or self._engine.process.poll() is not None:
+            engine = self._engine  # a stop from another thread takes it from here, and ends its process
+            if engine is None or engine.place != place or engine.process.poll() is not None:
                 self.stop()
-                self._engine = self._start(place, live=one.live)
-            return self._engine.ready | self._engine.ask(ask.model_dump(exclude={"run", "step"}))
+                self._engine = engine = self._start(place, live=one.live)
+            return engine.ready | engine.ask(ask.model_dump(exclude={"run", "step"}))
         finally:
             self._busy.release()
             self._idle = threading.Timer(IDLE_S, self._rest)

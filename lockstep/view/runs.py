@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from lockstep.config.load import load
+from lockstep.config.metric import Range
 from lockstep.config.text import parse
-from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
 from lockstep.report.gather import NamedScore, read_scores
 from lockstep.track.lock import read_holder
 from lockstep.track.rundir import LOCK, RunDirectory
@@ -59,6 +62,14 @@ class ViewedRun:
         """Return a text that changes when metrics, events or scores do."""
         paths = (self.run.metrics_path, self.run.events_path, self.run.scores_path)
         return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" if (stat := _stat(path)) else "0" for path in paths)
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """Healthy ranges of the run's own recipe; none if this version cannot read it."""
+        try:
+            return load([str(self.run.recipe_path)]).health.ranges
+        except LockstepError:
+            return {}
 
     @property
     def live(self) -> bool:

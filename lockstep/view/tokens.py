@@ -38,6 +38,20 @@ class Stretch:
     entropies: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ShownBranch:
+    """A further branch of an episode: what it repeats of an earlier one, what its program put after that, its own turns."""
+
+    text: str
+    parent: int
+    """Number of the branch, from 1, that it shares its longest beginning with."""
+    shared: tuple[Stretch, ...]
+    """Tokens of that beginning; those that were sampled are trained in the parent."""
+    context: tuple[Stretch, ...]
+    """The rest of its prompt, such as a history that was rewritten; not trained here."""
+    stretches: tuple[Stretch, ...]
+
+
 class Tokenizer:
     """A run's tokenizer, loaded at first use from files that are already on this machine."""
 
@@ -71,6 +85,29 @@ def stretches(row: RolloutRow | Branch, decode: Decode) -> list[Stretch]:
         logprobs, entropies = (values[own] for values in learned)
         found.append(Stretch(row.trained[a], tuple(texts[a:b]), row.logprobs[a:b], logprobs, entropies))
     return found
+
+
+def shown_branches(row: RolloutRow, decode: Decode) -> list[ShownBranch]:
+    """Return the branches of an episode after the first, each set against those before it."""
+    rows = [Branch(row.prompt_ids, row.ids, row.logprobs, row.trained, row.text), *row.branches]
+    wholes = [(*one.prompt_ids, *one.ids) for one in rows]
+    found = []
+    for number, one in enumerate(row.branches, 1):
+        same = [_alike(one.prompt_ids, whole) for whole in wholes[:number]]
+        parent, count = same.index(max(same)), max(same)
+        start, rest = len(rows[parent].prompt_ids), one.prompt_ids[count:]
+        logprobs = ((0.0,) * start + rows[parent].logprobs)[:count]
+        shared = Branch((), one.prompt_ids[:count], logprobs, ((False,) * start + rows[parent].trained)[:count])
+        context = Branch((), rest, (0.0,) * len(rest), (False,) * len(rest))
+        parts = (tuple(stretches(part, decode)) for part in (shared, context, one))
+        found.append(ShownBranch(one.text, parent + 1, *parts))
+    return found
+
+
+def _alike(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.load import load_mapping
 from lockstep.errors import RunDirectoryError
 from lockstep.evaluation.records import score_path, write_score
+from lockstep.report import tables
 from lockstep.report.figures import marks
 from lockstep.report.gather import choose_samples, find_outside, gather
 from lockstep.report.html import asset, digest, write_report
@@ -263,6 +265,15 @@ def test_metrics_outside_are_found_in_order_of_how_often() -> None:
         ("length/truncated", (1, 2, 3), 0.9),
         ("grad/norm", (2,), 0.0),
     ]
+
+
+def test_a_range_of_the_recipe_is_the_one_that_is_named() -> None:
+    own = load_mapping({"health": {"ranges": {"grad/norm": {"high": 0.5, "until": 4}}}})
+    steps = [StepRecord(i, 1, "t", {"grad/norm": 2.0}) for i in (1, 2)]
+    (row,) = find_outside(steps, own)
+    values, healthy = tables.outside_row(row)[2:4]
+    assert values == "2"
+    assert str(healthy).startswith("≤ 0.5 at steps 1 to 4 (health.ranges)")
 
 
 def test_samples_are_a_mix_of_different_prompts(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import RunWriter, write_rollouts
-from lockstep.types import FinishReason, Grade, Group, Message, Prompt, Rollout
+from lockstep.types import Branch, FinishReason, Grade, Group, Message, Prompt, Rollout
 from lockstep.view.api import Viewer
 from lockstep.view.server import Server
 from tests.track.runs import FACTS, HOSTILE, metrics, proof
@@ -92,7 +93,10 @@ def hostile(tmp_path: Path, tiny_model_dir: Path) -> RunDirectory:
             Group(
                 one,
                 tuple(
-                    reply(one, i, text, value, error=text, extracted=text[:9])
+                    replace(
+                        reply(one, i, text, value, error=text, extracted=text[:9]),
+                        branches=(Branch((1, 3, 9), (5, 6), (-0.5, 0.0), (True, False), text),),
+                    )
                     for i, value in enumerate((1.0, 0.0, None))
                 ),
             )

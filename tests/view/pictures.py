@@ -1,6 +1,6 @@
-"""Pictures of the pages for the docs: python -m tests.view.pictures REPORT.html ADDRESS EPISODES OUT
+"""Pictures of the pages for the docs: python -m tests.view.pictures REPORT.html ADDRESS EPISODES BRANCHES OUT
 
-ADDRESS is what `lockstep view` prints for two runs, EPISODES for a run with episodes.
+ADDRESS is what `lockstep view` prints for two runs, EPISODES for a run with episodes, BRANCHES for one whose episodes branch.
 """
 
 from __future__ import annotations
@@ -10,29 +10,33 @@ from pathlib import Path
 
 from tests.browser import chromium
 
-KEYS = {"view_group": "g", "view_episode": "t", "view_rollouts": "t", "view_entropy": "ttt"}
+KEYS = {"view_group": "g", "view_episode": "t", "view_rollouts": "t", "view_entropy": "ttt", "view_branches": "t"}
 DARK = ("view_episode", "view_entropy")
 SIZE = {"width": 1280, "height": 800}
+TALL = {"width": 1280, "height": 1700}
 
 
-def main(report: str, address: str, episodes: str, out: str) -> None:
+def main(report: str, address: str, episodes: str, branches: str, out: str) -> None:
     views = {
         "view_curves": "curves",
-        "view_rollouts": "rollouts?result=right",
-        "view_entropy": "rollouts?order=advantage",
+        "view_rollouts": "rollouts?result=right&last=3",
+        "view_entropy": "rollouts?order=advantage&last=3",
         "view_prompt": "prompt?count=3&tokens=8&text=Which of these numbers is the largest? 815, 206, 974, 530",
         "view_time": "time",
         "view_group": "rollouts?order=advantage",
         "view_episode": "rollouts?result=right&order=longest",
+        "view_branches": "rollouts?order=advantage",
         "view_funnel": "funnel",
         "view_scores": "scores",
         "view_settings": "settings",
     }
+    addresses = {"view_episode": episodes, "view_branches": branches}
     with chromium() as browser:
         for name, view in views.items():
-            page = browser.new_page(viewport=SIZE, color_scheme="dark" if name in DARK else "light")
+            size = TALL if name == "view_branches" else SIZE
+            page = browser.new_page(viewport=size, color_scheme="dark" if name in DARK else "light")
             page.set_default_timeout(60_000)
-            page.goto(f"{episodes if name == 'view_episode' else address}#{view}")
+            page.goto(f"{addresses.get(name, address)}#{view}")
             page.wait_for_timeout(4000)
             if view.startswith("rollouts"):
                 page.keyboard.press("j")

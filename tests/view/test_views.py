@@ -114,6 +114,10 @@ def test_curves_and_any_metric_have_help_and_a_range(viewer: Viewer) -> None:
     assert norm.series[0].x == (1, 2, 3, 4)
     assert norm.healthy == (0.0, 100.0)
     assert "Healthy: > 0 and ≤ 100" in norm.help
+    with viewer.runs[0].run.recipe_path.open("a") as recipe:
+        recipe.write("health: {ranges: {grad/norm: {high: 2}}}\n")
+    (norm,) = Viewer([viewer.runs[0].run.path]).metrics({"text": "grad/norm"})["figures"]
+    assert (norm.healthy, "Healthy: ≤ 2 (health.ranges)" in norm.help) == ((None, 2.0), True)
 
 
 def test_settings_of_two_runs_differ_where_they_do(tmp_path: Path) -> None:
@@ -143,7 +147,9 @@ def test_scores_are_compared_item_by_item(tmp_path: Path) -> None:
 def test_scores_that_may_not_be_compared_are_said(tmp_path: Path, viewer: Viewer) -> None:
     finished_run(tmp_path / "a", steps=13)
     both = Viewer([tmp_path / "a", viewer.runs[0].run.path])
-    assert "there are no scores" in both.compare({"run": "0", "other": "1"})["notes"][0]
+    (note,) = both.compare({"run": "0", "other": "1"})["notes"]
+    assert "there are no scores" in note
+    assert "\n" not in note
 
 
 def test_the_same_run_twice_is_refused_and_equal_names_are_told_apart(tmp_path: Path) -> None:

@@ -114,11 +114,17 @@ const lockstep = {};
     ctx.restore();
   };
 
+  /* Short numbers, or longer ones where the short ones of two ticks are the same. */
+  const labels = (ticks) => {
+    const texts = ticks.map(lockstep.short);
+    return new Set(texts).size === texts.length ? texts : ticks.map((tick) => `${+tick.toPrecision(6)}`);
+  };
+
   const axes = () => {
     const common = { stroke: () => css("--faint"), font: "11px system-ui, sans-serif", ticks: { show: false } };
     return [
       { ...common, grid: { show: false }, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] },
-      { ...common, grid: { stroke: () => css("--grid"), width: 1 }, size: 52, space: 34, values: (_, ticks) => ticks.map(lockstep.short) },
+      { ...common, grid: { stroke: () => css("--grid"), width: 1 }, size: 52, space: 34, values: (_, ticks) => labels(ticks) },
     ];
   };
 
@@ -128,7 +134,7 @@ const lockstep = {};
     low = Math.min(low, ...ends);
     high = Math.max(high, ...ends);
     if (spec.kind === "stack") return [0, high * 1.08 || 1];
-    if (high - low < 1e-12 * Math.max(Math.abs(high), 1e-9)) { const room = Math.abs(low) * 0.1 || 1; return [low - room, high + room]; }
+    if (high - low < 1e-12 * Math.max(Math.abs(high), 1e-9)) { if (low === 0) return [0, 1]; const room = Math.abs(low) * 0.1; return [low - room, high + room]; }
     const room = (high - low) * 0.08;
     return [low >= 0 && low < (high - low) * 0.5 ? 0 : low - room, high + room];
   };

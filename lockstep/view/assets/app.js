@@ -27,8 +27,8 @@
 
   /* The address after #: a view and its parameters; replaced, not added, while a user types. */
   lockstep.address = () => {
-    const [view, query] = location.hash.slice(1).split("?");
-    return { view: lockstep.views[view] ? view : "curves", params: Object.fromEntries(new URLSearchParams(query)) };
+    const [view, ...query] = location.hash.slice(1).split("?");
+    return { view: lockstep.views[view] ? view : "curves", params: Object.fromEntries(new URLSearchParams(query.join("?"))) };
   };
   lockstep.go = (view, params, { replace = false } = {}) => {
     const given = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
@@ -49,6 +49,7 @@
     for (const tab of $("tabs").children) {
       tab.setAttribute("aria-selected", String(tab.dataset.view === view));
       tab.tabIndex = tab.dataset.view === view ? 0 : -1;
+      if (tab.tabIndex === 0) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     lockstep.problem("");
     if (current !== view) {
@@ -82,7 +83,7 @@
 
   const KEYS = [
     ["1 … 7", "the views"], ["/", "filter or search"], ["j  k", "next and previous rollout"], ["g", "its group side by side"], ["Ctrl Enter", "send the prompt"],
-    ["t", "colours of its tokens"], ["s", "the prompt as the model saw it"], ["Esc", "back"], ["?", "this list"],
+    ["t", "colours of its tokens"], ["s", "the prompt as the model saw it"], ["b", "next branch of an episode"], ["Esc", "back"], ["?", "this list"],
   ];
   const typing = (event) => event.target.matches("input, select, textarea");
   document.addEventListener("keydown", (event) => {

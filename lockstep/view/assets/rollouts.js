@@ -55,7 +55,7 @@
   const oneLine = (text) => text.replaceAll(/\s+/g, " ");
   const item = (one, place) => {
     const made = el("li", { role: "option", id: `rollout-${place}`, "aria-selected": String(place === chosen), onclick: () => pick(place) },
-      el("div", { class: "line" }, lockstep.badge(one), el("span", { class: "soft" }, `step ${one.step} · ${one.length} tok${one.finish === "length" ? " · cut off" : ""}`), el("b", { class: "value" }, one.reward === null ? "–" : short(one.reward))),
+      el("div", { class: "line" }, lockstep.badge(one), el("span", { class: "soft" }, `step ${one.step} · ${one.length} tok${lockstep.branched(one.branches)}${one.finish === "length" ? " · cut off" : ""}`), el("b", { class: "value" }, one.reward === null ? "–" : short(one.reward))),
       el("div", { class: "snippet" }, oneLine(one.question)),
       el("div", { class: "snippet reply-line" }, oneLine(one.reply)));
     return made;
@@ -63,7 +63,7 @@
 
   const summary = (found) => {
     const count = (name) => el("span", { class: `count ${name}` }, `${found[name].toLocaleString("en")} ${name}`);
-    return [el("b", {}, `${found.total.toLocaleString("en")} rollouts`), count("right"), count("wrong"), found.unscored ? count("unscored") : null,
+    return [el("b", {}, `${found.total.toLocaleString("en")} rollout${found.total === 1 ? "" : "s"}`), count("right"), count("wrong"), found.unscored ? count("unscored") : null,
       found.reward === null ? null : el("span", { class: "soft" }, `mean reward ${short(found.reward)}, mean length ${short(found.length)}`),
       el("span", { class: "soft time" }, `${Math.max(1, Math.round(1000 * found.seconds))} ms`)].filter(Boolean);
   };
@@ -115,11 +115,21 @@
 
   const render = () => part("detail").replaceChildren(lockstep.reply(row, {
     mode, seen,
-    onmode: (next) => { mode = next; render(); },
-    onseen: () => { seen = !seen; render(); },
+    onmode: (next) => { mode = next; again(); },
+    onseen: () => { seen = !seen; again(); },
     ongroup: () => lockstep.go("rollouts", { ...filters(), step: row.step, row: row.row, group: row.prompt_id }),
     onclose: () => home.classList.remove("reading"),
   }));
+
+  /* Draw the same rollout again: what was open stays open, the branch that had the focus keeps it. */
+  const again = () => {
+    const all = (selector) => [...part("detail").querySelectorAll(selector)];
+    const opened = all("details").map((one) => one.open);
+    const place = all(".branch").indexOf(document.activeElement.closest(".branch"));
+    render();
+    all("details").forEach((one, index) => { one.open = opened[index]; });
+    all(".branch")[place]?.focus({ preventScroll: true });
+  };
 
   const showGroup = async () => {
     const found = await lockstep.ask("group", { run: params.run, step: params.step, prompt: params.group });
@@ -155,8 +165,9 @@
       else if (event.key === "k") pick(Math.max(chosen - 1, 0));
       else if (!row) return;
       else if (event.key === "g") lockstep.go("rollouts", { ...filters(), step: row.step, row: row.row, group: row.prompt_id });
-      else if (event.key === "t" && row.stretches) { mode = lockstep.nextMode(mode); render(); }
-      else if (event.key === "s" && row.seen !== undefined) { seen = !seen; render(); }
+      else if (event.key === "b") lockstep.nextBranch();
+      else if (event.key === "t" && row.stretches) { mode = lockstep.nextMode(mode); again(); }
+      else if (event.key === "s" && row.seen !== undefined) { seen = !seen; again(); }
     },
   };
 })();

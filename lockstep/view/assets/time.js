@@ -28,7 +28,7 @@
       home.replaceChildren(...[
         el("div", { class: "tools" }, lockstep.runPicker("Run", run, (value) => go({ run: value })), el("span", { class: "pair" }, el("span", { class: "soft" }, "step"), step("first", "from"), step("last", "to"))),
         el("p", { class: "lead" }, "Mean seconds of a step. The floor, a line across the bar, is the least time of the same arithmetic and memory traffic at the rates of this machine, measured when the run began; evaluation and saving have none."),
-        times.steps ? el("p", {}, `${times.steps} steps, ${short(times.step)} s a step`) : el("p", { class: "empty" }, "No step is stored for this range."),
+        times.steps ? el("p", {}, `${times.steps} step${times.steps === 1 ? "" : "s"}, ${short(times.step)} s a step`) : el("p", { class: "empty" }, "No step is stored for this range."),
         el("div", { class: "phases" }, times.phases.flatMap((one) => [line(one.name, one.seconds, most, one.floor, share(one)), ...one.ranks.map(([name, seconds]) => line(name, seconds, most, null, "", "rank"))])),
         chart ? el("div", { class: "one-chart" }, chart.element) : null].filter(Boolean));
     },
