@@ -145,7 +145,7 @@ class CommandPrograms:
             [*confined, *self._line(job)], stdin=files.stdin, stdout=files.stdout, stderr=files.stderr, cwd=home,
             env=self._environment(job, str(home), str(files.stdin.name)), start_new_session=True,
         )  # fmt: skip
-        self._ends[job.key] = lambda: _kill(process)
+        self._runs(job, lambda: _kill(process))
         try:
             return process.wait(self._settings.seconds)
         except subprocess.TimeoutExpired:
@@ -160,12 +160,17 @@ class CommandPrograms:
         assert self._cells is not None
         env, port = self._environment(job, cell.HOME, cell.TASK), urlsplit(job.address).port or 0
         running = self._cells.start(self._line(job), env, port, files, root)
-        self._ends[job.key] = running.end
+        self._runs(job, running.end)
         try:
             return running.wait(self._settings.seconds, job.take)
         finally:
             self._ends.pop(job.key, None)
             running.close()
+
+    def _runs(self, job: Job, end: Callable[[], None]) -> None:
+        self._ends[job.key] = end
+        if job.key in self._stopped:  # while it was being started
+            end()
 
     def _limits(self) -> Limits:
         s = self._settings

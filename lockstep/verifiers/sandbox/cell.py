@@ -6,6 +6,7 @@ hands the socket that listens there to its owner over the control socket, before
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - what is needed in the sandbox, where this Python may not be, is loaded before
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import warnings  # noqa: F401 - for os.execvpe
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -143,8 +145,8 @@ def _program(hello: dict[str, Any], limits: isolation.Limits, uid: int | None, f
             os.execvpe(hello["command"][0], hello["command"], hello["env"])
         os.write(1, json.dumps(tried(hello["wanted"], hello["other_port"])).encode())
         os._exit(0)
-    except OSError as error:
-        os.write(2, f"{error.filename or 'the sandbox'} cannot be used in the sandbox: {error.strerror}\n".encode())
+    except Exception as error:
+        os.write(2, f"it cannot be started in the sandbox: {error}\n".encode())
     finally:
         os._exit(NOT_STARTED)
 
