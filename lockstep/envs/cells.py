@@ -134,7 +134,8 @@ class Cells:
                 cell.command(_ROOT, theirs.fileno()), stdin=files.stdin, stdout=files.stdout, stderr=files.stderr,
                 env={}, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        said, passed = b"", []
+        said = b""
+        passed: list[int] = []
         ours.settimeout(START_SECONDS)
         with suppress(OSError):
             ours.sendall(json.dumps(hello).encode() + b"\n")

@@ -102,6 +102,8 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "processes": lambda: sum(path.name.isdecimal() for path in pathlib.Path("/proc").iterdir()),
     "write /": lambda: write("/escaped"),
     "write itself": lambda: write(__file__),
+    "write readable": lambda: write(facts["readable"] + "/mine"),
+    "read readable": lambda: read(facts["readable"] + "/mine"),
     "write python": lambda: write(os.path.realpath(sys.executable)),
     "write beside": lambda: write(facts["neighbour"]),
     "other port": lambda: connect(facts["other"]),
