@@ -20,10 +20,15 @@ def greet(connection: socket) -> None:
     connection.close()
 
 
-cells = Cells(
-    [sys.executable, str(program)], [], Limits(60, facts["memory"], facts["file"], facts["processes"] - 1, 256)
-)
+limits = Limits(60, facts["memory"], facts["file"], facts["processes"] - 1, 256)
 with tempfile.TemporaryDirectory() as folder:
+    readable = Path(folder, "readable")
+    readable.mkdir()
+    (readable / "mine").write_text("to be read")
+    for path in (readable, readable / "mine"):
+        path.chmod(0o777)  # so that only the sandbox keeps it from being written
+    facts["readable"] = str(readable)
+    cells = Cells([sys.executable, str(program)], [str(readable)], limits)
     paths = [Path(folder, name) for name in ("in", "out", "err")]
     paths[0].write_text("the task")
     root = Path(folder, "root")

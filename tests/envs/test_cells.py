@@ -97,13 +97,16 @@ def appears(what: Callable[[], bool]) -> bool:
 
 def test_it_reaches_nothing_of_the_machine_but_the_endpoint(user: str, facts: dict[str, Any]) -> None:
     names = (
-        "secret in /tmp", "neighbour", "home", "first's environment", "first's memory", "write /", "write itself", "write python",
+        "secret in /tmp", "neighbour", "home", "first's environment", "first's memory", "write /", "write readable", "write itself", "write python",
         "write beside", "other port", "outside", "outside by its address", "vsock", "abstract socket", "root",
     )  # fmt: skip
     numbers = ("unshare", "clone apart", "mount")
-    status, _, found, errors = attacked(user, facts, *names, *numbers, "shadow", "environment", "processes", "endpoint")
+    status, _, found, errors = attacked(
+        user, facts, *names, *numbers, "shadow", "environment", "processes", "endpoint", "read readable"
+    )
     assert status == 0, errors
     assert found.pop("endpoint") == "from the endpoint"
+    assert found.pop("read readable") == "to be read"
     assert found.pop("shadow") is False
     assert set(found.pop("environment")) <= {"PATH", "TMPDIR", "TOKEN", "LC_CTYPE"}
     assert found.pop("processes") == 2
