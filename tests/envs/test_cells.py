@@ -97,7 +97,8 @@ def appears(what: Callable[[], bool]) -> bool:
 
 def test_it_reaches_nothing_of_the_machine_but_the_endpoint(user: str, facts: dict[str, Any]) -> None:
     names = (
-        "secret in /tmp", "neighbour", "home", "first's environment", "first's memory", "write /", "write readable", "write itself", "write python",
+        "secret in /tmp", "neighbour", "home", "first's environment", "first's memory", "write /", "write readable",
+        "write itself", "write python",
         "write beside", "other port", "outside", "outside by its address", "vsock", "abstract socket", "root",
     )  # fmt: skip
     numbers = ("unshare", "clone apart", "mount")
