@@ -45,6 +45,10 @@ class LoopbackServer(ThreadingHTTPServer):
                 fix="choose another --port, or leave it out",
             ) from error
 
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted elsewhere. From any thread."""
+        self.process_request(connection, self.server_address)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, or close it if there are too many."""
         if self._free.acquire(blocking=False):

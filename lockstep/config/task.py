@@ -105,12 +105,29 @@ class AgentTask(Section):
     """Time for an episode, sampling included; a slower program is ended, and its sample is not scored."""
     running: int = Field(default=64, ge=1, le=1000)
     """Most programs that run at a time; further episodes wait."""
+    isolation: Literal["none", "strict"] = "none"
+    """strict runs it in a sandbox: it sees the system, its own files and `readable`, writes to a folder that goes away, and has
+    no network but the run's endpoint; where a measure is missing, the run does not start. none: it has your rights on files and
+    network; let it act on replies (a shell, code) in a container of your own only."""
+    readable: list[str] = Field(default_factory=list)
+    """Further files and folders that it can read in the sandbox, which has the Python of the command, and the files and folders
+    that the command names. Example: [agent/, ~/data/notes.db]"""
     memory_gib: float = Field(default=8.0, gt=0)
     """Address space of each of its processes."""
+    file_mib: int = Field(default=256, ge=1)
+    """Largest file that it writes; in the sandbox also all its files together, which are held in memory and go with it."""
+    processes: int = Field(default=256, ge=1)
+    """Processes and threads of an episode together, in the sandbox."""
     requests: int = Field(default=64, ge=1, le=1000)
     """Most replies of an episode. A request beyond is refused, and so is one when rollout.max_tokens sampled tokens are spent."""
     reply_tokens: int | None = Field(default=None, ge=1)
     """Longest single reply, in tokens; none is what the request asks for."""
+
+    @model_validator(mode="after")
+    def _unused(self) -> Self:
+        if self.isolation == "none" and self.readable:
+            raise ValueError("readable applies to isolation = strict only: with none it reads what you can read")
+        return self
 
     @property
     def turns(self) -> Turns:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,18 +19,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from lockstep.config import schema
+from lockstep.envs.cells import Cells, Files
 from lockstep.envs.runners import Fault
 from lockstep.errors import TaskError
 from lockstep.types import Prompt
+from lockstep.verifiers.sandbox import cell
+from lockstep.verifiers.sandbox.isolation import Limits
 
 MODEL = "policy"
 """Name of the model at the endpoint."""
 MOST_OUTPUT = 1 << 20
 """Most bytes that are read of a program's output, its end."""
-MOST_FILE = 1 << 28
-"""Most bytes of a file that a program writes."""
+_MOST_OPEN = 1024
+"""Files that each process of a program in the sandbox may have open."""
 _CONFINED = (
     "import ctypes, os, resource, sys; ctypes.CDLL(None).prctl(1, 9); "
     "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2); "
@@ -49,6 +55,8 @@ class Job:
     address: str
     """Base of the endpoint's addresses."""
     token: str
+    take: Callable[[socket.socket], None]
+    """Serves a connection as one to the endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +89,13 @@ class CommandPrograms:
     """Runs a command for each episode, at most `running` at a time, in a folder of its own."""
 
     def __init__(self, settings: schema.AgentTask) -> None:
-        """Raises TaskError if the command is not there."""
+        """Raises TaskError if the command is not there, or the sandbox that is asked for is not to be had."""
         self._settings = settings
         self._command = _whole(shlex.split(settings.command))
         self._pool = ThreadPoolExecutor(settings.running, "lockstep-agent")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._cells = None if settings.isolation == "none" else Cells(self._command, settings.readable, self._limits())
+        self._ends: dict[str, Callable[[], None]] = {}
+        """Each ends a program that runs."""
         self._stopped: set[str] = set()
         self.logs: Path | None = None
         """Folder for what the programs write to standard error."""
@@ -96,8 +106,8 @@ class CommandPrograms:
 
     def stop(self, key: str) -> None:
         self._stopped.add(key)
-        if (process := self._processes.get(key)) is not None:
-            _kill(process)
+        if (end := self._ends.get(key)) is not None:
+            end()
 
     def _play(self, job: Job, ended: Ended) -> None:
         try:
@@ -116,19 +126,8 @@ class CommandPrograms:
             home = Path(folder) / "work"
             home.mkdir()
             with given.open("rb") as stdin, said.open("wb") as stdout, log.open("wb") as stderr:
-                process = subprocess.Popen(
-                    self._line(job), stdin=stdin, stdout=stdout, stderr=stderr, cwd=home,
-                    env=self._environment(job, home, given), start_new_session=True,
-                )  # fmt: skip
-            self._processes[job.key] = process
-            try:
-                status: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                _kill(process)
-                process.wait()
-                self._processes.pop(job.key, None)
+                files = Files(stdin, stdout, stderr)
+                status = self._here(job, home, files) if self._cells is None else self._apart(job, home, files)
             errors = _tail(log)
             self._keep(job, errors)
             if status is None:
@@ -138,15 +137,53 @@ class CommandPrograms:
                 return Outcome(fault=Fault("error", f"it ended with status {status}: {last[:300]}"))
             return outcome_of(_tail(said), self._settings.result)
 
+    def _here(self, job: Job, home: Path, files: Files) -> int | None:
+        """Run the command with the user's rights. Returns its status, None if it takes too long."""
+        limits = self._limits()
+        confined = [sys.executable, "-I", "-S", "-c", _CONFINED, str(limits.memory), str(limits.file_bytes)]
+        process = subprocess.Popen(
+            [*confined, *self._line(job)], stdin=files.stdin, stdout=files.stdout, stderr=files.stderr, cwd=home,
+            env=self._environment(job, str(home), str(files.stdin.name)), start_new_session=True,
+        )  # fmt: skip
+        self._runs(job, lambda: _kill(process))
+        try:
+            return process.wait(self._settings.seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _kill(process)
+            process.wait()
+            self._ends.pop(job.key, None)
+
+    def _apart(self, job: Job, root: Path, files: Files) -> int | None:
+        """Run it in the sandbox, where the endpoint has the same address."""
+        assert self._cells is not None
+        env, port = self._environment(job, cell.HOME, cell.TASK), urlsplit(job.address).port or 0
+        running = self._cells.start(self._line(job), env, port, files, root)
+        self._runs(job, running.end)
+        try:
+            return running.wait(self._settings.seconds, job.take)
+        finally:
+            self._ends.pop(job.key, None)
+            running.close()
+
+    def _runs(self, job: Job, end: Callable[[], None]) -> None:
+        self._ends[job.key] = end
+        if job.key in self._stopped:  # while it was being started
+            end()
+
+    def _limits(self) -> Limits:
+        s = self._settings
+        seconds = math.ceil(s.seconds) * (os.cpu_count() or 1)
+        return Limits(seconds, int(s.memory_gib * 2**30), s.file_mib * 2**20, s.processes - 1, _MOST_OPEN)
+
     def _line(self, job: Job) -> list[str]:
         question = job.prompt.messages[-1]["content"] if job.prompt.messages else ""
-        command = [part.replace("{question}", question) for part in self._command]
-        memory = int(self._settings.memory_gib * 2**30)
-        return [sys.executable, "-I", "-S", "-c", _CONFINED, str(memory), str(MOST_FILE), *command]
+        return [part.replace("{question}", question) for part in self._command]
 
-    def _environment(self, job: Job, home: Path, given: Path) -> dict[str, str]:
+    def _environment(self, job: Job, home: str, given: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
-        own = {"HOME": str(home), "TMPDIR": str(home), "LOCKSTEP_TASK": str(given), "NO_PROXY": "127.0.0.1,localhost"}
+        own = {"HOME": home, "TMPDIR": home, "LOCKSTEP_TASK": given, "NO_PROXY": "127.0.0.1,localhost"}
         return kept | own | addresses(job) | self._settings.env
 
     def _keep(self, job: Job, errors: str) -> None:

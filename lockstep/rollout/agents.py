@@ -120,7 +120,7 @@ class Agents:
         token = secrets.token_urlsafe(24)
         self.open[key] = AgentEpisode(key, prompt, sample, limits, programs, token, seed)
         self._door.admit(token, key)
-        programs.start(Job(key, prompt, sample, seed, self._door.address, token), self._ended)
+        programs.start(Job(key, prompt, sample, seed, self._door.address, token, self._door.take), self._ended)
 
     @property
     def playing(self) -> bool:

@@ -120,14 +120,15 @@ class AgentQuestions(PlayedQuestions):
     def __init__(self, settings: schema.AgentTask, questions: BuiltTask) -> None:
         """Wrap the questions. Raises TaskError for a command that is not there."""
         super().__init__(questions, settings.turns)
-        self._command = settings.command
+        self._settings = settings
         self._programs = CommandPrograms(settings)
 
     @property
     def notes(self) -> tuple[str, ...]:
+        how = "in a sandbox" if self._settings.isolation == "strict" else "with your rights on files and network"
         return (
             *self._questions.notes,
-            f"{self.name}: played by {self._command}, with your rights on files and network",
+            f"{self.name}: played by {self._settings.command}, {how}",
         )
 
     def keep_in(self, folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from socket import socket
 from typing import Protocol, TypeAlias
 
 from lockstep.types.basic import TokenIds
@@ -55,6 +56,9 @@ class Door(Protocol):
 
     def withdraw(self, token: str) -> None:
         """Refuse the token from now on, and end its requests."""
+
+    def take(self, connection: socket) -> None:
+        """Serve a connection that another process or thread accepted, as one to `address`."""
 
 
 OpenDoor: TypeAlias = Callable[[Sampler], AbstractContextManager[Door]]

@@ -19,6 +19,7 @@ from lockstep.rollout.native import NativeEngine
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.writer import read_metrics
 from lockstep.types import Batch, Completion, Loss, Metrics
+from tests.envs.sandboxed import require_sandbox
 from tests.loops.runs import NO_EVAL, words
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
@@ -58,12 +59,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Completion], list[Batch]
     return drawn, trained, counts
 
 
+@pytest.mark.parametrize("isolation", ["none", "strict"])
 def test_a_program_that_rewrites_its_history_is_trained_token_for_token(
-    tmp_path: Path, tiny_model_dir: Path, seen: tuple[list[Completion], list[Batch], list[int]]
+    tmp_path: Path, tiny_model_dir: Path, seen: tuple[list[Completion], list[Batch], list[int]], isolation: str
 ) -> None:
     """Ten turns and two summaries: three histories, two requests that sum up. Every sampled id is trained once, in its place."""
     drawn, trained, (_, _) = seen
-    run = start_run(recipe(tmp_path, tiny_model_dir, PROGRAM, "steps=1"))
+    run = start_run(recipe(tmp_path, tiny_model_dir, PROGRAM, "steps=1", isolation=require_sandbox(isolation)))
     rows = read_rollouts(run, 1)
     assert len(rows) == 4
     assert [row.error for row in rows] == [None] * 4

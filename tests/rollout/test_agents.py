@@ -20,6 +20,7 @@ from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
 from lockstep.types import FinishReason, Rollout, Sampling
 from tests.envs.played import chat_of, engine_of
+from tests.envs.sandboxed import require_sandbox, sandbox_refused
 
 PROGRAM = Path(__file__).with_name("own_program.py")
 
@@ -42,11 +43,13 @@ def played(task: BuiltTask, model: Path, samples: int = 1, budget: int = 60) -> 
     return {group.prompt.messages[-1]["content"].split()[0]: list(group.rollouts) for group in groups}
 
 
+@pytest.mark.parametrize("isolation", ["none", "strict"])
 def test_what_goes_wrong_with_a_program_costs_its_own_sample(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
 ) -> None:
     monkeypatch.setenv("SECRET", "of the run")
-    task = built(tmp_path, "crash", "hang", "idle", "greedy", "wordy", "seeded", requests=3, seconds=20)
+    kinds, how = ("crash", "hang", "idle", "greedy", "wordy", "seeded"), require_sandbox(isolation)
+    task = built(tmp_path, *kinds, requests=3, seconds=20, isolation=how)
     task.keep_in(tmp_path / "run")
     one = {kind: rollouts[0] for kind, rollouts in played(task, tiny_model_dir).items()}
     assert one["seeded"].grade.reward == 1.0
@@ -77,8 +80,11 @@ def test_a_program_may_give_its_own_reward(tmp_path: Path, tiny_model_dir: Path)
 def test_the_same_program_gives_the_same_rollouts_in_any_order_of_its_requests(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Six requests at once, of three different prompts: two samples of each, which differ; samples of the group differ too."""
-    found = [played(built(tmp_path, "parallel", seconds=60), tiny_model_dir, samples=2)["parallel"] for _ in range(2)]
+    """Six requests at once, of three different prompts: two samples of each, which differ; samples of the group differ too. Also
+    in the sandbox, bit for bit."""
+    ways = ["none", "none" if sandbox_refused() else "strict"]
+    tasks = [built(tmp_path, "parallel", seconds=60, isolation=way) for way in ways]
+    found = [played(task, tiny_model_dir, samples=2)["parallel"] for task in tasks]
     rows = [[sorted((row.prompt_ids, row.ids, row.logprobs) for row in one.rows) for one in run] for run in found]
     assert rows[0] == rows[1]
     first, second = rows[0]

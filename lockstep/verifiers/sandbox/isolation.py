@@ -10,11 +10,12 @@ import ctypes
 import errno
 import os
 import platform
+import re
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from lockstep.verifiers.sandbox import seccomp
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _KEPT = {8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags that a mount may be locked with, as statvfs gives them, and as mount takes them."""
 _DETACH = 2
@@ -71,9 +72,9 @@ def enter(apart: bool) -> tuple[list[str], list[str]]:
     With `apart` = False nothing is tried.
     """
     measures = [
-        (_users, USERS),
+        (users, USERS),
         (_files, FILES),
-        (_network, NETWORK),
+        (network, NETWORK),
         (_processes, PROCESSES),
     ]
     done, missing = [], []
@@ -88,7 +89,8 @@ def enter(apart: bool) -> tuple[list[str], list[str]]:
     return done, missing
 
 
-def _users() -> None:
+def users() -> None:
+    """Make a user namespace, unless this is root. Raises OSError."""
     if os.geteuid() == 0:
         return  # each program changes its user
     uid, gid = os.geteuid(), os.getegid()
@@ -98,7 +100,8 @@ def _users() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def _network() -> None:
+def network() -> None:
+    """Leave the machine's network, shared memory and host name. Raises OSError."""
     call("unshare", _NEWNET | _NEWIPC | _NEWUTS)
 
 
@@ -106,7 +109,7 @@ def _processes() -> None:
     """Try it in a copy of this process: each program's is made later."""
     child = os.fork()
     if child == 0:
-        os._exit(_libc.unshare(_NEWPID | _NEWNS) and ctypes.get_errno())
+        os._exit(_libc.unshare(NEWPID | _NEWNS) and ctypes.get_errno())
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
         raise OSError(status, os.strerror(status))
@@ -117,13 +120,11 @@ def _files() -> None:
 
     Folders of installed packages and of other programs are empty there, but for those on this process's module path.
     """
-    call("unshare", _NEWNS)
-    call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
     shown = _shown()
     base = next(place for place in ("/mnt", "/media", "/srv", "/tmp", "/run") if _free(place, shown))
-    call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
+    begin_root(base)
     for path in shown:
-        _show(path, base)
+        show(path, base)
     for path in _hidden(shown):
         call(
             "mount",
@@ -134,22 +135,39 @@ def _files() -> None:
             b"size=4k,nr_inodes=1,mode=0755",
         )
     for device in ("/dev/null", "/dev/urandom"):
-        _show(device, base)
-    for folder in (WORK, "/old"):
-        Path(base + folder).mkdir(exist_ok=True)
+        show(device, base)
+    Path(base + WORK).mkdir(exist_ok=True)
+    enter_root(base)
+
+
+def begin_root(base: str) -> None:
+    """Mount an empty root at `base`, in a mount tree that no other process sees. Raises OSError."""
+    call("unshare", _NEWNS)
+    call("mount", b"none", b"/", None, _REC | _PRIVATE, None)
+    call("mount", b"tmpfs", base.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=1m,nr_inodes=4096,mode=0755")
+
+
+def enter_root(base: str) -> None:
+    """Make `base` the root, read-only, and let go of the old one. Raises OSError."""
+    Path(base, "old").mkdir()
     os.chdir(base)
     syscall(_PIVOT_ROOT, b".", b"old")
     os.chdir("/")
     call("umount2", b"/old", _DETACH)
     Path("/old").rmdir()
-    call("mount", b"none", b"/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV, None)
+    call("mount", b"none", b"/", None, _REMOUNT | BIND | _RDONLY | _NOSUID | _NODEV, None)
 
 
 def _shown() -> list[str]:
     """List the folders that Python needs, without those that lie in another one."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
     found = [*libraries, f"{sys.base_prefix}/lib", *(path for path in sys.path if path)]
-    real = sorted({path for path in found if Path(path).is_dir()}, key=len)
+    return outermost(path for path in found if Path(path).is_dir())
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Leave out paths within others."""
+    real = sorted(set(paths), key=len)
     return [p for i, p in enumerate(real) if not any(p.startswith(q + "/") for q in real[:i])]
 
 
@@ -167,7 +185,8 @@ def _free(place: str, shown: Sequence[str]) -> bool:
     return Path(place).is_dir() and not any(path.startswith((place + "/", place)) for path in shown)
 
 
-def _show(path: str, base: str) -> None:
+def show(path: str, base: str) -> None:
+    """Make a file or folder of the machine, or a link itself, appear under `base`, read-only. Raises OSError."""
     source, target = Path(path), Path(base + path)
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_symlink():
@@ -177,11 +196,29 @@ def _show(path: str, base: str) -> None:
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    call("mount", path.encode(), str(target).encode(), None, _BIND | _REC, None)
-    if source.is_dir():
-        flags = os.statvfs(target).f_flag
+    call("mount", path.encode(), str(target).encode(), None, BIND | _REC, None)
+    if source.is_char_device():
+        return
+    for mounted in _mounts(target):
+        flags = os.statvfs(mounted).f_flag
         kept = sum(flag for seen, flag in _KEPT.items() if flags & seen)
-        call("mount", b"none", str(target).encode(), None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept, None)
+        call("mount", b"none", str(mounted).encode(), None, _REMOUNT | BIND | _RDONLY | _NOSUID | _NODEV | kept, None)
+
+
+def _mounts(top: Path) -> list[Path]:
+    """List what is mounted at a folder or file, and below it."""
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    points = [Path(os.fsdecode(re.sub(rb"\\(\d{3})", _decoded, line.split()[4]))) for line in lines]
+    return [point for point in points if point.is_relative_to(top) and point.exists()]  # others are mounted over
+
+
+def _decoded(octal: re.Match[bytes]) -> bytes:
+    return bytes([int(octal[1], 8)])
+
+
+def mount(kind: str, place: str, options: str = "", flags: int = _NOSUID | _NODEV) -> None:
+    """Mount a file system of the kernel's. Raises OSError."""
+    call("mount", kind.encode(), place.encode(), kind.encode(), flags, options.encode())
 
 
 def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
@@ -190,11 +227,10 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
     As far as `in_force` (of enter) allows. Returns if there is such a folder.
     """
     files = FILES in in_force
-    if flags := (_NEWNS if files else 0) | (_NEWPID if PROCESSES in in_force else 0):
+    if flags := (_NEWNS if files else 0) | (NEWPID if PROCESSES in in_force else 0):
         call("unshare", flags)
     if files:
-        size = f"size={limits.file_bytes},nr_inodes=1024,mode=1777"
-        call("mount", b"tmpfs", WORK.encode(), b"tmpfs", _NOSUID | _NODEV, size.encode())
+        mount("tmpfs", WORK, f"size={limits.file_bytes},nr_inodes=1024,mode=1777")
     return files
 
 

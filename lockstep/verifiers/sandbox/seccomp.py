@@ -14,6 +14,8 @@ _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 _CLONE_THREAD = 0x00010000
+_CLONE_APART = 0x7E020000
+"""Flags of clone that make namespaces."""
 _X32 = 0x40000000
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 
@@ -127,6 +129,26 @@ only go to the program itself; where there is no PID namespace they would go fur
 limit counts), mounts, keys and clocks are nothing that an answer needs."""
 
 
+_NETWORK = (
+    "socket",
+    "connect",
+    "accept",
+    "accept4",
+    "bind",
+    "listen",
+    "sendto",
+    "sendmsg",
+    "recvmsg",
+    "sendmmsg",
+    "recvmmsg",
+)
+_SIGNALS = ("pidfd_open", "pidfd_send_signal", "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+AGENT = frozenset((*_NETWORK, *_SIGNALS, "fork", "vfork", "execve", "execveat", "setpriority"))
+"""Calls of those above that a program gets which starts others and has a network of its own."""
+_FAMILIES = (1, 2, 10, 16)
+"""Its sockets: Unix, IPv4, IPv6, netlink. Not vsock, which leads out of a virtual machine past every network namespace."""
+
+
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
@@ -136,10 +158,14 @@ def supported() -> bool:
     return platform.machine() in _ARCHES
 
 
-def program(machine: str) -> bytes:
-    """Return the filter: denied calls fail with EPERM, new processes with EAGAIN; threads and everything else are allowed."""
+def program(machine: str, *, agent: bool = False) -> bytes:
+    """Return the filter: denied calls fail with EPERM, new processes with EAGAIN; threads and everything else are allowed.
+
+    With `agent`, the calls of AGENT are allowed, and processes that make no namespace.
+    """
     column = list(_ARCHES).index(machine)
-    denied = sorted(numbers[column] for numbers in DENIED.values() if numbers[column] != _ABSENT)
+    names = DENIED.keys() - (AGENT if agent else ())
+    denied = sorted(DENIED[name][column] for name in names if DENIED[name][column] != _ABSENT)
     code = [(_LD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHES[machine]), (_RET, 0, 0, _KILL), (_LD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         code += [(_JGE, 0, 1, _X32), (_RET, 0, 0, _ERRNO | errno.EPERM)]
@@ -147,8 +173,21 @@ def program(machine: str) -> bytes:
         code += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ERRNO | errno.EPERM)]
     # glibc takes "there is no clone3" as a reason to use clone, whose flags can be looked at.
     code += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | errno.ENOSYS)]
-    code += [(_JEQ, 0, 3, _CLONE[machine]), (_LD, 0, 0, _FIRST_ARGUMENT), (_JSET, 1, 0, _CLONE_THREAD)]
-    code += [(_RET, 0, 0, _ERRNO | errno.EAGAIN), (_RET, 0, 0, _ALLOW)]
+    argument = (_LD, 0, 0, _FIRST_ARGUMENT)
+    if agent:
+        code += [
+            (_JEQ, 0, 3, _CLONE[machine]),
+            argument,
+            (_JSET, 0, 1, _CLONE_APART),
+            (_RET, 0, 0, _ERRNO | errno.EPERM),
+        ]
+        code += [(_LD, 0, 0, _NUMBER), (_JEQ, 0, 2 + len(_FAMILIES), DENIED["socket"][column]), argument]
+        code += [(_JEQ, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
+        code += [(_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT)]
+    else:
+        code += [(_JEQ, 0, 3, _CLONE[machine]), argument, (_JSET, 1, 0, _CLONE_THREAD)]
+        code += [(_RET, 0, 0, _ERRNO | errno.EAGAIN)]
+    code += [(_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
