@@ -94,7 +94,16 @@ def _reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
             values.setdefault(f"task/{rollout.prompt.task}/reward", []).append(rollout.grade.reward)
             if len(tasks) > 1 and "correct" in rollout.grade.metrics:
                 values.setdefault(f"task/{rollout.prompt.task}/correct", []).append(rollout.grade.metrics["correct"])
-    return metrics | {name: fmean(column) for name, column in values.items()}
+    for name, column in values.items():
+        metrics |= {name: fmean(column)} | (_spread(name, column) if name.startswith("answer/") else {})
+    return metrics
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    """Return the extremes and the 90th percentile of a verifier's number; of a yes or no the mean says all."""
+    if set(values) <= {0.0, 1.0}:
+        return {}
+    return {f"{name}/min": min(values), f"{name}/p90": float(np.quantile(values, 0.9)), f"{name}/max": max(values)}
 
 
 def _high_but_wrong(rollouts: Sequence[Rollout]) -> float | None:

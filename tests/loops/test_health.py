@@ -137,6 +137,9 @@ def test_texts_among_a_graders_metrics_are_stored_and_stop_nothing(tmp_path: Pat
     assert {row.metrics["bytes"] for row in rows} == {float(len(row.text)) for row in rows}
     (record,) = read_metrics(run)
     assert record.metrics["answer/bytes"] == pytest.approx(sum(len(row.text) for row in rows) / 8)
+    lengths = sorted(len(row.text) for row in rows)
+    assert [record.metrics[f"answer/bytes/{name}"] for name in ("min", "max")] == [lengths[0], lengths[-1]]
+    assert lengths[-2] <= record.metrics["answer/bytes/p90"] <= lengths[-1]
     assert record.metrics["reward/unscored"] == 0
 
 
