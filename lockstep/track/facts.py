@@ -1,4 +1,5 @@
-"""Facts about what a run ran on and with: code, packages, machine, command line. Environment variables are never recorded."""
+"""Facts about what a run ran on and with: code, packages, machine, command line, and the
+environment variables that change how these compute."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ PACKAGES = (
 SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}")
 GIT_SECONDS = 20
 CHANGED_SHOWN = 50
-OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables on which the speed of a run depends."""
+VARIABLES = (
+    "CUBLAS_", "CUDA_", "CUDNN_", "GOMP_", "HF_", "HIP_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_",
+    "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_",
+)  # fmt: skip
+"""Beginnings of the environment variables that are recorded; of secrets, only that they are set."""
 
 
 def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "cpu": cpu_facts(),
+        "environment": variables(),
         **_torch(),
     }
 
@@ -152,6 +157,16 @@ def cpu_facts() -> dict[str, Any]:
     }
 
 
+def variables() -> dict[str, str]:
+    """Return the environment variables that change how a run computes, with the values of secrets hidden."""
+    found = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
+    return {name: "***" if _secret(name, value) else hide_values(value) for name, value in found}
+
+
+def _secret(name: str, value: str) -> bool:
+    return SECRET_NAME.fullmatch(name) is not None or SECRET_TEXT.search(value) is not None
+
+
 def _torch() -> dict[str, Any]:
     import torch
 
@@ -159,7 +174,6 @@ def _torch() -> dict[str, Any]:
     properties = [torch.cuda.get_device_properties(device) for device in devices]
     return {
         "threads": torch.get_num_threads(),
-        "openmp": {name: os.environ[name] for name in OPENMP if name in os.environ},
         "gpu": [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in properties],
         "cuda": torch.version.cuda,
     }

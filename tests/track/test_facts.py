@@ -70,9 +70,12 @@ def test_secrets_on_the_command_line_are_masked_and_settings_are_not(words: list
     assert mask(words) == shown
 
 
-def test_facts_are_json_and_hold_of_the_environment_what_openmp_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_json_and_hold_the_variables_that_change_how_a_run_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PRIVATE_SETTING", "do-not-write-this-down")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("HF_TOKEN", "a-private-word")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:a-private-word@hub.example")
     facts = manifest_facts(["lockstep", "train", "--token", "hush"])
     text = json.dumps(facts, allow_nan=False)
     assert "do-not-write-this-down" not in text
@@ -81,7 +84,14 @@ def test_facts_are_json_and_hold_of_the_environment_what_openmp_reads(monkeypatc
     assert facts["packages"]["torch"]
     assert facts["cpu"]["threads"] >= 1
     assert facts["threads"] >= 1
-    assert facts["openmp"]["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "a-private-word" not in text
+    known = {
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "NCCL_DEBUG": "WARN",
+        "HF_TOKEN": "***",
+        "HF_ENDPOINT": "https://***@hub.example",
+    }
+    assert facts["environment"].items() >= known.items()
     assert facts["python"].startswith("CPython 3")
 
 
