@@ -1,4 +1,4 @@
-"""Some hundred mutated recipes, made from valid ones by rules: each is refused, each message names the path, none loads torch.
+"""Thousands of mutated recipes, made from valid ones by rules: each is refused, each message names the path, none loads torch.
 
 The work is done by this file run as a script, so that a fresh process shows what it imports.
 """
@@ -209,7 +209,7 @@ def test_every_setting_is_mutated(tmp_path: Path) -> None:
         assert dump(load([str(file)])) == dump(load_mapping(tree))
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [41, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_mutation_is_refused_by_its_path_and_none_loads_torch(every: int) -> None:
     root = Path(__file__).parents[2]
     # Not traced for coverage, which other tests give: over these thousands of recipes that takes minutes.
@@ -219,7 +219,7 @@ def test_every_mutation_is_refused_by_its_path_and_none_loads_torch(every: int) 
         [sys.executable, __file__, str(every)], capture_output=True, text=True, check=False, env=environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert int(result.stdout.split()[0]) >= 200
+    assert int(result.stdout.split()[0]) >= 4000 // every
 
 
 if __name__ == "__main__":
