@@ -44,6 +44,8 @@ from lockstep.config.section import Json as Json
 from lockstep.config.section import Section as Section
 from lockstep.config.sft import Rollouts as Rollouts
 from lockstep.config.sft import Sft as Sft
+from lockstep.config.spiel import OpenSpielTask as OpenSpielTask
+from lockstep.config.spiel import Rival as Rival
 from lockstep.config.task import AgentTask as AgentTask
 from lockstep.config.task import Chat as Chat
 from lockstep.config.task import Curriculum as Curriculum
@@ -54,10 +56,8 @@ from lockstep.config.task import GuessNumberTask as GuessNumberTask
 from lockstep.config.task import GymnasiumTask as GymnasiumTask
 from lockstep.config.task import MixedTask as MixedTask
 from lockstep.config.task import NoTask as NoTask
-from lockstep.config.task import OpenSpielTask as OpenSpielTask
 from lockstep.config.task import PythonTask as PythonTask
 from lockstep.config.task import ReasoningGymTask as ReasoningGymTask
-from lockstep.config.task import Rival as Rival
 from lockstep.config.task import Share as Share
 from lockstep.config.task import Task as Task
 from lockstep.config.task import TextArenaTask as TextArenaTask
