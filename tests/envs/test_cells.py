@@ -116,6 +116,8 @@ def test_it_reaches_nothing_of_the_machine_but_the_endpoint(user: str, facts: di
         shown = [Path(path).resolve() for path in (sys.base_prefix, sys.prefix, HERE)]
         tops = {path.relative_to(facts["home"]).parts[0] for path in shown if path.is_relative_to(facts["home"])}
         assert set(found.pop("home")) <= tops
+    if Path("/tmp") in HERE.parents:  # this checkout lies there: the program wrote into the /tmp that it has for itself
+        assert found.pop("write beside") in {"written", *REFUSED}
     assert set(found.values()) <= REFUSED, found
 
 
