@@ -21,7 +21,6 @@ import httpx
 
 from lockstep.config import schema
 from lockstep.envs import ended_with_us
-from lockstep.envs.runners import LARGEST
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
 
@@ -30,10 +29,16 @@ if TYPE_CHECKING:
 
 FREED_SECONDS = 10.0
 """Longest wait for a session: a server frees one some time after its episode has ended."""
+LARGEST = 1 << 24
+"""Most bytes of an answer."""
 JSON = "json"
 """Setting `action` of a reply that is the whole action."""
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
+
+
+class _BrokeError(TaskError):
+    """The connection broke."""
 
 
 class OpenEnv:
@@ -41,7 +46,7 @@ class OpenEnv:
 
     def __init__(self, settings: schema.OpenEnvTask, address: str, field: str, opening: str) -> None:
         self._settings, self._address, self._field, self._opening = settings, address, field, opening
-        self._socket: ClientConnection
+        self._socket: ClientConnection | None = None
         self._open = ExitStack()
         """Left only to connect again: the connection ends with this process."""
         self._total = 0.0
@@ -67,23 +72,14 @@ class OpenEnv:
 
     def _opened(self, reset: Mapping[str, Any]) -> dict[str, Any]:
         """Open a session and reset it. A connection that breaks is tried once more; a session that is not free is waited for."""
-        from websockets.exceptions import WebSocketException
-        from websockets.sync.client import connect
-
-        until, broken = time.monotonic() + FREED_SECONDS, 0
+        until, broken = time.monotonic() + FREED_SECONDS, False
         while True:
             try:
-                self._open.close()
-                connection = connect(
-                    f"ws{self._address.removeprefix('http')}/ws", max_size=LARGEST, ping_interval=None,
-                    close_timeout=1.0, compression=None, proxy=None if _here(self._address) else True,
-                )  # fmt: skip
-                self._socket = self._open.enter_context(connection)
-                answer = self._exchanged(reset)
-            except (OSError, WebSocketException) as error:
-                broken += 1
-                if broken > 1:
-                    raise _broke(self._address, error) from error
+                answer = self._asked(reset)
+            except _BrokeError:
+                if broken:
+                    raise
+                broken = True
             else:
                 if _code(answer) != "CAPACITY_REACHED":
                     return self._observed(answer)
@@ -93,23 +89,28 @@ class OpenEnv:
                         where=self._address,
                         fix="set task.sessions to what the server allows, or have it allow more (max_concurrent_envs)",
                     )
+            self._open.close()
+            self._socket = None
             time.sleep(0.05)
 
     def _asked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        from websockets.exceptions import WebSocketException
+        """Return the server's answer. A server that has no session says this unasked, and closes."""
+        from websockets.exceptions import ConnectionClosed, WebSocketException
+        from websockets.sync.client import connect
 
         try:
-            return self._exchanged(message)
+            if self._socket is None:
+                connection = connect(
+                    f"ws{self._address.removeprefix('http')}/ws", max_size=LARGEST, ping_interval=None,
+                    close_timeout=1.0, compression=None, proxy=None if _here(self._address) else True,
+                )  # fmt: skip
+                self._socket = self._open.enter_context(connection)
+            with suppress(ConnectionClosed):  # what it said before is read below
+                self._socket.send(json.dumps(message))
+            answer = json.loads(self._socket.recv())
         except (OSError, WebSocketException) as error:
-            raise _broke(self._address, error) from error
-
-    def _exchanged(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's answer. A server that has no session says this unasked, and closes."""
-        from websockets.exceptions import ConnectionClosed
-
-        with suppress(ConnectionClosed):  # what it said before is read below
-            self._socket.send(json.dumps(message))
-        answer = json.loads(self._socket.recv())
+            what = f"the connection to the server broke: {type(error).__name__} {error}"
+            raise _BrokeError(what, where=self._address, fix="see what the server printed") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise TaskError("its answer has no data", where=self._address, fix="name a server of OpenEnv")
         return answer
@@ -136,11 +137,6 @@ class OpenEnv:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _broke(address: str, error: Exception) -> TaskError:
-    what = f"the connection to the server broke: {type(error).__name__} {error}"
-    return TaskError(what, where=address, fix="see what the server printed")
 
 
 def _object(reply: str) -> dict[str, Any] | None:
