@@ -94,7 +94,7 @@ class OpenEnv:
             time.sleep(0.05)
 
     def _asked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's answer. A server that has no session says this unasked, and closes."""
+        """Return the server's answer. A server that has no session says so at once, and closes."""
         from websockets.exceptions import ConnectionClosed, WebSocketException
         from websockets.sync.client import connect
 
