@@ -51,7 +51,6 @@ class Fake:
     """Openings that break from now on."""
     seeded: bool = True
     open: int = 0
-    most: int = 0
     resets: list[dict[str, Any]] = field(default_factory=list)
     actions: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,7 +67,6 @@ class Fake:
         with self.lock:
             free = self.open < self.sessions
             self.open += free
-            self.most = max(self.most, self.open)
         if not free:
             data = {"message": "no room", "code": "CAPACITY_REACHED", "max_sessions": self.sessions}
             connection.send(json.dumps({"type": "error", "data": data}))
@@ -148,9 +146,25 @@ def test_replies_are_actions_and_rewards_add_up(fake: Fake) -> None:
     assert (turn(refused).metrics, turn(refused).reward, turn(refused).done) == ({"tool_errors": 1.0}, 0.0, False)
     assert (turn(end).done, turn(end).metrics, turn(end).observation) == (True, {"correct": 1.0}, ())
     assert turn(played(task, prompt, ["end"])[0]).metrics == {"correct": 0.0}
-    assert fake.most == 1  # openings were requested 32 together
     held, asked = ({p.messages[0]["content"] for p in ps} for ps in (task.heldout("id_probe", 4), task.batch(0, 4)))
     assert held.isdisjoint(asked)
+
+
+def test_further_episodes_wait_for_a_session(fake: Fake) -> None:
+    task = episodes(settings(fake, sessions=1))
+    (prompt,) = task.batch(0, 1)
+    fake.sessions = 2
+    runner = task.runner(prompt)
+    assert runner is not None
+    for key in ("a", "b"):
+        runner.begin(key, prompt, 1)
+    answered = [key for _ in range(8) for key, _ in runner.poll(0.25)]
+    assert answered == ["a"]
+    runner.end("a")
+    while not (answers := runner.poll(1.0)):
+        pass
+    assert [key for key, _ in answers] == ["b"]
+    runner.end("b")
 
 
 def test_a_reply_is_the_whole_action(fake: Fake) -> None:
