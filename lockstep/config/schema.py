@@ -27,6 +27,7 @@ from lockstep.config.evaluate import Plateau as Plateau
 from lockstep.config.health import Health as Health
 from lockstep.config.numerics import PHASES, Numerics
 from lockstep.config.numerics import Noise as Noise
+from lockstep.config.openenv import OpenEnvTask as OpenEnvTask
 from lockstep.config.optimizer import AdamW as AdamW
 from lockstep.config.optimizer import Muon as Muon
 from lockstep.config.optimizer import Optimizer as Optimizer

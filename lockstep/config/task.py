@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from lockstep.config.data import Data
+from lockstep.config.openenv import OpenEnvTask
 from lockstep.config.section import Json, Section
 from lockstep.config.spiel import OpenSpielTask
 from lockstep.config.tools import AnyTool, Tool, Turns
@@ -246,6 +247,7 @@ _Single: TypeAlias = (
     | EnvTask
     | GymnasiumTask
     | TextArenaTask
+    | OpenEnvTask
     | OpenSpielTask
 )
 Single: TypeAlias = Annotated[_Single, Field(discriminator="kind")]

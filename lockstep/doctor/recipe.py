@@ -12,6 +12,7 @@ from lockstep.config.schema import (
     GymnasiumTask,
     MathVerifier,
     Model,
+    OpenEnvTask,
     OpenSpielTask,
     Recipe,
     Section,
@@ -42,6 +43,7 @@ class Need:
 SECTION_NEEDS: dict[type[Section], tuple[str, str]] = {
     GymnasiumTask: ("gymnasium", "envs"),
     TextArenaTask: ("textarena", "envs"),
+    OpenEnvTask: ("websockets", "openenv"),
     OpenSpielTask: ("pyspiel", "envs"),
     MathVerifier: ("math_verify", "math"),
 }

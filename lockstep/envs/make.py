@@ -50,6 +50,10 @@ def env_maker(settings: schema.Task) -> Make:
             from lockstep.envs.textarena import arena_maker
 
             return _seeded(arena_maker(settings))
+        case schema.OpenEnvTask():
+            from lockstep.envs.openenv import openenv_maker
+
+            return _seeded(openenv_maker(settings))
         case schema.OpenSpielTask():
             from lockstep.envs.spiel.game import spiel_maker
 

@@ -111,11 +111,11 @@ class ProcessRunner:
     counts from its request, whatever the number of other episodes.
     """
 
-    def __init__(self, settings: BaseModel, seconds: float) -> None:
-        """Start the process with the task's settings. Raises TaskError if the task's code cannot be imported."""
+    def __init__(self, settings: BaseModel, seconds: float, most: int = MOST) -> None:
+        """Start the process with the task's settings; `most` episodes run at a time. Raises TaskError if it cannot."""
         arguments = {"settings": settings.model_dump_json()}
         self._work = Work(worker.__name__, arguments, "task", seconds, stateful=True, max_answer=LARGEST)
-        self._seconds = seconds
+        self._seconds, self._most = seconds, most
         self._open: dict[str, _Episode] = {}
         self._waiting: deque[tuple[str, list[Mapping[str, Any]]]] = deque()
         self._answers: list[Answer] = []
@@ -184,7 +184,7 @@ class ProcessRunner:
         return template
 
     def _admit(self) -> None:
-        while self._waiting and len(self._open) < MOST:
+        while self._waiting and len(self._open) < self._most:
             key, calls = self._waiting.popleft()
             episode = self._open[key] = _Episode(key, self._fork())
             self._selector.register(episode.process.link.answers, selectors.EVENT_READ, episode)

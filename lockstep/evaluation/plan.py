@@ -19,6 +19,7 @@ from lockstep.config.schema import (
     MixedTask,
     NoStop,
     NoTask,
+    OpenEnvTask,
     OpenSpielTask,
     Plateau,
     PythonTask,
@@ -112,6 +113,8 @@ def _label(task: Task) -> str:
             return _changed(task, "grading")
         case OpenSpielTask():
             return _changed(task, "workers")
+        case OpenEnvTask():
+            return _changed(task, "sessions", "start_seconds")
         case GuessNumberTask() | GymnasiumTask() | TextArenaTask() | VerifiersTask():
             return _changed(task)
         case ReasoningGymTask() | FileTask():

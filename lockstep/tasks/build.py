@@ -41,6 +41,8 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
             return SeededEpisodes(settings, settings.env.rpartition(":")[2], seed)
         case schema.TextArenaTask():
             return SeededEpisodes(settings, settings.game, seed)
+        case schema.OpenEnvTask():
+            return SeededEpisodes(settings, "openenv", seed, most=settings.sessions)
         case schema.OpenSpielTask():
             return build_spiel(settings, seed)
         case schema.NoTask():

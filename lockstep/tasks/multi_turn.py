@@ -15,7 +15,7 @@ from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.envs.make import SEED, env_maker, is_env_task, made_with, own_class
 from lockstep.envs.programs import CommandPrograms, Programs
-from lockstep.envs.runners import Fault, InlineRunner, ProcessRunner, Runner
+from lockstep.envs.runners import MOST, Fault, InlineRunner, ProcessRunner, Runner
 from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
 from lockstep.errors import TaskError
@@ -191,13 +191,20 @@ class SeededEpisodes(BuiltTask):
     plays = True
 
     def __init__(
-        self, settings: schema.EnvTask | schema.GymnasiumTask | schema.TextArenaTask, name: str, seed: int
+        self,
+        settings: schema.EnvTask | schema.GymnasiumTask | schema.TextArenaTask | schema.OpenEnvTask,
+        name: str,
+        seed: int,
+        most: int = MOST,
     ) -> None:
-        """Build the environment. Raises TaskError if it cannot be made or does not start."""
+        """Build the environment, of which `most` episodes run at a time. Raises TaskError if it cannot be made or started."""
         self.name, self._settings, self._seed = name, settings, seed
         self._where = f"task {name}"
-        self._runner = ProcessRunner(settings, settings.turns.step_seconds)
-        first = self._openings([self._seed_of("heldout", index) for index in range(OPENINGS)])
+        self._runner = ProcessRunner(settings, settings.turns.step_seconds, most)
+        seeds = [self._seed_of("heldout", index) for index in range(OPENINGS)]
+        first = self._openings(seeds)
+        if self._openings(seeds[:1]) != first[:1]:
+            raise TaskError("a seed opens differently each time", where=self._where, fix="have it draw from the seed")
         self._by_opening = len({question_digest(prompt.messages) for prompt in first}) > 1
 
     @property

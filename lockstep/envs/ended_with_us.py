@@ -1,0 +1,36 @@
+"""A command that ends with its owner: python ended_with_us.py COMMAND…, a session leader, with a pipe as standard input.
+
+When the pipe or the command ends, the last that it printed is written out, and it is killed with all that it has started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+
+def main() -> None:
+    command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert command.stdout is not None
+    output, tail = command.stdout.fileno(), b""
+    watched = [0, output]
+    while True:
+        ready, _, _ = select.select(watched, [], [], 0.2)
+        if output in ready:
+            data = os.read(output, 65536)
+            tail = (tail + data)[-2000:]
+            if not data:
+                watched.remove(output)
+        if 0 in ready or (output not in ready and command.poll() is not None):
+            break
+    try:
+        os.write(1, tail)
+    finally:  # its reader may be gone
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
