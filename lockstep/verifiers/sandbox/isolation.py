@@ -17,6 +17,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lockstep.verifiers.sandbox import seccomp
@@ -35,7 +36,7 @@ _FIRST_UID = 1_700_000_000
 USERS, FILES, NETWORK, PROCESSES = "own user", "own file system", "no network", "own process table"
 """Measures that enter may put in force."""
 WORK = "/tmp"
-"""The program's folder: memory that goes with it."""
+"""The program's folder, as a rule (see work)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,15 @@ def _files() -> None:
         )
     for device in ("/dev/null", "/dev/urandom"):
         show(device, base)
-    Path(base + WORK).mkdir(exist_ok=True)
+    Path(base + work()).mkdir(parents=True, exist_ok=True)
     enter_root(base)
+
+
+@cache
+def work() -> str:
+    """Return the program's folder: memory that goes with it. It covers no folder from which Python is still loaded."""
+    shown = _shown()
+    return next(place for place in (WORK, "/var/tmp", "/run", "/srv") if not _holds(place, shown))
 
 
 def begin_root(base: str) -> None:
@@ -182,7 +190,11 @@ def _hidden(shown: Sequence[str]) -> list[str]:
 
 
 def _free(place: str, shown: Sequence[str]) -> bool:
-    return Path(place).is_dir() and not any(path.startswith((place + "/", place)) for path in shown)
+    return Path(place).is_dir() and not _holds(place, shown)
+
+
+def _holds(place: str, shown: Sequence[str]) -> bool:
+    return any(path == place or path.startswith(place + "/") for path in shown)
 
 
 def show(path: str, base: str) -> None:
@@ -230,7 +242,7 @@ def before_fork(in_force: Sequence[str], limits: Limits) -> bool:
     if flags := (_NEWNS if files else 0) | (NEWPID if PROCESSES in in_force else 0):
         call("unshare", flags)
     if files:
-        mount("tmpfs", WORK, f"size={limits.file_bytes},nr_inodes=1024,mode=1777")
+        mount("tmpfs", work(), f"size={limits.file_bytes},nr_inodes=1024,mode=1777")
     return files
 
 

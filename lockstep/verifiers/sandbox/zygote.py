@@ -107,7 +107,7 @@ def _watch(
                 os.chown(folder, uid, uid)
         pid = os.fork()
         if pid == 0:
-            _program(role, descriptors[1:], folder or isolation.WORK, limits, memory, uid, filter, serve)
+            _program(role, descriptors[1:], folder or isolation.work(), limits, memory, uid, filter, serve)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         report.send(json.dumps({"pid": pid}).encode() + b"\n")
