@@ -29,28 +29,29 @@ hypothesis.settings.load_profile("fast")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `sampled` leaves out as slow, and put the files that take long first, as tests/DURATIONS.md has them:
-    no worker is left alone with one at the end."""
-    for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
-        _mark_slow(list(cases))
-    files = re.findall(r"^\| (tests/\S+) \|", (Path(__file__).parent / "DURATIONS.md").read_text(), re.MULTILINE)
+    """Mark the cases that `sampled` leaves out, and the tests that tests/DURATIONS.md lists, as slow. Put the files that take
+    long first, as it has them: no worker is left alone with one at the end."""
+    durations = (Path(__file__).parent / "DURATIONS.md").read_text()
+    long = set(re.findall(r"^- (tests/\S+)$", durations, re.MULTILINE))
+    for name, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        _mark_slow(list(cases), long=name in long)
+    files = re.findall(r"^\| (tests/\S+) \|", durations, re.MULTILINE)
     rank = {name: place for place, name in enumerate(files)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
 
-def _mark_slow(cases: list[pytest.Item]) -> None:
-    """All cases of one test function but those that its marker `sampled` names."""
+def _mark_slow(cases: list[pytest.Item], *, long: bool) -> None:
+    """All cases of one test function if it is long; else all but those that its marker `sampled` names."""
     marker = cases[0].get_closest_marker("sampled")
-    if marker is None:
-        return
-    if isinstance(marker.args[0], int):
-        chosen = cases[
-            :: -(-len(cases) // marker.args[0]) | 1
-        ]  # an odd stride: it takes both values of the fastest axis
+    if long or marker is None:
+        chosen = [] if long else cases
+    elif isinstance(marker.args[0], int):  # an odd stride: it takes both values of the fastest axis
+        chosen = cases[:: -(-len(cases) // marker.args[0]) | 1]
     else:
-        chosen = [case for case in cases if any(fnmatch(case.name, f"*[[]{id}]") for id in marker.args)]
+        named = [case for case in cases if any(fnmatch(case.name, f"*[[]{id}]") for id in marker.args)]
+        chosen = named or cases
     for case in cases:
-        if chosen and case not in chosen:
+        if case not in chosen:
             case.add_marker("slow")
 
 

@@ -4,12 +4,14 @@ CPU time says the same on a busy machine as on an idle one; wall time does not. 
 long-lived worker process did is told with the test that ended it.
 
 `python -m tests.durations FILE [FILE2]` prints the files of tests by CPU seconds, as the table of tests/DURATIONS.md.
+`python -m tests.durations --slow FILE` prints the list of tests there that `make test` leaves out.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from pathlib import Path
 import pytest
 
 OUT = pytest.StashKey[Path]()
+LONG = 2.0
+"""CPU seconds from which a test is left to `make test-all`."""
 
 
 def cpu() -> float:
@@ -63,7 +67,25 @@ def table(path: Path, *, fast: bool = False) -> Counter[str]:
     return Counter(seconds)
 
 
+def slow(path: Path) -> list[str]:
+    """Tests of LONG CPU seconds or more; of files that find known mistakes (mutations.toml) only the longest."""
+    text = (Path(__file__).parent / "mutations.toml").read_text()
+    finders = {f"tests/{name}" for name in re.findall(r'"([a-z_0-9/]+\.py)', text)}
+    found: dict[str, float] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        name = row["test"].partition("[")[0]
+        if "::" in name and not row["slow"]:
+            found[name] = max(found.get(name, 0.0), row["cpu"])
+    return sorted(
+        name for name, cpu in found.items() if cpu >= (4 * LONG if name.partition("::")[0] in finders else LONG)
+    )
+
+
 def main(paths: list[str]) -> None:
+    if paths[0] == "--slow":
+        print("\n".join(f"- {name}" for name in slow(Path(paths[1]))))
+        return
     tables = [table(Path(path)) for path in paths]
     print("| file | " + " | ".join(Path(path).stem for path in paths) + " |")
     print("|---|" + "---:|" * len(paths))
