@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.docs.models_page import HEAD, names, shown, tables
@@ -27,4 +32,16 @@ def test_a_family_is_on_the_page_as_it_is_computed(family: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_is_what_is_computed() -> None:
-    assert shown() == tables(names())
+    """In a process of its own: what other tests import changes what transformers does with some families."""
+    code = "\n".join(
+        (
+            "import json, torch; torch.set_num_threads(1)",
+            "from tests.docs.models_page import names, tables; print(json.dumps(tables(names())))",
+        )
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    computed = json.loads(done.stdout.splitlines()[-1])
+    for here, there in zip(shown(), computed, strict=True):
+        assert set(here.splitlines()) ^ set(there.splitlines()) == set()
