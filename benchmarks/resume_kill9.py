@@ -51,6 +51,8 @@ WARM = [
 """What a warm process has imported."""
 TIMES = ("time/", "throughput/", "memory/", "cpu/", "gpu/", "sync/seconds")
 """Metrics that two runs never share."""
+SINCE = ("sync/probe_shift",)
+"""Metrics since the last probe: a resumed process probes again, so its mean may be over fewer updates."""
 PROBES = "sync/probe_"
 """A resumed process probes its first pushes again, so it has these at more steps; where both have them they must be equal."""
 
@@ -299,7 +301,7 @@ def fingerprint(row: StepRecord) -> str:
 def different_metrics(a: dict[str, float], b: dict[str, float]) -> list[str]:
     lines = []
     for name in sorted(a.keys() | b.keys()):
-        if name.startswith(TIMES) or (name.startswith(PROBES) and not (name in a and name in b)):
+        if name.startswith(TIMES) or name in SINCE or (name.startswith(PROBES) and not (name in a and name in b)):
             continue
         if repr(a.get(name)) != repr(b.get(name)):
             lines.append(f"{name} is {b.get(name)!r} instead of {a.get(name)!r}")
