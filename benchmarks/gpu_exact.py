@@ -1,13 +1,14 @@
 """Exactness on one GPU: the difference between sampled, scored and trained log-probabilities, and what it costs.
 
     python benchmarks/gpu_exact.py --write       # table into benchmarks/results/gpu_exact.txt
-    python benchmarks/gpu_exact.py --runs 1 --rollouts 1 --work lognormal
+    python benchmarks/gpu_exact.py --runs 1 --rollouts 1 --work lognormal --shape qwen3-1.7b
 
-The Qwen2.5-1.5B shape with random bf16 weights, groups of 8 with a shared prompt of 128 tokens, temperature 1. Each arm is a
-process of its own: full training and LoRA of rank 32 (whose up matrices begin with random numbers), with `numerics.exact` and
-without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as rows end, all numbers of
-rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass of an update, and a part of
-the replies with the engine's own scores; an update is made after each, so that later rollouts have other weights.
+The Qwen2.5-1.5B shape, or another, with random bf16 weights, groups of 8 with a shared prompt of 128 tokens, temperature 1.
+Each arm is a process of its own: full training and LoRA of rank 32 (whose up matrices begin with random numbers), with
+`numerics.exact` and without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as
+rows end, all numbers of rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass
+of an update, and a part of the replies with the engine's own scores; an update is made after each, so that later rollouts have
+other weights. Of the 7b shape full training keeps its moments in 8 bits.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ BATCH = 16
 """Replies that it scores together."""
 
 
-def recipe_of(arm: str) -> Any:
+def recipe_of(arm: str, shape: str) -> Any:
     from lockstep.config.schema import Recipe
 
     lora = arm.startswith("LoRA")
+    large = shape == "7b"  # fp32 moments of all its weights do not fit
     return Recipe.model_validate(
         {
             "numerics": {"exact": "exact" in arm},
             "adapter": {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} if lora else {"kind": "none"},
             "update": {"tokens_per_microbatch": 14336},
-            "optimizer": {"kind": "adamw", "lr": 1e-6},
+            "optimizer": {"kind": "adamw", "lr": 1e-6, "states": "8bit" if large and not lora else "fp32"},
             "steps": 1000,
         }
     )
@@ -71,7 +73,7 @@ class Arm:
         from lockstep.models.fused_layers import fuse_layers
         from lockstep.rollout.paged.engine import PagedEngine
 
-        recipe = recipe_of(arm)
+        recipe = recipe_of(arm, shape)
         prepare_process(torch.device("cuda"), None)
         model = random_model(shape, "bfloat16", "cuda", NAME)
         fuse_layers(model)

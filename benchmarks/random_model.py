@@ -11,29 +11,34 @@ import string
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 1024},
     "0.5b": {"hidden": 896, "inner": 4864, "layers": 24, "heads": 14, "kv": 2, "vocab": 151936},
     "1.5b": {"hidden": 1536, "inner": 8960, "layers": 28, "heads": 12, "kv": 2, "vocab": 151936},
     "7b": {"hidden": 3584, "inner": 18944, "layers": 28, "heads": 28, "kv": 4, "vocab": 152064},
-}
-"""Qwen2.5's."""
+    "llama-1b": {"hidden": 2048, "inner": 8192, "layers": 16, "heads": 32, "kv": 8, "vocab": 128256, "family": "Llama"},
+    "qwen3-1.7b": {
+        "hidden": 2048, "inner": 6144, "layers": 28, "heads": 16, "kv": 8, "vocab": 151936, "family": "Qwen3", "size": 128,
+    },
+}  # fmt: skip
+"""Qwen2.5's where no family is said."""
 END, PAD, BEGIN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def config_of(shape: str) -> Any:
-    from transformers import Qwen2Config
+    import transformers
 
     s = SHAPES[shape]
-    vocab = s["vocab"]
-    return Qwen2Config(
+    vocab, family = s["vocab"], s.get("family", "Qwen2")
+    return getattr(transformers, f"{family}Config")(
         vocab_size=vocab,
         hidden_size=s["hidden"],
         intermediate_size=s["inner"],
         num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"],
         num_key_value_heads=s["kv"],
+        head_dim=s.get("size", s["hidden"] // s["heads"]),
         max_position_embeddings=32768,
         rope_theta=1e6,
         tie_word_embeddings=shape != "7b",
@@ -41,20 +46,22 @@ def config_of(shape: str) -> Any:
         bos_token_id=None,
         eos_token_id=vocab - 291,
         pad_token_id=vocab - 293,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=[f"{family}ForCausalLM"],
     )
 
 
 def random_model(shape: str, dtype: str = "bfloat16", device: str = "cuda", attention: str = "sdpa") -> Any:
     """The model with transformers' own random initialisation, on `device`."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    import transformers
 
+    config = config_of(shape)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model = Qwen2ForCausalLM._from_config(config_of(shape), attn_implementation=attention)
+            family = getattr(transformers, config.architectures[0])
+            model = family._from_config(config, attn_implementation=attention)
     finally:
         torch.set_default_dtype(torch.float32)
     return model.eval()

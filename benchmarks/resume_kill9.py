@@ -128,6 +128,8 @@ def main() -> int:
     unbroken = read(setup.run("unbroken"), args.steps)
     refuse_idle(unbroken)
     print(f"the unbroken run took {seconds:.1f} s; final weights {fingerprint(unbroken.rows[args.steps])}", flush=True)
+    gap = max(row.metrics.get("mismatch/max_abs_dlogp", 0.0) for row in unbroken.rows.values())
+    print(f"sampled and trained log-probabilities differ by at most {gap:.3g}", flush=True)
     trials = []
     for number in range(args.kills):
         moment = seconds * (number + moments.random()) / args.kills

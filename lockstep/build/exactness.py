@@ -14,7 +14,7 @@ from lockstep.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-FAMILIES = frozenset({"llama", "qwen2"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types for which it was shown."""
 
 
@@ -24,7 +24,9 @@ def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
         exact.enable("", on=False)
         return
     if next(model.parameters()).device.type != "cuda":
-        exact.enable("exact: a CPU's rollouts and updates are, without it", on=False)
+        exact.enable(
+            "exact: off, it is for GPUs; on a CPU rollouts and updates differ by rounding of fp32 sums", on=False
+        )
         return
     reason = unserved(model, recipe)
     if not reason:
@@ -35,8 +37,12 @@ def settle_exactness(model: nn.Module, recipe: Recipe) -> None:
         exact.enable(f"exact: off, {reason}", on=False)
         log.warning("numerics.exact has no effect: %s", reason)
         return
+    from lockstep.build.exactness_check import changing
+
     exact.order_products(base_model(model))
-    exact.enable("exact: on, its kernels agree bit by bit on this device")
+    changes = changing(Decoder.of(model))
+    again = f"two runs may differ, because {changes}" if changes else "an update repeated gives the same bits"
+    exact.enable(f"exact: on, its kernels agree bit by bit on this device; {again}", repeatable=not changes)
 
 
 def unserved(model: nn.Module, recipe: Recipe) -> str:
@@ -58,7 +64,8 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"the base is in {stored}"
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"
-    if any(getattr(layer.self_attn, "sliding_window", None) for layer in base.get_decoder().layers):
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.get_decoder().layers]
+    if any(windows) or (config.model_type == "mistral" and config.sliding_window):
         return "the model has sliding windows"
     decoder = Decoder.of(model)
     size = decoder.head_size

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.models import exact
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.head_kernels import pick_logprobs, summaries
-from lockstep.models.layer_kernels import Rotary, SiluGate, row_norm
+from lockstep.models.layer_kernels import Rotary, SiluGate, norm_heads, row_norm
 from lockstep.models.ordered import Piece, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of
+from lockstep.models.varlen import Spans, flash_backward, flash_forward
 from lockstep.rollout.paged.ops import TritonOps
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
@@ -28,6 +30,8 @@ PROMPT, LENGTHS = 150, (1, 64, 65, 190)
 """A prompt and the lengths of its responses in the tests of attention."""
 ROWS = 300
 """Rows of the larger products."""
+TIMES = 4
+"""Backward passes that are compared."""
 FEW = 8
 MANY = 4096
 """Rows of the test of norms: sums in another order change few numbers once they are rounded."""
@@ -51,10 +55,57 @@ def differing(decoder: Decoder) -> tuple[str, ...]:
     weight = decoder.head.weight_VH
     heads = int(decoder.model.config.get_text_config().num_attention_heads)
     shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
-    tests: tuple[Callable[[_Shape, Decoder], Iterator[str]], ...] = (_products, _attention, _norms, _rows, _head)
+    tests: tuple[Callable[[_Shape, Decoder], Iterator[str]], ...] = (
+        _products,
+        _attention,
+        _norms,
+        _head_norms,
+        _rows,
+        _head,
+    )
     with torch.random.fork_rng([weight.device]):
         torch.manual_seed(0)
         return tuple(fault for test in tests for fault in test(shape, decoder))
+
+
+@torch.no_grad()
+def changing(decoder: Decoder) -> str:
+    """Return what of a backward pass may give other bits each time on this device; empty if nothing does."""
+    weight = decoder.head.weight_VH
+    heads = int(decoder.model.config.get_text_config().num_attention_heads)
+    shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
+    exact.enable("", repeatable=True)
+    try:
+        with torch.random.fork_rng([weight.device]), exact.repeated():
+            torch.manual_seed(0)
+            return _changing(shape)
+    except RuntimeError as error:  # torch's own reason: a setting that came too late, an operation without such a form
+        return f"torch refuses: {str(error).splitlines()[0]}"
+    finally:
+        exact.enable("", on=False)
+
+
+def _changing(shape: _Shape) -> str:
+    """Compare gradients of attention and of an embedding that are made several times."""
+    tokens, scale = 2048, shape.size**-0.5
+    query, grad = (shape.random(tokens, shape.heads, shape.size) for _ in range(2))
+    keys = [shape.random(tokens, shape.kv_heads, shape.size) for _ in range(2)]
+    spans = Spans.of([tokens - 300, 300], shape.device)
+    out, lse = flash_forward(query, keys[0], keys[1], spans, spans, scale, causal=True)
+    ids = torch.randint(50, (tokens,), device=shape.device)
+    table, rows = shape.random(50, shape.hidden).requires_grad_(), shape.random(tokens, shape.hidden)
+    attention: list[Tensor] = []
+    embedding: list[Tensor] = []
+    for _ in range(TIMES):
+        given = grad, query, keys[0], keys[1], out, lse, spans, spans, scale
+        attention.append(torch.cat(flash_backward(*given, causal=True), 1))
+        with torch.enable_grad():
+            looked_up = torch.nn.functional.embedding(ids, table).index_select(0, ids)
+        embedding += torch.autograd.grad(looked_up, table, rows)
+    for name, found in (("attention", attention), ("an embedding", embedding)):
+        if not all(torch.equal(found[0], other) for other in found):
+            return f"the gradient of {name} changes from pass to pass"
+    return ""
 
 
 def _products(shape: _Shape, decoder: Decoder) -> Iterator[str]:
@@ -129,6 +180,23 @@ def _norms(shape: _Shape, decoder: Decoder) -> Iterator[str]:
         if not (torch.equal(found, normed) and torch.equal(sums, x + residual)):
             yield f"the norm of {shape.hidden} numbers differs between sampling and training"
             return
+
+
+def _head_norms(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare the norms of query and key heads."""
+    if not hasattr(decoder.module.layers[0].self_attn, "q_norm"):
+        return
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.size
+    x = shape.random(MANY, (heads + 2 * kv_heads) * size)
+    weights = shape.random(size), shape.random(size)
+    parts = x.view(MANY, -1, size).split([heads, kv_heads, kv_heads], 1)
+    wanted = [parts[0].contiguous(), parts[1].contiguous(), parts[2].clone()]
+    for part, weight in zip(wanted[:2], weights, strict=True):
+        rows = part.view(-1, size)
+        row_norm(None, rows, weight, 1e-6, rows, rows)
+    norm_heads(x, *weights, 1e-6, heads, kv_heads)
+    if not torch.equal(torch.cat(wanted, 1), x.view(MANY, -1, size)):
+        yield f"the norm of heads of {size} differs between sampling and training"
 
 
 def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import Literal
 
@@ -29,6 +30,8 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
     if device.type == "cuda":
         # A long sum that is split over blocks would otherwise be rounded to bf16 block by block: gradients are such sums.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        # torch asks for it before updates with a fixed order of sums (numerics.exact); it is Hopper's default size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

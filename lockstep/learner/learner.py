@@ -269,7 +269,8 @@ class TorchLearner:
         def repack(chosen: Sequence[int]) -> Packed:
             return self._pack(batch.sequences, chosen, batch.prefix)
 
-        return run_or_halve(packed, run, repack, lambda: [p for o in self._optimizers for p in o.collected])
+        with exact.repeated():
+            return run_or_halve(packed, run, repack, lambda: [p for o in self._optimizers for p in o.collected])
 
     def _backward(self, packed: Packed, batch: Batch, loss: Loss, statistics: UpdateStatistics) -> None:
         sequences = [batch.sequences[i] for i in packed.order]

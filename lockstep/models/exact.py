@@ -10,6 +10,8 @@ Legend: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -33,6 +35,7 @@ COLUMNS = 8192
 class _State:
     on: bool = False
     line: str = ""
+    repeatable: bool = False
     verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     """By shape: cuBLAS keeps the order."""
 
@@ -50,9 +53,27 @@ def line() -> str:
     return _state.line
 
 
-def enable(line: str, *, on: bool = True) -> None:
-    """Turn exactness on, or off. Captured steps of an engine keep what they were captured with."""
-    _state.on, _state.line = on, line
+def enable(line: str, *, on: bool = True, repeatable: bool = False) -> None:
+    """Turn exactness on, or off. Captured steps of an engine keep what they were captured with.
+
+    `repeatable`: updates, too, shall give the same bits each time.
+    """
+    _state.on, _state.line, _state.repeatable = on, line, repeatable
+
+
+@contextmanager
+def repeated() -> Iterator[None]:
+    """Have backward passes add in a fixed order, if updates shall be repeatable."""
+    if not _state.repeatable:
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def replaced_products() -> tuple[str, ...]:

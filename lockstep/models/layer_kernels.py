@@ -130,6 +130,49 @@ def _row_norm_kernel(
     tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
 
 
+def norm_heads(
+    x_BX: Tensor, query_norm_D: Tensor, key_norm_D: Tensor, epsilon: float, heads: int, kv_heads: int
+) -> None:
+    """Norm the query and key heads that stand first in each row, in place, with the bits of `row_norm`."""
+    size = len(query_norm_D)
+    _head_norm_kernel[(len(x_BX), heads + kv_heads)](
+        x_BX,
+        query_norm_D,
+        key_norm_D,
+        x_BX.stride(0),
+        epsilon,
+        heads,
+        size,
+        triton.next_power_of_2(size),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _head_norm_kernel(
+    x_ptr,
+    query_ptr,
+    key_ptr,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    ok = at < SIZE
+    place = x_ptr + tl.program_id(0).to(tl.int64) * stride + head * SIZE + at
+    value = tl.load(place, mask=ok, other=0.0)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    weight = tl.load(query_ptr + at, mask=ok, other=0.0)
+    if head >= HEADS:
+        weight = tl.load(key_ptr + at, mask=ok, other=0.0)
+    tl.store(place, (wide * scale).to(value.dtype) * weight, mask=ok)
+
+
 @triton.jit
 def _norm_kernel(
     x_ptr,

@@ -22,7 +22,7 @@ from lockstep.run.monitor import Monitor
 from lockstep.run.signals import StopRequest
 from lockstep.run.utilisation import Utilisation, gpu_reader
 from lockstep.run.watchdog import Watchdog
-from lockstep.sync.record import proof_line, proof_metrics
+from lockstep.sync.record import proof_line, proof_metrics, require_exact
 from lockstep.track.writer import read_metrics
 from lockstep.types import Metrics, Proof
 
@@ -71,6 +71,9 @@ class Session:
         self._watchdog.__enter__()
         try:
             self._proof = self._prove()
+            rollout, probe = self._recipe.rollout, self._proof.probe
+            cut = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
+            self._exact = probe is not None and probe.tolerance == 0 and not cut
         except BaseException:
             self._watchdog.__exit__(None, None, None)
             raise
@@ -149,6 +152,8 @@ class Session:
             failure = failure or self._measure(measure, metrics)
         metrics |= self.clock.metrics(metrics) | self._resources(done)
         self._logger.step(done, metrics, self._proof if self._in_sync else None)
+        if self._exact:
+            require_exact(metrics, done)
         for spike in self.spikes.take() if self.spikes else ():
             self._logger.spike(spike)
         over = self._monitor.note(done, metrics)

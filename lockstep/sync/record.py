@@ -29,6 +29,18 @@ def proof_line(proof: Proof) -> str:
     return "; ".join([head + ", ".join(parts), *proof.mismatched])
 
 
+def require_exact(metrics: Metrics, step: int) -> None:
+    """Raise SyncError if a sampled token's log-probability was not training's to the last bit."""
+    gap = metrics.get("mismatch/max_abs_dlogp", 0.0)
+    if not gap <= 0:
+        raise SyncError(
+            "numerics.exact does not keep its promise: log-probabilities of sampled tokens differ from training's by up to "
+            f"{gap:.3g}",
+            where=f"step {step}",
+            fix="resume with numerics.exact=false, and report it with the versions of torch and Triton",
+        )
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 

@@ -17,6 +17,7 @@ from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
 from lockstep.rollout.native import NativeEngine
 from lockstep.sync.fingerprint import fingerprint
+from lockstep.sync.proof import TOLERANCE
 from lockstep.track.rollouts import read_rollouts, rollout_steps
 from lockstep.track.writer import proof_from_json, read_events, read_metrics
 from lockstep.types import WeightStream
@@ -167,6 +168,20 @@ def test_an_engine_that_misses_a_tensor_stops_the_run(
     (line,) = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"stopped"' in line]
     assert ForgetfulEngine.lost in line["message"]
     assert line["facts"]["error"] == "SyncError"
+
+
+def test_a_sampled_log_probability_that_is_not_trainings_stops_an_exact_run(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        TOLERANCE, "fp32", 0.0
+    )  # as with numerics.exact: this probe agrees, decoding rounds in other places
+    with pytest.raises(
+        SyncError, match=r"step 1: .*log-probabilities of sampled tokens differ from training's by up to"
+    ):
+        trained(tmp_path, tiny_model_dir, NO_EVAL, "name=broken")
+    assert not list_checkpoints(tmp_path / "runs" / "broken")
+    trained(tmp_path, tiny_model_dir, NO_EVAL, "name=cut", "rollout.top_k=50")  # another distribution: no promise
 
 
 def test_gradients_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -42,7 +42,9 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
         ("llama-tied", {"adapter": {"kind": "lora", "dora": True}}, "plain LoRA"),
         ("llama-tied", {"adapter": {"kind": "lora", "base": "nf4"}}, "nf4"),
         ("llama-tied", {"noise": {}}, "noise"),
-        ("qwen3", {}, "not for qwen3"),
+        ("qwen3", {}, ""),
+        ("mistral", {}, "sliding windows"),
+        ("gemma3", {}, "not for gemma3"),
     ],
 )
 def test_what_cannot_be_exact_has_a_reason(family: str, sections: dict[str, Any], reason: str):

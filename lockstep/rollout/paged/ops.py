@@ -112,6 +112,9 @@ class TritonOps:
     ) -> Tensor:
         count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
         query_BHD = qkv_BX.new_empty(count, heads, size)
+        if norms is not None and exact.enabled():  # their sums have training's order only in a kernel like training's
+            self._layers.norm_heads(qkv_BX, *norms, heads, kv_heads)
+            norms = None
         query_norm, key_norm, eps = norms if norms is not None else (qkv_BX, qkv_BX, 0.0)
         self._kernels.rope_append_kernel[(count,)](
             qkv_BX,
