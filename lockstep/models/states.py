@@ -9,7 +9,9 @@ Legend: T tokens of the stream, N rows, H hidden.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -87,6 +89,14 @@ class _Carried:
 
     def __init__(self, state: State | None) -> None:
         self.state: dict[tuple[str, int], Tensor] = dict(state or {})
+
+    @property
+    def layers(self) -> Mapping[int, SimpleNamespace]:
+        """Return what earlier versions of transformers (5.17) read of a layer, whatever its index."""
+        kinds = ("conv", "recurrent")
+        conv, recurrent = ({i: t for (name, i), t in self.state.items() if name == kind} for kind in kinds)
+        layer = SimpleNamespace(record_past=True, conv_states=conv, recurrent_states=recurrent)
+        return defaultdict(lambda: layer)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.state.get(("conv", state_idx))

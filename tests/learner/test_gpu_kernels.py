@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import AdamW, Lora, Recipe
 from lockstep.learner.adapters import attach
+from lockstep.learner.device import prepare_process
 from lockstep.learner.flash import FLASH, Kernels
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.learner.learner import TorchLearner
@@ -34,6 +35,11 @@ LAYOUTS: dict[str, tuple[list[Branch], int, bool]] = {
     "single tokens": ([Branch(1, (1, 1)), Branch(1, (1, 0))], 1, True),
     "only prompts": ([Branch(1, (0,)), Branch(1, ())], 0, True),
 }
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_run() -> None:
+    prepare_process(CUDA, None)  # sums in fp32
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

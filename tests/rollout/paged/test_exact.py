@@ -153,7 +153,7 @@ def split_in_two(x: Any, weight: Any, bias: Any, alpha: float, out: Any, tile: A
 
 def norm_by_torch(ops: Any, x: Any, residual: Any, weight: Any, eps: float, room: int = 0) -> Any:
     """Round once less."""
-    total = x + residual
+    total = residual if x is None else x + residual
     return total, torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), eps).bfloat16()
 
 
