@@ -117,10 +117,11 @@ class HostState:
 
     def _begin(self, inner: Inner, name: str) -> None:
         """Set the state before the first step as the optimizer would: zeros."""
-        state = {key: tensor for key, tensor in self._kept[name].items() if key != MASTER}
+        state: dict[str, Tensor] = {}
         if "step" in (inner.keys or ()):
             fused = inner.optimizer.param_groups[0].get("fused")
             state["step"] = torch.zeros((), device=self._device if fused else "cpu")
+        state |= {key: tensor for key, tensor in self._kept[name].items() if key != MASTER}
         inner.optimizer.state[self._masters[name]] = state
 
     # --- a batch --------------------------------------------------------------------------------------------------
@@ -193,7 +194,14 @@ class HostState:
         return self._parameters[piece.name].detach().view(-1)[piece.span]
 
     def _event(self) -> torch.cuda.Event | None:
-        return None if self._device.type != "cuda" else torch.cuda.current_stream(self._device).record_event()
+        """Return the present point of the computation."""
+        return _mark(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    stream.record_event(event)
+    return event
 
 
 class _Lane:
@@ -210,7 +218,7 @@ class _Lane:
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             work()
-        return self._stream.record_event()
+        return _mark(self._stream)
 
 
 def _is_scale(key: str) -> bool:
