@@ -77,6 +77,9 @@ class HostState:
                 if MASTER in self._kept[name]:
                     self._kept[name][MASTER].copy_(parameters[name].detach().cpu())
         self._up, self._down = _Lane(self._device), _Lane(self._device)
+        held = sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.values())
+        self.note = f"masters and moments in main memory: {held / 2**30:.1f} GiB"
+        """Line for the log."""
 
     def master(self, name: str) -> Tensor:
         """Return a master that is not the parameter."""

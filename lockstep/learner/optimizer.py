@@ -63,7 +63,8 @@ class MasterOptimizer:
         self._inner = build_inner(settings, self._masters, whole)
         self._of = {name: inner for inner in self._inner for name in inner.names}
         self._host = HostState(self._parameters, self._masters, self._inner) if offload else None
-        self.note = describe_inner(self._inner, self._masters)
+        held = "" if self._host is None else self._host.note
+        self.note = "; ".join(filter(None, (describe_inner(self._inner, self._masters), held)))
         """Line for the log, unless it is plain AdamW."""
 
     def before_backward(self) -> None:
