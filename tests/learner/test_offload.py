@@ -155,7 +155,7 @@ def test_owners_of_several_ranks_keep_their_part_in_main_memory(name: str, monke
     settings = test_sharded.RECIPES[name]
     changed = settings.model_copy(update={"optimizer": moved(settings.optimizer)})
     monkeypatch.setitem(test_sharded.RECIPES, name, changed)
-    for ranks in (0, 2, 3):
+    for ranks in (0, 2):
         again, other, parts = test_sharded.train(name, ranks)
         assert list(map(repr, again)) == list(map(repr, metrics))
         assert test_sharded.same(other, weights)
