@@ -3,6 +3,7 @@
     python benchmarks/gpu_step.py --write                    # full training, 256 + 512 tokens; table into results/gpu_step.txt
     python benchmarks/gpu_step.py --work long lora --write   # 256 + 1024 tokens; LoRA rank 32 on all linear layers
     python benchmarks/gpu_step.py --work lognormal --write   # replies of log-normal lengths, mean 480, at most 1024
+    python benchmarks/gpu_step.py --shape 7b --arms Lockstep --set optimizer.offload=cpu --limit 500
     python benchmarks/gpu_step.py --cpu --work full lora     # tiny versions on a CPU, to try the program out: no figures
 
 The Qwen2.5-1.5B shape with random weights, 64 prompts of 256 tokens x 8 samples, end tokens ignored, temperature 1, one update
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import trl_arms
 from devices import device_name, peak, synchronise
+from random_model import SHAPES
 from results_file import RESULTS, header, write_section
 from step_work import FULL, PROMPT_TOKENS, RANK, WORKS, Size, floors_of, prompt_texts, score, title
 from trl_arms import PACKAGES, Process, timed, wait_turn
@@ -109,6 +111,7 @@ def recipe_words(args: argparse.Namespace, folder: str) -> list[str]:
         "eval.enabled=false",
         "save.every=1000",
         "track.rollouts_every=1000",
+        "allow=[disk]",
         *(["device=cpu"] if args.cpu else []),
         *args.set,
     ]
@@ -261,6 +264,12 @@ def table(work: str, results: dict[str, dict[str, Any]], floors: dict[str, float
             f"| {arm} | {step:.2f} ({spread}) | {phases} | {median(result, 'trained') / step:,.0f} | {result['peak']:.1f} "
             f"| {share} | {ratio} |"
         )
+    for arm, result in results.items():
+        if "memory/predicted_gib" in result.get("metrics", {}):
+            planned, error = (result["metrics"][f"memory/{name}"] for name in ("predicted_gib", "plan_error"))
+            lines += ["", f"{arm}: torch's peak {planned * (1 + error):.1f} GiB, planned {planned:.1f}"]
+    if "optimizer" in floors:
+        lines += ["", f"of the floor, the optimizer step takes {floors['optimizer']:.2f} s"]
     lines += ["", f"Seconds from start to first step, and {WARM} + N steps; medians of N:"]
     for arm, result in results.items():
         if "rows" in result:
@@ -268,6 +277,13 @@ def table(work: str, results: dict[str, dict[str, Any]], floors: dict[str, float
             tokens = f"{median(result, 'generated'):,.0f} generated, {median(result, 'trained'):,.0f} trained"
             lines.append(f"{arm}: {start}; N = {len(result['rows'])}; tokens a step: {tokens}")
     return lines
+
+
+def offloaded(settings: list[str]) -> str:
+    """Return the precision of moments in main memory; empty without optimizer.offload."""
+    if "optimizer.offload=cpu" not in settings:
+        return ""
+    return "8bit" if "optimizer.states=8bit" in settings else "fp32"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -279,6 +295,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--work", nargs="*", choices=WORKS, default=["full"])
     made.add_argument("--work-name", choices=WORKS, default="full", help="of one arm")
     made.add_argument("--model", default="", help="folder made by random_model.py; none makes one")
+    made.add_argument("--shape", choices=SHAPES, default="1.5b", help="of the model that is made")
     made.add_argument("--steps", type=int, default=3)
     made.add_argument("--tokens", type=int, default=0, help="another length, to try things out")
     made.add_argument("--cpu", action="store_true", help="tiny versions of the arms on a CPU, to try things out")
@@ -304,14 +321,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             args.model = f"{folder}/model"
-            trl_arms.write_model(Path(args.model), "tiny" if args.cpu else "1.5b", cpu=args.cpu)
+            trl_arms.write_model(Path(args.model), "tiny" if args.cpu else args.shape, cpu=args.cpu)
         for work in args.work:
             results[work] = run_work(work, args, Path(folder))
             found = results[work].values()
             where = next((result["device"] for result in found if "device" in result), "no device")
             lines = [*header(__file__, where, PACKAGES), ""]
             size = Size.of(work, args.tokens, cpu=args.cpu)
-            lines += table(work, results[work], floors_of(work, args.model, size), size)
+            lines += table(work, results[work], floors_of(work, args.model, size, offload=offloaded(args.set)), size)
             print("\n".join([*lines, ""]), flush=True)
             Path(args.out).write_text(json.dumps(results, indent=1))
             if args.write:

@@ -98,9 +98,12 @@ class BenchmarkTask:
         return Grade(score(list(reply.encode())))
 
 
-def floors_of(work: str, model: str, size: Size) -> dict[str, float]:
-    """Seconds that the GPU's own matrix products and memory need (docs/benchmarks.md)."""
+def floors_of(work: str, model: str, size: Size, *, offload: str = "") -> dict[str, float]:
+    """Seconds that the GPU's own matrix products and memory need (docs/benchmarks.md). `offload`: optimizer.states of our own
+    arms, if their masters and moments lie in main memory.
+    """
     from lockstep.plan import floors
+    from lockstep.plan.job import STATE_BYTES
     from lockstep.plan.model_shape import read_shape
 
     shape, lora = read_shape(Path(model)), WORKS[work].lora
@@ -109,9 +112,10 @@ def floors_of(work: str, model: str, size: Size) -> dict[str, float]:
     starts = range(0, size.replies, size.samples)
     lengths = floors.Work(tuple((PROMPT_TOKENS, size.lengths[start : start + size.samples]) for start in starts))
     # The bound that every arm is measured by: each sample's prompt is trained with it, as TRL does.
-    update = floors.Update(adapters if lora else shape.parameters, lora, share_prompts=False)
+    moved = 4 + STATE_BYTES[offload] if offload else 0.0
+    update = floors.Update(adapters if lora else shape.parameters, lora, share_prompts=False, offloaded=moved)
     floor = floors.step_floor(shape, lengths, update, floors.H200)
-    return {"step": floor.total, "generate": floor.generate, "train": floor.train}
+    return {"step": floor.total, "generate": floor.generate, "train": floor.train, "optimizer": floor.optimizer}
 
 
 def title(work: str, size: Size) -> str:

@@ -44,6 +44,7 @@ def plan_run(
         available_bytes(device) if available is None else available,
         prompt_tokens=longest_prompt(resolved, recipe, task),
         passes=objective.extra_passes,
+        host=float(psutil.virtual_memory().available),
     )
     for line in memory_lines(plan):
         say(line)

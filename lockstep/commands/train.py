@@ -15,6 +15,9 @@ from lockstep.track.provenance import require_clean
 from lockstep.track.rundir import RunDirectory, is_run, never_began, refuse_taken
 from lockstep.track.writer import read_events
 
+MAY_CHANGE = ("health.", "track.", "placement", "optimizer.offload=")
+"""Beginnings of the settings that a resume may change: they are in no result."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `train`."""
@@ -23,8 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "recipe",
         nargs="*",
         metavar="RECIPE|a.b=c",
-        help="recipe files and overrides; later ones win. With --resume only settings of health, track and placement: "
-        "health.clipping=off",
+        help="recipe files and overrides; later ones win. With --resume only settings of health, track and placement, "
+        "and optimizer.offload: health.clipping=off",
     )
     parser.add_argument(
         "--resume", metavar="RUN", type=Path, help="continue this run directory from its last checkpoint"
@@ -51,10 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Train. Raises LockstepError: 2 for a wrong recipe, 3 if the run stopped itself, 75 if it was interrupted and saved."""
     if args.resume is not None:
-        if others := [arg for arg in args.recipe if not arg.startswith(("health.", "track.", "placement"))]:
+        if others := [arg for arg in args.recipe if not arg.startswith(MAY_CHANGE)]:
             raise ConfigError(
                 [
-                    f"{others[0]}: a resumed run keeps its own recipe; only settings of health, track and placement may change"
+                    f"{others[0]}: a resumed run keeps its own recipe; only settings of health, track and placement, "
+                    "and optimizer.offload, may change"
                 ],
                 fix=f"leave the argument out; or train the last weights further in a new run: warm_start={args.resume} name=NAME",
             )

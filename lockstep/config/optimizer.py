@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from lockstep.config.adapter import Adapter
 from lockstep.config.section import Json, Section
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -31,6 +32,9 @@ class _Common(Section):
     """The schedule ends at this share of lr."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
     """Share of the optimizer steps at the end in which the rate falls (schedule wsd)."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: fp32 masters and moments lie in main memory and pass through the GPU in pieces at each step: 12 bytes a parameter less
+    on the GPU under AdamW, in full training. Changes memory and time, not the result."""
 
     def warmup(self, total: int) -> int:
         """Return the steps of warm-up in a run of `total` optimizer steps."""
@@ -98,6 +102,19 @@ class PythonOptimizer(_Common):
 
 
 Optimizer: TypeAlias = Annotated[AdamW | Muon | PythonOptimizer, Field(discriminator="kind")]
+
+
+def offload_mistake(optimizer: Optimizer, device: str, adapter: Adapter) -> str:
+    """Return why optimizer.offload could not be had; empty if it can."""
+    if optimizer.offload == "none":
+        return ""
+    if device == "cpu":
+        return "optimizer.offload = cpu frees memory of a GPU, and device = cpu has none: leave it out"
+    if adapter.kind != "none":
+        return f"optimizer.offload = cpu would free next to nothing: of {adapter.kind} the state is small; leave it out"
+    if optimizer.kind == "python":
+        return "optimizer.offload = cpu steps a few weights at a time, and optimizer.kind = python may need all: leave it out"
+    return ""
 
 
 def default_rate(loop: Literal["rl", "sft"], *, adapter: bool) -> float:

@@ -33,6 +33,7 @@ from lockstep.config.optimizer import Muon as Muon
 from lockstep.config.optimizer import Optimizer as Optimizer
 from lockstep.config.optimizer import PythonOptimizer as PythonOptimizer
 from lockstep.config.optimizer import default_rate as default_rate
+from lockstep.config.optimizer import offload_mistake
 from lockstep.config.placement import Colocated as Colocated
 from lockstep.config.placement import Local as Local
 from lockstep.config.placement import Placement as Placement
@@ -351,6 +352,12 @@ class Recipe(Section):
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
                 f"({self.steps - (critic.warmup_steps if critic else 0)} steps x {self.updates_per_step} updates)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_frees_memory(self) -> Self:
+        if mistake := offload_mistake(self.optimizer, self.device, self.adapter):
+            raise ValueError(mistake)
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import Optimizer
 from lockstep.errors import CheckpointError
 from lockstep.learner.adamw8bit import scale_count
+from lockstep.learner.offload import HostState
 from lockstep.learner.optimizers import Inner, build_inner, describe_inner
 
 NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
@@ -34,7 +35,8 @@ class MasterOptimizer:
 
     A bf16 parameter has an fp32 master; gradients of all micro-batches are summed in fp32, and after a step the parameter is
     the rounded master. A small learning rate is therefore never lost to rounding. fp32 parameters are their own masters. The
-    recipe chooses the optimizer that makes the steps (learner.optimizers).
+    recipe chooses the optimizer that makes the steps (learner.optimizers), and whether masters and moments lie in main memory
+    (learner.offload).
     """
 
     def __init__(
@@ -49,10 +51,9 @@ class MasterOptimizer:
         """
         self._parameters = dict(parameters)
         self._max_grad_norm = settings.max_grad_norm
-        wide = (torch.float32, torch.float64)
-        self._masters = {
-            name: p if p.dtype in wide else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
-        }
+        offload = settings.offload == "cpu"
+        self._masters = {name: _master_of(p, stand_in=offload) for name, p in self._parameters.items()}
+        """Hold the gradients; offloaded, the numbers themselves are elsewhere."""
         self.collected: list[nn.Parameter] = []
         """Parameters whose gradient of a backward pass is complete, since this was last cleared."""
         for name, parameter in self._parameters.items() if whole is None else ():
@@ -61,7 +62,9 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(_noter(self.collected))
         self._inner = build_inner(settings, self._masters, whole)
         self._of = {name: inner for inner in self._inner for name in inner.names}
-        self.note = describe_inner(self._inner, self._masters)
+        self._host = HostState(self._parameters, self._masters, self._inner) if offload else None
+        held = "" if self._host is None else self._host.note
+        self.note = "; ".join(filter(None, (describe_inner(self._inner, self._masters), held)))
         """Line for the log, unless it is plain AdamW."""
 
     def before_backward(self) -> None:
@@ -101,8 +104,12 @@ class MasterOptimizer:
             if norm > limit and grads:
                 torch._foreach_mul_(grads, limit / (norm + 1e-6))
             for inner in self._inner:
-                inner.step(lr)
-            narrow = [name for name, parameter in self._parameters.items() if self._masters[name] is not parameter]
+                if self._host is None:
+                    inner.step(lr)
+                else:
+                    self._host.step(inner, lr)
+            masters = {} if self._host is not None else self._masters
+            narrow = [name for name, master in masters.items() if self._parameters[name] is not master]
             if narrow:
                 torch._foreach_copy_(
                     [self._parameters[name] for name in narrow], [self._masters[name] for name in narrow]
@@ -126,7 +133,7 @@ class MasterOptimizer:
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
-                state[f"master.{name}"] = master.detach()
+                state[f"master.{name}"] = self._master(name)
             for key, value in self._of[name].optimizer.state.get(master, {}).items():
                 label, tensor = _stored(key, value, self._of[name])
                 state[f"{label}.{name}"] = tensor
@@ -146,11 +153,16 @@ class MasterOptimizer:
                 kept[name][key] = tensor
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
-                master.copy_(state[f"master.{name}"])
-                self._parameters[name].copy_(master)
+                own = self._master(name).copy_(state[f"master.{name}"])
+                self._parameters[name].copy_(own.to(self._parameters[name].dtype))
             if kept[name]:
-                inner = self._of[name]
-                inner.optimizer.state[master] = dict(_live(k, t, inner, master) for k, t in kept[name].items())
+                inner, host = self._of[name], {} if self._host is None else self._host.keep(name, kept[name])
+                live = dict(_live(k, t, inner, master) for k, t in kept[name].items() if k not in host)
+                inner.optimizer.state[master] = live | host
+
+    def _master(self, name: str) -> Tensor:
+        """Return a master that is not the parameter."""
+        return self._masters[name].detach() if self._host is None else self._host.master(name)
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
         """Check names and shapes: the state before the first step holds at most masters, any other everything."""
@@ -180,6 +192,15 @@ class MasterOptimizer:
         if key == "step":
             return torch.Size()
         return torch.Size([scale_count(master)]) if key.endswith("_scale") else master.shape
+
+
+def _master_of(parameter: nn.Parameter, *, stand_in: bool) -> nn.Parameter:
+    """Return a parameter's master: itself if it is wide enough. A stand-in has the shape, and no memory of its own."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    if stand_in:
+        return nn.Parameter(torch.zeros((), device=parameter.device).expand(parameter.shape))
+    return nn.Parameter(parameter.detach().float())
 
 
 def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:

@@ -54,6 +54,8 @@ class Inner:
     """Its learning rate as a multiple of the schedule's."""
     path: str = ""
     """The user's class, for messages."""
+    by_weight: bool = True
+    """The step of a weight reads no other weight of its tensor (of its block, in 8 bits)."""
 
     def step(self, lr: float) -> None:
         """Make a step. Raises LearnerError for any error in a user's class."""
@@ -139,7 +141,7 @@ def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[st
             ns_steps=settings.iterations,
             adjust_lr_fn=settings.scale,
         )
-        found.append(Inner(muon, frozenset(matrices), MUON_KEYS))
+        found.append(Inner(muon, frozenset(matrices), MUON_KEYS, by_weight=False))
     if rest:
         groups = _groups(rest, settings.weight_decay)
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)

@@ -13,6 +13,7 @@ from lockstep.config.schema import Recipe
 from lockstep.errors import LockstepError
 from lockstep.learner.device import choose_device
 from lockstep.plan.floors import Machine, Update, Work, step_floor
+from lockstep.plan.job import offloaded_bytes
 from lockstep.plan.model_shape import read_shape
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Group, Metrics
@@ -55,6 +56,7 @@ class StepFloor:
                 kept=metrics.get("batch/samples_trained", 0.0) / max(1, samples),
                 old=objective.recomputes_old,
                 reference=objective.needs_reference,
+                offloaded=offloaded_bytes(self._recipe, self._shape),
             ),
             self._machine,
         )

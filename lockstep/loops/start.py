@@ -74,9 +74,9 @@ def resume_run(
 ) -> RunDirectory:
     """Continue a run from its newest intact checkpoint, or from the beginning if it has none yet.
 
-    `health`: overrides of health and placement settings; `allow`: refusals that are let through. They change no number of the
-    run and are stored with it, and what was let through before stays so. `steps`: the step to end at, beyond the one that the
-    run was started with.
+    `health`: overrides of settings of health and placement, and of optimizer.offload; `allow`: refusals that are let through.
+    They change no number of the run and are stored with it, and what was let through before stays so. `steps`: the step to end
+    at, beyond the one that the run was started with.
     """
     found = RunDirectory.open(path)
     own = _own_recipe(found, health)  # a mistake must not cost an attempt

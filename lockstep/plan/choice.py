@@ -11,13 +11,14 @@ from itertools import combinations
 from typing import Literal
 
 from lockstep.config.algorithm import Critic
+from lockstep.config.optimizer import offload_mistake
 from lockstep.config.schema import Lora, Recipe
 from lockstep.config.section import Section
 from lockstep.config.vllm import Vllm
 from lockstep.errors import DoesNotFitError
 from lockstep.plan.activations import FP32, Recompute
 from lockstep.plan.job import GIB, Job, job_of
-from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, peak, phases, stream_tokens
+from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, offloaded_host_bytes, peak, phases, stream_tokens
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Metrics
 
@@ -43,6 +44,8 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     available: float
     """Bytes that the device has for this process."""
+    host: float | None = None
+    """Free bytes of main memory; None is not known."""
 
     @property
     def peak(self) -> Phase:
@@ -55,7 +58,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.needs <= self.available
+        return self.needs <= self.available and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """Return whether masters and moments that are to lie in main memory have room there."""
+        return not self.job.offload or self.host is None or host_bytes(self.job) <= self.host
 
 
 def plan_memory(
@@ -66,24 +74,25 @@ def plan_memory(
     *,
     prompt_tokens: int,
     passes: bool,
+    host: float | None = None,
 ) -> MemoryPlan:
-    """Decide what the recipe leaves open, for a device with `available` bytes for this process.
+    """Decide what the recipe leaves open, for a device with `available` bytes for this process, and `host` of main memory.
 
     `prompt_tokens`: the longest prompt. `passes`: the objective computes log-probabilities or values before the update.
     Raises DoesNotFitError on a GPU that has no room, before anything is loaded; a CPU's plan is coarse and never refuses.
     """
     job = job_of(recipe, shape, device, available, prompt_tokens=prompt_tokens, passes=passes)
-    plan = _best(job, recipe, available)
+    plan = _best(job, recipe, available, host)
     if device == "cuda" and not plan.fits and "memory" not in recipe.allow:
         raise _refusal(plan, recipe)
     return plan
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------
-def _best(job: Job, recipe: Recipe, available: float) -> MemoryPlan:
+def _best(job: Job, recipe: Recipe, available: float, host: float | None) -> MemoryPlan:
     """Return the first sizes that fit, or else those that need least."""
     slots = recipe.slots(job.device)
-    tried = [_planned(job, recipe, replace(sizes, slots=slots), available) for sizes in _candidates(job, recipe)]
+    tried = [_planned(job, recipe, replace(sizes, slots=slots), available, host) for sizes in _candidates(job, recipe)]
     fitting = next((plan for plan in tried if plan.fits), None)
     return fitting or min(tried, key=lambda plan: plan.needs)
 
@@ -102,10 +111,10 @@ def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
             yield Sizes(LEAST_BUDGET, mode, 0)
 
 
-def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float) -> MemoryPlan:
+def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float, host: float | None) -> MemoryPlan:
     """Return the plan of these sizes. The native engine on a GPU takes as many rows as its cache has room for."""
-    plan = MemoryPlan(job, sizes, recipe.slots(job.device), phases(job, sizes), available)
-    while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and not plan.fits:
+    plan = MemoryPlan(job, sizes, recipe.slots(job.device), phases(job, sizes), available, host)
+    while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and plan.needs > available:
         if plan.sizes.slots == 1:
             break
         fewer = replace(plan.sizes, slots=max(1, plan.sizes.slots * 7 // 8))
@@ -116,6 +125,12 @@ def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float) -> Memory
 # --- refusing -------------------------------------------------------------------------------------------------------
 def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
     """By how much it does not fit, what takes most, and which changes would make it fit."""
+    if plan.needs <= plan.available and plan.host is not None:
+        what = (
+            f"optimizer.offload = cpu does not fit: masters, moments and a checkpoint's weights need "
+            f"{host_bytes(plan.job) / GIB:.1f} GiB of main memory, {plan.host / GIB:.1f} GiB are free"
+        )
+        return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
     training = "training adapters of" if plan.job.added else "full fine-tuning of"
     term = plan.peak.largest
     what = (
@@ -157,7 +172,7 @@ def replan(plan: MemoryPlan, recipe: Recipe) -> MemoryPlan:
     job = job_of(
         recipe, before.shape, before.device, plan.available, prompt_tokens=before.prompt, passes=before.extra_passes
     )
-    return _best(job, recipe, plan.available)
+    return _best(job, recipe, plan.available, plan.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +221,19 @@ _CHANGES = (
         lambda recipe: {"optimizer": part(recipe.optimizer, states="8bit")},
     ),
     _Change(
+        "optimizer.offload=cpu",
+        lambda recipe, job: (
+            recipe.optimizer.offload == "none"
+            and not offload_mistake(recipe.optimizer.model_copy(update={"offload": "cpu"}), job.device, recipe.adapter)
+        ),
+        lambda recipe: {"optimizer": part(recipe.optimizer, offload="cpu")},
+    ),
+    _Change(
+        "optimizer.offload=none",
+        lambda recipe, job: recipe.optimizer.offload == "cpu",
+        lambda recipe: {"optimizer": part(recipe.optimizer, offload="none")},
+    ),
+    _Change(
         "algorithm.kl.coef=0",
         lambda recipe, job: "reference model" in job.copies,
         lambda recipe: {"algorithm": part(recipe.algorithm, kl=part(recipe.algorithm.kl, coef=0.0))},
@@ -218,7 +246,7 @@ _CHANGES = (
     _Change(
         "adapter.kind=lora",
         lambda recipe, job: recipe.adapter.kind == "none",
-        lambda recipe: {"adapter": Lora()},
+        lambda recipe: {"adapter": Lora()} if recipe.optimizer.offload == "none" else {},  # refused together
     ),
 )
 
@@ -241,7 +269,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         f"{plan.needs / GIB:.1f} of {available} GiB"
     )
     if plan.job.device == "cuda":
-        lines.append(f"the host needs {host_bytes(plan.job) / GIB:.1f} GiB while it writes a checkpoint")
+        held = f", {offloaded_host_bytes(plan.job) / GIB:.1f} of them always" if plan.job.offload else ""
+        lines.append(f"the host needs {host_bytes(plan.job) / GIB:.1f} GiB while it writes a checkpoint{held}")
     elif plan.fits:
         lines.append("on a CPU the plan is coarse, and no reason to refuse")
     else:

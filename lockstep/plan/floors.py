@@ -26,6 +26,8 @@ class Machine:
     """FLOP/s of large bf16 matrix products."""
     bandwidth: float
     """Bytes/s of memory, read and written together."""
+    link: float = 55e9
+    """Bytes/s from main memory to the device, and at the same time back: PCIe 5 x16, as measured beside an H200."""
 
 
 H200 = Machine("H200", 790e12, 4.3e12)
@@ -70,6 +72,8 @@ class Update:
     """A pass for the old log-probabilities."""
     reference: bool = False
     """A pass of the reference model."""
+    offloaded: float = 0.0
+    """Bytes of each trained parameter that an optimizer step gets from main memory and puts back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def step_floor(shape: ModelShape, work: Work, update: Update, machine: Machine) 
         old=forward if update.old else 0.0,
         reference=forward if update.reference else 0.0,
         train=train_seconds(shape, work, update, machine),
-        optimizer=ADAMW_BYTES * update.trained_parameters / machine.bandwidth,
+        optimizer=optimizer_seconds(update, machine),
         sync=2 * 2 * update.trained_parameters / machine.bandwidth,
     )
 
@@ -146,6 +150,11 @@ def train_seconds(shape: ModelShape, work: Work, update: Update, machine: Machin
     passes = 2 if update.adapter else 3
     flops = passes * linear + 3.5 * attention + (linear + attention) * update.recompute
     return update.kept * flops / machine.flops
+
+
+def optimizer_seconds(update: Update, machine: Machine) -> float:
+    """Seconds of an optimizer step: its memory, or the link to main memory, which works at the same time in both directions."""
+    return update.trained_parameters * max(ADAMW_BYTES / machine.bandwidth, update.offloaded / machine.link)
 
 
 def attended(shape: ModelShape, tokens: int, before: int = 0) -> float:

@@ -21,6 +21,8 @@ STATE_WORK = 7 * 4
 """Bytes of each of those, at most: moments, roots, codes and their scales, in fp32 or int32."""
 USUAL_RANK = 8
 """PEFT's default for its other methods; with it the plan is an upper bound for those without ranks."""
+OFFLOAD_CHUNK = 2**24
+"""Parameters whose masters and moments are on the device at a time, if they lie in main memory (learner.offload.CHUNK)."""
 STATE_BYTES = {"fp32": 8.0, "8bit": 2.0 + 2 * FP32 / 256}
 """Both moments of a parameter; 8-bit ones have an fp32 scale for every 256."""
 
@@ -68,6 +70,10 @@ class Job:
     """Engines that share a step's samples."""
     split: bool = False
     """Other workers sample."""
+    offload: bool = False
+    """Masters and moments lie in main memory."""
+    offload_room: float = 0.0
+    """Bytes of the device's two buffers that they pass through."""
 
     @property
     def owned(self) -> int:
@@ -86,8 +92,13 @@ class Job:
 
     @property
     def masters(self) -> float:
-        """fp32 masters of the trained parameters; fp32 parameters are their own."""
-        return FP32 * self.owned if self.element < FP32 else 0.0
+        """fp32 masters of the owned parameters; fp32 parameters are their own."""
+        return self.master_bytes * self.owned
+
+    @property
+    def master_bytes(self) -> float:
+        """The master of a trained parameter."""
+        return float(FP32) if self.element < FP32 else 0.0
 
     @property
     def update_tokens(self) -> int:
@@ -178,6 +189,8 @@ def job_of(
         trainers=0 if isinstance(place, Local) else place.trainers,
         engines=1 if isinstance(place, Local) else place.samplers or place.trainers,
         split=isinstance(place, Split),
+        offload=recipe.optimizer.offload == "cpu",
+        offload_room=_offload_room(recipe, shape, element),
     )
 
 
@@ -197,6 +210,25 @@ def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
             assert_never(optimizer)
 
 
+def offloaded_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Bytes of a trained parameter that a GPU's step gets from main memory and puts back."""
+    if recipe.optimizer.offload == "none":
+        return 0.0
+    return state_bytes(recipe, shape) + FP32 * (recipe.model.dtype != "fp32")
+
+
+def _offload_room(recipe: Recipe, shape: ModelShape, element: int) -> float:
+    """Two batches of masters and moments; Muon's largest matrix is not cut, and has one moment."""
+    if recipe.optimizer.offload == "none":
+        return 0.0
+    master = FP32 * (element < FP32)
+    room = min(OFFLOAD_CHUNK, shape.parameters) * (master + state_bytes(recipe, shape))
+    if isinstance(recipe.optimizer, Muon):
+        largest = max((linear.parameters for linear in shape.linears), default=0)
+        room = max(min(OFFLOAD_CHUNK, shape.parameters) * (master + STATE_BYTES["fp32"]), largest * (master + FP32))
+    return 2 * room
+
+
 def _generated(recipe: Recipe) -> int:
     """Samples that are drawn together: a step's, or in SFT an evaluation's."""
     if recipe.sft is None:
@@ -208,7 +240,7 @@ def _step_work(recipe: Recipe, shape: ModelShape, trained: int) -> float:
     """8-bit moments made wide a chunk at a time; of Muon the largest matrix: its update in fp32, three times in bf16."""
     optimizer = recipe.optimizer
     if isinstance(optimizer, AdamW) and optimizer.states == "8bit":
-        return float(STATE_WORK * min(STATE_CHUNK, trained))
+        return float(STATE_WORK * min(OFFLOAD_CHUNK if optimizer.offload == "cpu" else STATE_CHUNK, trained))
     if isinstance(optimizer, Muon):
         return float((FP32 + 3 * 2) * max((linear.parameters for linear in shape.linears), default=0))
     return 0.0

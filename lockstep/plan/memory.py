@@ -117,9 +117,10 @@ def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ..
     shape, element = job.shape, job.element
     weights = element * (shape.parameters - job.packed) + NF4_BYTES * job.packed
     critic = critic_trained(job)
-    terms = [Term("weights", weights + element * job.added), Term("fp32 masters", job.masters)]
+    here = 0 if job.offload else 1
+    terms = [Term("weights", weights + element * job.added), Term("fp32 masters", here * job.masters)]
     terms += [Term(name, weights + element * job.added) for name in job.copies]
-    state = [Term("moments", job.state_bytes * job.owned)]
+    state = [Term("moments", here * job.state_bytes * job.owned)]
     if job.trainers:  # learner.sharded keeps these from the start
         state += [
             Term("gradients sent", float(element * job.trained)),
@@ -127,8 +128,8 @@ def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ..
             Term("owned gradient sums", float(FP32 * job.owned)),
         ]
     if job.critic == "own":
-        terms.append(Term("critic", (element + FP32 * (element < FP32)) * critic))
-        state.append(Term("critic's moments", job.state_bytes * critic))
+        terms.append(Term("critic", (element + here * job.master_bytes) * critic))
+        state.append(Term("critic's moments", here * job.state_bytes * critic))
     engine = VLLM_BYTES if job.engine == "vllm" else element * slots * shape.vocab
     terms.append(Term("engine's buffers", engine))
     if job.device == "cuda":
@@ -217,7 +218,8 @@ def train_terms(
 def optimizer_terms(job: Job) -> tuple[Term, ...]:
     """Count the sums, and what the step works with."""
     sums = Term("gradient sums", 0.0 if job.trainers else FP32 * job.trained)
-    return (sums, Term("moments at work", job.step_work)) if job.step_work else (sums,)
+    work = (Term("buffers of offload", job.offload_room), Term("moments at work", job.step_work))
+    return (sums, *(term for term in work if term.bytes))
 
 
 def sync_terms(job: Job) -> tuple[Term, ...]:
@@ -229,10 +231,18 @@ def sync_terms(job: Job) -> tuple[Term, ...]:
     return proof, Term("merged matrix", (2 * FP32 + job.element) * largest)
 
 
+def offloaded_host_bytes(job: Job) -> float:
+    """Main memory that holds the masters and moments of all workers; a critic's own too."""
+    return job.offload * (job.master_bytes + job.state_bytes) * (job.trained + critic_trained(job))
+
+
 def host_bytes(job: Job) -> float:
-    """Main memory that a checkpoint of a GPU's tensors takes while it is written: its larger file at once."""
-    weights = job.element * (job.trained if job.added else job.shape.parameters)
-    return max(float(weights), FP32 * job.trained * (job.element < FP32) + job.state_bytes * job.trained)
+    """Main memory of masters and moments that lie there, and what a checkpoint of a GPU's tensors takes while it is written: its
+    larger file at once.
+    """
+    weights = float(job.element * (job.trained if job.added else job.shape.parameters))
+    state = (job.master_bytes + job.state_bytes) * job.trained
+    return offloaded_host_bytes(job) + max(weights, 0.0 if job.offload else state)
 
 
 def _layer_gradient(job: Job) -> float:

@@ -16,9 +16,9 @@ from lockstep.models.resolve import HUB_ID, hub_config
 from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
 from lockstep.plan.devices import worker_lines, workers_of
 from lockstep.plan.disk import DiskPlan, beside_bytes, disk_lines, free_bytes, plan_disk
-from lockstep.plan.floors import ADAMW_BYTES, H200, Floor, Machine, Update, Work, step_floor, train_seconds
+from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
-from lockstep.plan.job import GIB, adapter_size
+from lockstep.plan.job import GIB, adapter_size, offloaded_bytes
 from lockstep.plan.model_shape import meta_model, read_shape
 from lockstep.plan.shapes import ModelShape
 
@@ -44,6 +44,8 @@ class Preview:
     """None if the size of the adapter or of the optimizer's state cannot be told."""
     free: float
     """Free bytes of the disk of runs_dir."""
+    host: float | None = None
+    """Free bytes of main memory; None if the device is of another machine."""
 
     @staticmethod
     def of(recipe: Recipe, gpu_gib: float | None = None) -> Preview | None:
@@ -58,8 +60,8 @@ class Preview:
         disk = None
         if recipe.adapter.kind != "peft" and recipe.optimizer.kind != "python":
             disk = plan_disk(recipe, shape, device, beside_bytes(folder))
-        free = free_bytes(Path(recipe.runs_dir))
-        return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, free)
+        free, host = free_bytes(Path(recipe.runs_dir)), free_main_memory() if gpu_gib is None else None
+        return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, free, host)
 
     def memory(self) -> MemoryPlan:
         """Return the memory plan with prompts of an assumed length. Raises DoesNotFitError on a GPU without room."""
@@ -70,6 +72,7 @@ class Preview:
             self.available,
             prompt_tokens=ASSUMED_PROMPT,
             passes=self.objective.extra_passes,
+            host=self.host,
         )
 
     def require_memory(self) -> None:
@@ -153,8 +156,8 @@ def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) ->
     adapter = recipe.adapter.kind != "none"
     trained = shape.parameters if recipe.adapter.kind == "none" else adapter_size(recipe.adapter, shape)[1]
     work = Work.equal(sft.sequences_per_step, 1, 0, sft.max_tokens)
-    seconds = train_seconds(shape, work, Update(trained, adapter=adapter), machine)
-    optimizer = ADAMW_BYTES * trained / machine.bandwidth
+    update = Update(trained, adapter=adapter, offloaded=offloaded_bytes(recipe, shape))
+    seconds, optimizer = train_seconds(shape, work, update, machine), optimizer_seconds(update, machine)
     tokens = sft.sequences_per_step * sft.max_tokens
     return (
         f"a step of {tokens} tokens on {machine.name} takes at least {seconds + optimizer:.2f} s "
@@ -173,6 +176,7 @@ def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bo
         share_prompts=recipe.update.share_prompts,
         old=old,
         reference=reference,
+        offloaded=offloaded_bytes(recipe, shape),
     )
     whole, place = step_floor(shape, work, update, machine), recipe.placement
     if isinstance(place, Local):
@@ -221,6 +225,12 @@ def _hub_cache(model: Model) -> Path | None:
     except HFValidationError:  # no such id could be
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def free_main_memory() -> float:
+    import psutil
+
+    return float(psutil.virtual_memory().available)
 
 
 def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, float, str]:

@@ -30,7 +30,14 @@ CRITIC_PREFIX = "critic."
 def recipe_hash(recipe: Recipe) -> str:
     """Hash all settings that may change a result: the others (health, track …) may differ on a resume."""
     result = recipe.model_copy(
-        update={"health": Health(), "track": Track(), "paths": Paths(), "placement": Local(), "allow": []}
+        update={
+            "health": Health(),
+            "track": Track(),
+            "paths": Paths(),
+            "placement": Local(),
+            "allow": [],
+            "optimizer": recipe.optimizer.model_copy(update={"offload": "none"}),
+        }
     )
     return hashlib.sha256(dump(result).encode()).hexdigest()[:16]
 

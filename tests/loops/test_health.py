@@ -91,8 +91,8 @@ def test_nothing_but_health_may_change_in_a_resume(
     before = run.recipe_path.read_text()
     assert main(["train", "--resume", str(run.path), "health.clipping=off", "optimizer.lr=1"]) == 2
     assert (
-        "optimizer.lr=1: a resumed run keeps its own recipe; only settings of health, track and placement may change"
-        in capsys.readouterr().err
+        "optimizer.lr=1: a resumed run keeps its own recipe; only settings of health, track and placement, "
+        "and optimizer.offload, may change" in capsys.readouterr().err
     )
     with pytest.raises(ConfigError, match=r"did you mean health\.clipping\?"):
         resume_run(run.path, ["health.clippin=off"])

@@ -265,6 +265,18 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def test_a_resume_may_keep_the_optimizers_state_elsewhere(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Without offload, with it, and without again: the run is the one that never changed."""
+    settings = (NO_EVAL, "model.dtype=bf16")
+    unbroken = trained(tmp_path, tiny_model_dir, *settings, "name=unbroken", "steps=3", "seed=2")
+    run = trained(tmp_path, tiny_model_dir, *settings, "steps=1", "seed=2")
+    for steps, place in ((2, "cpu"), (3, "none")):
+        run = resume_run(run.path, [f"optimizer.offload={place}"], steps=steps)
+        assert ("main memory" in run.log_path.read_text()) == (steps >= 2)
+    assert weights(run, 3) == weights(unbroken, 3)
+    assert run.log_path.read_text().count("masters and moments in main memory") == 1
+
+
 def test_a_damaged_checkpoint_is_named_and_passed_over_only_when_asked(tmp_path: Path, tiny_model_dir: Path) -> None:
     unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
     path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)

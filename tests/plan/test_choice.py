@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from lockstep.config.load import load
 from lockstep.errors import ConfigError, DoesNotFitError
+from lockstep.learner.offload import CHUNK
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
-from lockstep.plan.memory import GIB
+from lockstep.plan.devices import require_devices
+from lockstep.plan.floors import H200 as FLOOR_GPU
+from lockstep.plan.job import OFFLOAD_CHUNK
+from lockstep.plan.memory import GIB, host_bytes, offloaded_host_bytes
+from lockstep.plan.preview import recipe_floor
 from lockstep.plan.shapes import ModelShape
 from tests.plan.test_floors import LARGE, SMALL
 from tests.plan.test_memory import GPU, H200
@@ -99,7 +105,82 @@ def test_7b_with_fp32_masters_does_not_fit_one_h200() -> None:
     assert 127.7 * 1.05 < needs < 145
     assert "moments (56.7 GiB)" in text
     assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "optimizer.offload=cpu (then " in raised.value.fix
     assert "adapter.kind=lora (then " in raised.value.fix
+
+
+# --- offload --------------------------------------------------------------------------------------------------------
+OFFLOAD = "optimizer.offload=cpu"
+
+
+@pytest.mark.parametrize("gib", [80.0, 139.8])
+def test_7b_in_full_fits_with_masters_and_moments_in_main_memory(gib: float) -> None:
+    chosen = plan(LARGE, OFFLOAD, gib=gib)
+    assert chosen.fits
+    with pytest.raises(DoesNotFitError):
+        plan(LARGE, gib=gib)
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "buffered"),
+    [
+        ((), 12, 12 * CHUNK),
+        (("optimizer.states=8bit",), 4 + 2 + 8 / 256, (6 + 8 / 256) * CHUNK),
+        (("optimizer.kind=muon",), None, 8 * 18944 * 3584),  # its largest matrix is not cut
+    ],
+)
+def test_the_gpu_has_two_buffers_for_what_main_memory_holds(
+    words: tuple[str, ...], state: float | None, buffered: float
+) -> None:
+    assert CHUNK == OFFLOAD_CHUNK
+    same = "update={recompute: full, tokens_per_microbatch: 8192}"
+    here, there = plan(LARGE, same, *words, gib=1e4), plan(LARGE, same, *words, OFFLOAD, gib=1e4)
+    for phase, other in zip(here.phases, there.phases, strict=True):
+        less = sum(term.bytes for term in phase.terms if term.name in ("fp32 masters", "moments"))
+        more = 2 * buffered if phase.name == "optimizer" else 0.0
+        work = sum(t.bytes for t in phase.terms if t.name == "moments at work")
+        work -= sum(t.bytes for t in other.terms if t.name == "moments at work")
+        assert other.bytes == pytest.approx(phase.bytes - less + more - work)
+    state = state or 4 + here.job.state_bytes
+    assert offloaded_host_bytes(there.job) == pytest.approx(state * LARGE.parameters)
+    assert host_bytes(there.job) == pytest.approx((state + 2) * LARGE.parameters)  # beside it a checkpoint's weights
+    assert offloaded_host_bytes(here.job) == 0
+
+
+def test_main_memory_without_room_is_a_refusal_with_both_figures() -> None:
+    recipe = load([*GPU, OFFLOAD])
+
+    def planned(host: float | None) -> MemoryPlan:
+        return plan_memory(recipe, LARGE, "cuda", H200, prompt_tokens=256, passes=False, host=host)
+
+    needed = host_bytes(planned(None).job)
+    assert planned(needed).fits
+    assert "99.3 GiB while it writes a checkpoint, 85.1 of them always" in " ".join(memory_lines(planned(needed)))
+    with pytest.raises(DoesNotFitError, match=r"need 99\.3 GiB of main memory, 90\.0 GiB are free") as raised:
+        planned(90 * GIB)
+    assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "optimizer.offload=none and adapter.kind=lora" not in raised.value.fix  # one change is enough
+    with pytest.raises(DoesNotFitError, match="main memory") as raised:
+        planned(8 * GIB)
+    assert "optimizer.offload=none and adapter.kind=lora (then " in raised.value.fix
+
+
+def test_a_step_takes_at_least_the_transfer() -> None:
+    """12 bytes a parameter each way, at once, over 55 GB/s."""
+    for words, size in (((), 12), (("optimizer.states=8bit",), 6 + 8 / 256)):
+        recipe = load([*GPU, *words, OFFLOAD])
+        floor = recipe_floor(recipe, LARGE, FLOOR_GPU, old=False, reference=False)
+        assert floor.optimizer == pytest.approx(size * LARGE.parameters / 55e9)
+    without = recipe_floor(load(GPU), LARGE, FLOOR_GPU, old=False, reference=False)
+    assert without.optimizer == pytest.approx(30 * LARGE.parameters / 4.3e12)
+
+
+def test_a_machine_without_a_gpu_is_told_before_anything_is_loaded() -> None:
+    if torch.cuda.is_available():
+        require_devices(load([*GPU, OFFLOAD]))
+        return
+    with pytest.raises(ConfigError, match="torch sees none on this machine"):
+        require_devices(load([*GPU, OFFLOAD]))
 
 
 def test_the_advice_fits() -> None:

@@ -34,7 +34,14 @@ def test_what_is_proposed_fits_and_can_be_pasted(seven: list[str], gib: float) -
     assert all(one.why for one in proposed)
     settings = [one.setting for one in proposed]
     assert refusals(load([*seven, *settings]), gib) == []
-    assert ("adapter.kind=lora" in settings) == (gib < 139.8)
+    change = {
+        24.0: "adapter.kind=lora",
+        48.0: "adapter.kind=lora",
+        80.0: "optimizer.offload=cpu",
+        139.8: "optimizer.states=8bit",
+    }
+    assert settings[0] == change[gib]
+    assert "adapter.kind=lora" not in settings[1:]
     assert fit_lines(preview)[-1].endswith(f"lockstep train RECIPE {' '.join(settings)}")
 
 
