@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.config.schema import Recipe
-from lockstep.doctor import exercise, gpu, machine, recipe
+from lockstep.doctor import exercise, gpu, lock, machine, recipe
 from lockstep.doctor.check import Check, Checking, perform
 from lockstep.errors import MachineError
 from lockstep.plan.devices import workers_of
@@ -23,6 +23,7 @@ def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
         ("torch", lambda: gpu.check_gpu(device)),
         ("flash_attn", gpu.check_flash_attention),
         ("allocator", lambda: gpu.check_allocator(os.environ, vllm=vllm)),
+        ("lock", lock.check_lock),
         *exercise.exercises(gpu=False),
         *machine.machine_checks(folder, extras, None if wanted is None else wanted.threads, _through_memory(wanted)),
     ]
