@@ -22,7 +22,7 @@ HEAVY = frozenset({"torch", "transformers", "vllm", "peft", "triton", "numpy", "
 
 def check_lock(folder: Path = FOLDER) -> list[Check]:
     """Compare with the lock file for this torch; nothing without the repository."""
-    installed = {canonicalize_name(one.name): one.version for one in metadata.distributions() if one.name}
+    installed = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
     path = folder / f"{lock_name(installed)}.lock"
     return [judge_lock(path, path.read_text(), installed)] if path.is_file() else []
 
