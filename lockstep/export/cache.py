@@ -86,7 +86,7 @@ def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
     """
     path = out if out is not None else cached_place(key)
     try:
-        record = json.loads((path / RECORD).read_bytes()) if not path.is_symlink() else None
+        record = {} if path.is_symlink() else json.loads((path / RECORD).read_bytes())
         files, same = dict(record["files"]), bool(key) and record["made_of"] == key
     except (OSError, ValueError, TypeError, KeyError):
         if out is None and path.exists():

@@ -45,7 +45,8 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
     """
     folder = out.with_name(f".{out.name}.partial")
     old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(folder, ignore_errors=True)
+    for rest in (folder, old):
+        shutil.rmtree(rest, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -57,9 +58,11 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
         elif out.exists():
             out.rmdir()  # empty: new_folder looked
         folder.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists() and not out.exists():
+            old.rename(out)
 
 
 def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool, own_code: bool = False) -> list[str]:
