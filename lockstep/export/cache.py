@@ -24,7 +24,7 @@ RECORD = "lockstep_export.json"
 def made_of(target: Target, kind: str, shard_bytes: int) -> dict[str, Any]:
     """Return everything that the files of an export follow from; {} for weights of no checkpoint, which have no fingerprint yet.
 
-    The card is not among them: it is written anew from the scores on record.
+    The card is not among them: it is written again from the scores on record.
     """
     if target.checkpoint is None:
         return {}
@@ -80,7 +80,7 @@ class Place:
 
 
 def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
-    """Find the place: `out`, or without it one in the cache. `again`: make an export anew that is whole, or another one.
+    """Find the place: `out`, or without it one in the cache. `again`: make a whole export again, or replace another one.
 
     Raises ConfigError if `out` holds anything that is neither the wanted export nor its damaged files.
     """
