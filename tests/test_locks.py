@@ -48,3 +48,17 @@ def test_the_cpu_lock_has_the_versions_of_the_tests() -> None:
         if not marker and version != tested.get(canonicalize_name(name), version)
     ]
     assert differ == []
+
+
+def test_the_table_of_what_goes_together_has_the_versions_of_the_locks() -> None:
+    """S1-24: torch, transformers and vLLM of each row; torch for a CPU is that of the tests."""
+    page = (ROOT / "docs/install.md").read_text()
+    rows = dict(re.findall(r"^\| `requirements/([a-z-]+)\.lock` \| [^|]* \| ([^|]*) \|", page, re.MULTILINE))
+    assert list(rows) == list(lock.LOCKS)
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name, said in rows.items():
+        pinned = {
+            package: version for package, version, _ in LINE.findall((ROOT / f"requirements/{name}.lock").read_text())
+        }
+        torch = pinned.get("torch") or tested["torch"].partition("+")[0]
+        assert said == ", ".join([torch, pinned["transformers"], pinned.get("vllm", "none")])

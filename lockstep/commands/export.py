@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="CKPT",
         help="run directory, checkpoint (runs/x/checkpoints/step_000010), or adapter's folder",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="a new folder (default: one in the cache)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--merge", action="store_true", help="a plain model, adapters merged in (the default)")
     kind.add_argument(
@@ -30,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--step", type=int, metavar="N", help="which checkpoint of a run (default: the newest); 0 is its base"
     )
     parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights (default 5)")
+    parser.add_argument("--again", action="store_true", help="make an export again that is whole, or replace another")
     parser.add_argument(
         "--recipe", nargs="+", default=[], metavar="RECIPE", help="for a checkpoint outside of its run, or an adapter"
     )
@@ -45,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(["--format gguf writes merged models, and --adapter asks for the adapter alone"])
     if not 0 < args.shard_gb < math.inf:
         raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError([f"{args.out} exists already"], fix="name a new folder")
     from lockstep.export.export import choice_note, export
     from lockstep.scoring.targets import find_target
 
@@ -55,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.checkpoint, args.recipe, args.set, args.step)
     for note in target.notes:
         print(f"warning: {note}")
-    done = export(target, args.out, adapter=args.adapter, gguf=gguf, shard_bytes=int(args.shard_gb * 1e9))
+    shard = int(args.shard_gb * 1e9)
+    done = export(target, args.out, adapter=args.adapter, gguf=gguf, shard_bytes=shard, again=args.again)
+    if done.reused:
+        print("it is there already, every file whole: not made again (--again makes it)")
     print(f"{target.label} → {done.path}: {done.kind} in {done.dtype}, {done.bytes / 1e6:,.1f} MB of tensors")
     print(done.verified.line)
     for change in done.config_changes:

@@ -12,7 +12,9 @@ from lockstep.config.verifier import NumericVerifier, Verifier
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
-PresetName: TypeAlias = Literal["dapo-math-17k", "aime-2024", "gsm8k", "math", "numinamath-1.5", "apex-shortlist"]
+PresetName: TypeAlias = Literal[
+    "dapo-math-17k", "aime-2024", "gsm8k", "math", "math-l45", "numinamath-1.5", "apex-shortlist"
+]
 Extract: TypeAlias = Literal["text", "after_hashes", "last_boxed"]
 Match: TypeAlias = Literal["exact", "normalised", "ngram"]
 

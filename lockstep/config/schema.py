@@ -173,7 +173,9 @@ class Sync(Section):
     """Tokens of each sequence."""
 
 
-Allowable: TypeAlias = Literal["slow_warmup", "long_warmup", "short_horizon", "memory", "disk", "best_metric"]
+Allowable: TypeAlias = Literal[
+    "slow_warmup", "long_warmup", "short_horizon", "memory", "disk", "best_metric", "busy_gpu"
+]
 """Refusals that are forecasts: a run may be started in spite of them."""
 
 

@@ -13,6 +13,7 @@ from lockstep.config.data import Data
 from lockstep.data.columns import BadRow, Columns, columns_of, row_key, to_conversation, to_prompt, tools_of
 from lockstep.data.filters import Pipeline, Stage, stages_of
 from lockstep.data.locate import Located, locate
+from lockstep.data.presets import limited
 from lockstep.data.sources import Row, generated_rows, read_rows
 from lockstep.errors import DataError
 from lockstep.types import Message, Prompt
@@ -85,7 +86,7 @@ class Rows:
     """
 
     def __init__(self, data: Data, located: Located, where: str, *, whole: bool = False) -> None:
-        self.data, self.located, self.where = data, located, where
+        self.data, self.located, self.where = limited(data), located, where
         self.columns: Columns = columns_of(data, whole=whole)
         self._stages = stages_of(
             data, self.columns, where, lambda other, place: open_rows(other, where=place).prompts()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from lockstep.config.data import Data, Distinct, Extract, Filter, PresetName
+from lockstep.config.data import Among, Data, Distinct, Extract, Filter, PresetName
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,12 @@ class Preset:
     """Removed from its end."""
     filters: tuple[Filter, ...] = field(default=())
     """Run before those of the recipe."""
+    max_rows: int | None = None
+    """Rows taken after the filters, if the recipe does not say."""
     also: tuple[str, ...] = ()
     """Other hub ids with the same columns."""
+    by_name: bool = False
+    """A choice of another preset's rows: its hub id alone does not mean it."""
 
 
 _VERL: Mapping[str, Any] = {
@@ -83,6 +87,19 @@ PRESETS: dict[PresetName, Preset] = {
             also=("EleutherAI/hendrycks_math", "HuggingFaceH4/MATH-500"),
         ),
         Preset(
+            "math-l45",
+            "HuggingFaceH4/MATH-500",
+            "45 problems of MATH's test split, levels 4 and 5: the first of MATH-500, whose subjects are mixed",
+            prompt="problem",
+            answer="answer",
+            response="solution",
+            split="test",
+            id="unique_id",
+            filters=(Among(name="levels_4_and_5", columns=["level"], values=[4, 5]),),
+            max_rows=45,
+            by_name=True,
+        ),
+        Preset(
             "numinamath-1.5",
             "AI-MO/NuminaMath-1.5",
             "896,215 problems of many sources; recipes/data/numinamath.yaml chooses among them",
@@ -103,7 +120,12 @@ PRESETS: dict[PresetName, Preset] = {
 }
 assert tuple(PRESETS) == get_args(PresetName)
 
-_BY_HUB_ID = {hub_id.lower(): preset for preset in PRESETS.values() for hub_id in (preset.source, *preset.also)}
+_BY_HUB_ID = {
+    hub_id.lower(): preset
+    for preset in PRESETS.values()
+    for hub_id in (preset.source, *preset.also)
+    if not preset.by_name
+}
 
 
 def preset_of(data: Data) -> Preset | None:
@@ -112,6 +134,12 @@ def preset_of(data: Data) -> Preset | None:
         return PRESETS[data.preset]
     named = next((preset for name, preset in PRESETS.items() if name == data.source), None)
     return named or _BY_HUB_ID.get(data.source.lower())
+
+
+def limited(data: Data) -> Data:
+    """Return `data` with its preset's number of rows, if it has none of its own."""
+    preset = preset_of(data)
+    return data if preset is None or data.max_rows else data.model_copy(update={"max_rows": preset.max_rows})
 
 
 def completed(data: Data, *, folder_exists: bool) -> Data:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import psutil
@@ -25,8 +25,8 @@ BF16 = 8.0
 """Compute capability from which on bf16 is native."""
 TAKEN_MIB = 1024
 """Memory in use that is more than a driver and a desktop take."""
-DRIVER_QUERY = "index,name,compute_cap,driver_version,memory.total,memory.used"
-PROCESS_QUERY = "pid,process_name,used_memory"
+DRIVER_QUERY = "index,name,compute_cap,driver_version,memory.total,memory.used,uuid"
+PROCESS_QUERY = "gpu_uuid,pid,process_name,used_memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Gpu:
     driver: str
     total: float
     used: float
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Process:
     pid: int
     name: str
     mib: float
+    gpu: str = ""
+    """UUID of the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,17 @@ def judge_processes(processes: Sequence[Process], own: frozenset[int], gpus: Seq
     return Check("gpu processes", "ok", "none but ours")
 
 
+def check_busy(device: Literal["auto", "cpu", "cuda"], needed: int, *, allowed: bool) -> list[Check]:
+    """Check that no other process is on the first `needed` GPUs, which a run takes. `allowed`: it is no more than a warning."""
+    if device == "cpu" or not (gpus := gpus_here()[:needed]):
+        return []
+    mine = {gpu.uuid for gpu in gpus}
+    check = judge_processes([one for one in gpu_processes() if one.gpu in mine], own_processes(), gpus)
+    if allowed or " not ours: " not in check.found:  # memory without a process may be that of a run that has just ended
+        return [check]
+    return [replace(check, verdict="fail", fix=f"{check.fix}; or let it through: --allow busy_gpu")]
+
+
 def judge_compiler(path: str | None) -> Check:
     if path is None:
         return Check(
@@ -192,16 +206,16 @@ def gpu_processes() -> list[Process]:
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Lines of nvidia-smi; a number that it does not know ("[N/A]") counts as 0."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 5]
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 6]
     return [
-        Gpu(int(index), name, _number(capability), driver, _number(total), _number(used))
-        for index, name, capability, driver, total, used in rows
+        Gpu(int(index), name, _number(capability), driver, _number(total), _number(used), uuid)
+        for index, name, capability, driver, total, used, uuid in rows
     ]
 
 
 def parse_processes(text: str) -> list[Process]:
-    rows = [line.split(", ") for line in text.splitlines() if line.count(", ") >= 2]
-    return [Process(int(row[0]), ", ".join(row[1:-1]), _number(row[-1])) for row in rows if row[0].isdecimal()]
+    rows = [line.split(", ") for line in text.splitlines() if line.count(", ") >= 3]
+    return [Process(int(row[1]), ", ".join(row[2:-1]), _number(row[-1]), row[0]) for row in rows if row[1].isdecimal()]
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
@@ -209,7 +223,7 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
     words = [word.strip() for word in (setting or "").split(",")]
     if setting is None or not all(word.isdecimal() for word in words):
         return list(gpus)
-    return [gpu for gpu in gpus if str(gpu.index) in words]
+    return [gpu for word in words for gpu in gpus if str(gpu.index) == word]
 
 
 def own_processes() -> frozenset[int]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.config.schema import Recipe
-from lockstep.doctor import exercise, gpu, machine, recipe
+from lockstep.doctor import exercise, gpu, lock, machine, recipe
 from lockstep.doctor.check import Check, Checking, perform
 from lockstep.errors import MachineError
+from lockstep.plan.devices import workers_of
 
 
 def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
@@ -22,6 +23,7 @@ def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
         ("torch", lambda: gpu.check_gpu(device)),
         ("flash_attn", gpu.check_flash_attention),
         ("allocator", lambda: gpu.check_allocator(os.environ, vllm=vllm)),
+        ("lock", lock.check_lock),
         *exercise.exercises(gpu=False),
         *machine.machine_checks(folder, extras, None if wanted is None else wanted.threads, _through_memory(wanted)),
     ]
@@ -47,6 +49,7 @@ def require_machine(wanted: Recipe) -> list[Check]:
                 ("memory", machine.check_memory),
                 ("shared memory", lambda: _shared_if_needed(wanted)),
                 ("extras", lambda: recipe.check_engine(wanted)),
+                ("gpu processes", lambda: _others(wanted)),
             ]
         )
     )
@@ -58,6 +61,10 @@ def require_machine(wanted: Recipe) -> list[Check]:
             fix="; ".join(check.fix for check in failed if check.fix) + "; `lockstep doctor` checks the rest",
         )
     return [check for check in found if check.verdict == "warn"]
+
+
+def _others(wanted: Recipe) -> list[Check]:
+    return gpu.check_busy(wanted.device, workers_of(wanted), allowed="busy_gpu" in wanted.allow)
 
 
 def _through_memory(wanted: Recipe | None) -> bool:

@@ -6,9 +6,10 @@ import gc
 import json
 import shutil
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from lockstep.build.parts import Policy
 from lockstep.build.warm_start import base_of, find_parent
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import list_checkpoints
+from lockstep.codec import from_json
 from lockstep.config.adapter import Lora
 from lockstep.errors import ConfigError, ExportError
+from lockstep.export.cache import RECORD, Place, hashes, look, made_of, making_alone
 from lockstep.export.card import Source, model_card, source_of
 from lockstep.export.check import Request, rendered
-from lockstep.export.files import SHARD_BYTES, copy_model_files, in_the_making, new_folder, tensor_names, write_sharded
+from lockstep.export.files import SHARD_BYTES, copy_model_files, in_the_making, tensor_names, write_sharded
 from lockstep.export.measure import TEXT, is_tied, probe_sequences, rounding_noise, wide_logprobs
 from lockstep.export.verify import Check, Expected, Verified, in_fresh_process, verify
 from lockstep.learner.adapter_files import CONFIG, TENSORS, save_adapter
@@ -39,9 +42,11 @@ from lockstep.models.resolve import Source as From
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.scoring.targets import Target, read_adapter_folder, read_checkpoint
 from lockstep.sync.fingerprint import fingerprint
+from lockstep.track.files import write_atomic
 
-RECORD = "lockstep_export.json"
 GGUF_FILE = "model.gguf"
+CARD = "README.md"
+Kind: TypeAlias = Literal["model", "adapter", "gguf"]
 BOUNDARIES = ("bos_token", "eos_token", "pad_token")
 ROUNDED = "bfloat16"
 
@@ -51,7 +56,7 @@ class Exported:
     """Facts of a finished export."""
 
     path: Path
-    kind: Literal["model", "adapter", "gguf"]
+    kind: Kind
     dtype: str
     bytes: int
     fingerprint: str
@@ -59,6 +64,8 @@ class Exported:
     verified: Verified
     config_changes: tuple[str, ...]
     source: Source
+    reused: bool = False
+    """It was there already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,38 +90,71 @@ def choice_note(name: str, step: int | None) -> str:
 
 def export(
     target: Target,
-    out: Path,
+    out: Path | None,
     *,
     adapter: bool = False,
     gguf: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    again: bool = False,
     check: Check = in_fresh_process,
 ) -> Exported:
     """Write `target` to the new folder `out`: a plain model, with `adapter` PEFT's layout, or with `gguf` one file for llama.cpp.
 
     Everything is written beside `out`, read back by `check`, and renamed once it is proven to be the model that trained. Raises
-    ExportError, and leaves nothing, if it is not; ModelError if GGUF cannot express it.
+    ExportError, and leaves nothing, if it is not; ModelError if GGUF cannot express it. Without `out` the place is in the cache.
+    An export of the same weights and settings, every file whole, is not made again, unless with `again`.
     """
     _refuse(target, adapter=adapter)
-    out = new_folder(out)
-    with in_the_making(out) as folder, tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as back:
+    kind: Kind = "gguf" if gguf else "adapter" if adapter else "model"
+    key = made_of(target, kind, shard_bytes)
+    with making_alone(key) if out is None else nullcontext():
+        place = look(out, key, again=again)
+        if place.record is not None:
+            return _reused(target, kind, place.path, place.record)
+        return _make(target, place, kind, key, shard_bytes, check)
+
+
+def _make(target: Target, place: Place, kind: Kind, key: dict[str, Any], shard_bytes: int, check: Check) -> Exported:
+    out, adapter = place.path, kind == "adapter"
+    with (
+        in_the_making(out, replaced=place.replaced) as folder,
+        tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as back,
+    ):
         written = _write(target, folder, adapter=adapter, shard_bytes=shard_bytes)
         written = replace(written, expected=_with_base(written.expected, target, written.request))
         _free()
         expected, request = written.expected, written.request
-        if gguf:
+        if kind == "gguf":
             expected, request = into_gguf(folder, Path(back), expected, request)
         found = check(request)
         verified = verify(expected, found, tensor_names(Path(request.folder)), str(out))
         source = source_of(target, found.architecture)
         exported = Exported(
-            out, "gguf" if gguf else "adapter" if adapter else "model", written.expected.dtype, written.bytes,
-            written.expected.fingerprint, verified, () if gguf else tuple(written.config_changes), source,
+            out, kind, written.expected.dtype, written.bytes,
+            written.expected.fingerprint, verified, () if kind == "gguf" else tuple(written.config_changes), source,
         )  # fmt: skip
-        facts = asdict(exported) | {"path": str(out), "equals_base": verified.equals_base}
-        (folder / RECORD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(model_card(target, source, verified, exported.kind, exported.dtype), "utf-8")
+        (folder / CARD).write_text(model_card(target, source, verified, kind, exported.dtype), "utf-8")
+        facts = asdict(exported) | {"path": str(out), "equals_base": verified.equals_base, "made_of": key}
+        del facts["reused"]
+        _write_record(folder, facts)
     return exported
+
+
+def _write_record(folder: Path, facts: dict[str, Any]) -> None:
+    write_atomic(folder / RECORD, json.dumps(facts | {"files": hashes(folder)}, indent=2) + "\n")
+
+
+def _reused(target: Target, kind: Kind, folder: Path, record: dict[str, Any]) -> Exported:
+    """Return the export that is there, its card brought up to date."""
+    found = Exported(
+        folder, kind, record["dtype"], record["bytes"], record["fingerprint"], from_json(Verified, record["verified"]),
+        tuple(record["config_changes"]), from_json(Source, record["source"]), reused=True,
+    )  # fmt: skip
+    card = model_card(target, found.source, found.verified, kind, found.dtype)
+    if card != (folder / CARD).read_text("utf-8"):
+        write_atomic(folder / CARD, card)
+        _write_record(folder, record)
+    return found
 
 
 def _refuse(target: Target, *, adapter: bool) -> None:

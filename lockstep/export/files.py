@@ -38,24 +38,31 @@ def new_folder(out: Path) -> Path:
 
 
 @contextmanager
-def in_the_making(out: Path) -> Iterator[Path]:
-    """Give a folder that becomes `out` at the end; after an error nothing is left.
+def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
+    """Give a folder that becomes `out` at the end; after an error nothing is left, and what was to be `replaced` is as it was.
 
     Raises ConfigError if it cannot be made there.
     """
     folder = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(folder, ignore_errors=True)
+    old = out.with_name(f".{out.name}.old")
+    for rest in (folder, old):
+        shutil.rmtree(rest, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError([f"{out} cannot be made: {error}"], fix="name a place that can be written") from error
     try:
         yield folder
-        if out.exists():
+        if out.exists() and replaced:
+            out.rename(old)
+        elif out.exists():
             out.rmdir()  # empty: new_folder looked
         folder.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if old.exists() and not out.exists():
+            old.rename(out)
 
 
 def copy_model_files(source: Path, folder: Path, dtype: str, *, whole: bool, own_code: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lockstep.config.load import load
 from lockstep.config.text import read, to_yaml
 from lockstep.errors import EvaluationError, HostError
 from lockstep.evaluation.records import read_brief, read_score, write_score
@@ -125,14 +126,16 @@ class _Placing:
         return [f"stored: {place}"]
 
     def _run(self, name: str) -> str:
+        from lockstep.run.state import recipe_hash  # loads torch
+
         folder, place = self.stage / name, Path(self.here(name))
         tree: Any = read(folder / "recipe.yaml").value
         (folder / "recipe.yaml").write_text(to_yaml(self._tree(tree)))
         manifest = json.loads((folder / "manifest.json").read_text())
-        write_atomic(
-            folder / "manifest.json",
-            json.dumps(manifest | {"fetched_from": {"host": self.host, "job": self.job}}, indent=2),
-        )
+        # Its recipe names paths of this machine now: a resume here knows the checkpoints by the hash that it had there.
+        fetched = {"host": self.host, "job": self.job, "recipe": manifest.get("recipe", "")}
+        facts = {"fetched_from": fetched, "recipe": recipe_hash(load([str(folder / "recipe.yaml")]))}
+        write_atomic(folder / "manifest.json", json.dumps(manifest | facts, indent=2))
         place.parent.mkdir(parents=True, exist_ok=True)
         _move(folder, place)
         return f"fetched: {place}, a run of {manifest.get('host', self.host)}"

@@ -38,7 +38,7 @@ from lockstep.run.evaluation import final_table
 from lockstep.run.extend import EXTENDED, began_with, extend, lengths
 from lockstep.run.logger import RunLogger
 from lockstep.run.monitor import last_evaluated
-from lockstep.run.state import recipe_hash, require_own_recipe, require_own_rows, restore
+from lockstep.run.state import known_recipes, recipe_hash, require_own_recipe, require_own_rows, restore
 from lockstep.track.provenance import keep_sources
 from lockstep.track.rundir import RunDirectory, manifest_facts, refuse_taken
 from lockstep.track.sinks import check_installed
@@ -199,7 +199,7 @@ def _build(recipe: Recipe, logger: RunLogger, info: CheckpointInfo | None, ready
     weights, state = read_weights(info) if info else (None, None)
     parts = place_parts(recipe, task, logger.run.path, stack, weights, logger.note)
     if state is not None:
-        restore(parts, state, recipe, lengths(logger.run))
+        restore(parts, state, known_recipes(logger.run, recipe))
         logger.say(f"resumed from step {state.step}: every file verified, weights {state.meta['fingerprint']}")
     elif parts.policy.parent is not None:
         _say_parent(parts, parts.policy.parent, logger)

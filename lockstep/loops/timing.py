@@ -39,7 +39,7 @@ from lockstep.run.state import save_checkpoint
 from lockstep.tasks.build import build_task
 from lockstep.track.facts import cpu_facts
 from lockstep.track.files import write_atomic
-from lockstep.types import Group, Prompt
+from lockstep.types import Group, Prompt, Proof
 
 BUDGET = 15.0
 """Seconds of sampling and training, about; fewer prompts than a step has are extrapolated."""
@@ -64,7 +64,9 @@ class Timing:
     live: float
     """Share of the samples that train: those of groups with unequal rewards."""
     sync: float
-    """Proof that the engine has the new weights."""
+    """Proof that the engine has the new weights, with a probe of log-probabilities, as at the first steps."""
+    probe: float
+    """Seconds of the probe in it, which most steps of a long run do not make."""
     item: float
     """One reply of an evaluation."""
     save: float
@@ -83,8 +85,15 @@ class Timing:
         return self.longest * (self.sample + self.update) + self.sync
 
     def run(self, recipe: Recipe, step: float) -> float:
-        """Return the seconds of the whole run, with `step` seconds a step."""
-        return recipe.steps * step + replies_in_all(recipe) * self.item + saves(recipe) * self.save
+        """Return the seconds of the whole run, with `step` seconds a step that probes."""
+        every, first = recipe.sync.probe_every, max(0, min(recipe.steps, recipe.sync.probe_first - 1))
+        probed = first + recipe.steps // every - first // every  # push 0 is before the first step
+        return (
+            recipe.steps * step
+            - (recipe.steps - probed) * self.probe
+            + replies_in_all(recipe) * self.item
+            + saves(recipe) * self.save
+        )
 
 
 def timing_lines(timing: Timing, recipe: Recipe) -> list[str]:
@@ -131,12 +140,18 @@ def _measured(recipe: Recipe) -> Timing:
     task = build_task(recipe.task, recipe.seed)
     load_opponents(task, recipe)
     cap = min(recipe.rollout.max_tokens, TOKENS[choose_device(recipe.device).type])
-    quick = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": cap})})
+    every_other = recipe.sync.model_copy(update={"probe_first": 0, "probe_every": 2})
+    short = recipe.rollout.model_copy(update={"max_tokens": cap})
+    quick = recipe.model_copy(update={"rollout": short, "sync": every_other})
     held = ready_items(recipe, task)[:ITEMS]
     parts = build_parts(quick, task)
     parts.sync.push(parts.learner, parts.engine)
     sample, update, groups = _sft_step(parts, recipe) if recipe.loop == "sft" else _rl_step(parts, quick)
-    sync = _seconds(lambda: parts.sync.push(parts.learner, parts.engine))
+    proofs: list[Proof] = []
+    pushes = [_seconds(lambda: proofs.append(parts.sync.push(parts.learner, parts.engine))) for _ in range(2)]
+    plain, sync = (
+        seconds for _, seconds in sorted((proof.probe is not None, s) for proof, s in zip(proofs, pushes, strict=True))
+    )
     alone = quick.model_copy(update={"samples_per_prompt": 1})
     item = _sampled(parts, alone, held)[0] / len(held) if held else 0.0
     lengths = [len(one.ids) for group in groups for one in group.rollouts]
@@ -150,6 +165,7 @@ def _measured(recipe: Recipe) -> Timing:
         update=update * longer,
         live=_live(groups) if groups and recipe.update.drop_zero_advantage else 1.0,
         sync=sync,
+        probe=max(0.0, sync - plain),
         item=item * longer,
         save=_save(parts, recipe),
         tokens=tokens,

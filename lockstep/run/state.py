@@ -6,7 +6,7 @@ No state of random generators is saved: each seed is computed from the run's see
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,13 +107,19 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
         )
 
 
-def restore(parts: Parts, state: CheckpointState, recipe: Recipe, earlier: Sequence[int] = ()) -> None:
-    """Continue from the checkpoint whose weights the parts were built with. Raises CheckpointError if the weights differ.
+def known_recipes(run: RunDirectory, recipe: Recipe) -> set[str]:
+    """Return the hashes that a checkpoint of the run may name: of each length that it has had, and of the host it came from."""
+    fetched = run.manifest().get("fetched_from") or {}
+    steps = (*lengths(run), recipe.steps)
+    return {recipe_hash(recipe.model_copy(update={"steps": n})) for n in steps} | {fetched.get("recipe", "")} - {""}
 
-    `earlier`: numbers of steps that the run has had; a checkpoint may be of that time.
+
+def restore(parts: Parts, state: CheckpointState, recipes: Set[str]) -> None:
+    """Continue from the checkpoint whose weights the parts were built with. Raises CheckpointError if the weights differ, or
+    its recipe is none of `recipes` (hashes).
     """
     meta: Mapping[str, Any] = state.meta
-    if meta["recipe"] not in {recipe_hash(recipe.model_copy(update={"steps": n})) for n in (*earlier, recipe.steps)}:
+    if meta["recipe"] not in recipes:
         raise CheckpointError(
             "it was saved under another recipe", where=f"step {state.step}", fix="resume with the run's own recipe.yaml"
         )

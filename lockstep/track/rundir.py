@@ -250,6 +250,7 @@ class _Manifest(BaseModel):
     gpu: list[_Gpu] | None = None
     packages: dict[str, Any] | None = None
     parent: _Parent | None = None
+    fetched_from: dict[str, str] | None = None
 
 
 def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:

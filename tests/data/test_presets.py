@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config.data import Data
 from lockstep.data.load import Rows, open_rows
-from lockstep.data.presets import PRESETS, completed
+from lockstep.data.presets import PRESETS, completed, preset_of
 from lockstep.errors import DataError
 from lockstep.types import Prompt
 
@@ -71,6 +71,33 @@ def test_math(tmp_path: Path) -> None:
         rows_of(tmp_path, "math", [item | {"solution": r"\boxed{1"}]).prompts()
 
 
+def test_45_problems_of_levels_4_and_5(tmp_path: Path) -> None:
+    """Of rows as MATH-500 has them: the first 45 of those levels, or as many as the recipe says."""
+    items: list[dict[str, object]] = [
+        {
+            "problem": f"p{n}",
+            "solution": f"s{n}",
+            "answer": f"{n}",
+            "subject": "Algebra",
+            "level": n % 5 + 1,
+            "unique_id": f"test/{n}",
+        }
+        for n in range(500)
+    ]
+    rows = rows_of(tmp_path, "math-l45", items)
+    prompts = rows.prompts()
+    hard = [n for n in range(500) if n % 5 + 1 >= 4]
+    assert shown(prompts) == [(f"p{n}", str(n)) for n in hard[:45]]
+    assert prompts[0].id == "rows/test/3"
+    (stage,) = rows.reading.stages
+    assert (stage.name, stage.before - stage.dropped) == ("levels_4_and_5", 45)
+    assert len(rows_of(tmp_path, "math-l45", items, max_rows=100).prompts()) == 100
+    named = completed(Data(source="math-l45"), folder_exists=False)
+    assert (named.source, named.split) == ("HuggingFaceH4/MATH-500", "test")
+    whole = rows_of(tmp_path, "math", [items[0] | {"solution": r"\boxed{1}"}]).prompts()
+    assert (len(whole), preset_of(Data(source="HuggingFaceH4/MATH-500"))) == (1, PRESETS["math"])
+
+
 def test_numinamath_and_apex(tmp_path: Path) -> None:
     item: dict[str, object] = dict.fromkeys(("problem_type", "source"), "x")
     item |= {"problem": "p", "solution": "s", "answer": "12", "question_type": "math-word-problem", "synthetic": False}
@@ -90,7 +117,7 @@ def test_settings_win_over_the_preset(tmp_path: Path) -> None:
     assert boxed.answer == "1\n#### 2"
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.by_name])
 def test_a_presets_name_and_its_hub_id_mean_the_same(name: str) -> None:
     preset = PRESETS[name]  # type: ignore[index]
     by_name, by_id = (completed(Data(source=text), folder_exists=False) for text in (name, preset.source))

@@ -9,9 +9,9 @@ import json
 from lockstep.cli import main
 
 MACHINE = [
-    "imports", "versions", "shadows", "pip", "encoding", "temporary", "proxy", "model cache", "torch", "allocator", "attention",
-    "uvloop", "python", "packages", "compiler", "threads", "load", "memory", "shared memory", "disk", "cache", "limits", "clock",
-    "loopback",
+    "imports", "versions", "shadows", "pip", "encoding", "temporary", "proxy", "model cache", "torch", "allocator", "lock",
+    "attention", "uvloop", "python", "packages", "compiler", "threads", "load", "memory", "shared memory", "disk", "cache",
+    "limits", "clock", "loopback",
 ]  # fmt: skip
 
 

@@ -8,25 +8,32 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.schema import Recipe
 from lockstep.doctor import gpu
 from lockstep.doctor.check import Check
 from lockstep.doctor.gpu import Build, Gpu, Process
+from lockstep.doctor.run import require_machine
+from lockstep.errors import MachineError
 
-SMI = "0, NVIDIA H200, 9.0, 580.65.06, 143771, 4\n1, NVIDIA H200, 9.0, 580.65.06, 143771, 90112\n"
-H200 = Gpu(0, "NVIDIA H200", 9.0, "580.65.06", 143771.0, 4.0)
+SMI = "0, NVIDIA H200, 9.0, 580.65.06, 143771, 4, GPU-a\n1, NVIDIA H200, 9.0, 580.65.06, 143771, 90112, GPU-b\n"
+H200 = Gpu(0, "NVIDIA H200", 9.0, "580.65.06", 143771.0, 4.0, "GPU-a")
 CUDA = Build("2.11.0+cu130", "13.0", ("sm_75", "sm_80", "sm_90", "sm_100", "compute_120"), True)
 CPU = Build("2.13.0+cpu", None, (), False)
 
 
 def test_lines_of_nvidia_smi_are_read() -> None:
-    assert gpu.parse_gpus(SMI) == [H200, replace(H200, index=1, used=90112.0)]
-    assert gpu.parse_gpus("0, Orin, 8.7, 540.4.0, [N/A], [N/A]\n")[0].total == 0.0
+    assert gpu.parse_gpus(SMI) == [H200, replace(H200, index=1, used=90112.0, uuid="GPU-b")]
+    assert gpu.parse_gpus("0, Orin, 8.7, 540.4.0, [N/A], [N/A], GPU-c\n")[0].total == 0.0
     assert gpu.parse_gpus("No devices were found\n") == []
-    assert gpu.parse_processes("4711, python, with commas, 2048\n12, [N/A], [N/A]\n") == [
-        Process(4711, "python, with commas", 2048.0),
-        Process(12, "[N/A]", 0.0),
+    assert gpu.parse_processes("GPU-a, 4711, python, with commas, 2048\nGPU-b, 12, [N/A], [N/A]\n") == [
+        Process(4711, "python, with commas", 2048.0, "GPU-a"),
+        Process(12, "[N/A]", 0.0, "GPU-b"),
     ]
     assert [one.index for one in gpu.visible(gpu.parse_gpus(SMI), "1")] == [1]
+    assert [one.index for one in gpu.visible(gpu.parse_gpus(SMI), "1,0")] == [
+        1,
+        0,
+    ]  # the first is the one that torch takes
     assert gpu.visible([H200], "") == [H200]  # torch then finds none, which is said
     assert gpu.visible([H200], "GPU-8f3a") == [H200]
     assert gpu.visible([H200], None) == [H200]
@@ -111,7 +118,7 @@ def test_nvidia_smi_is_asked_and_may_be_absent_broken_or_hanging(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (gpu.gpus_here(), gpu.gpu_processes()) == ([], [])
     (tmp_path / "gpus").write_text(SMI)
-    smi(tmp_path, f"case $1 in --query-gpu*) /bin/cat {tmp_path}/gpus;; *) echo 999999, vllm, 90112;; esac")
+    smi(tmp_path, f"case $1 in --query-gpu*) /bin/cat {tmp_path}/gpus;; *) echo GPU-b, 999999, vllm, 90112;; esac")
     assert [one.used for one in gpu.gpus_here()] == [4.0, 90112.0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     names = {check.name: check for check in gpu.check_gpu()}
@@ -125,6 +132,24 @@ def test_nvidia_smi_is_asked_and_may_be_absent_broken_or_hanging(
     monkeypatch.setattr(gpu, "SMI_SECONDS", 0.2)
     (check,) = gpu.check_gpu()
     assert (check.verdict, check.found) == ("fail", "nvidia-smi gave no answer in 0.2 s: the driver hangs")
+
+
+def test_a_run_does_not_start_on_a_gpu_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3-34: the GPU that is taken is looked at, not its neighbour; --allow lets the run start."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    (tmp_path / "gpus").write_text(SMI)
+    smi(tmp_path, f"case $1 in --query-gpu*) /bin/cat {tmp_path}/gpus;; *) echo GPU-b, 999999, vllm, 90112;; esac")
+    with pytest.raises(MachineError, match=r"gpu processes: 1 not ours: 999999 vllm \(88.0 GiB\)") as refused:
+        require_machine(Recipe())
+    assert "--allow busy_gpu" in str(refused.value.fix)
+    (warned,) = [check for check in require_machine(Recipe(allow=["busy_gpu"])) if check.name == "gpu processes"]
+    assert warned.found == "1 not ours: 999999 vllm (88.0 GiB)"
+    for recipe in (Recipe(device="cpu"), Recipe(allow=[])):  # no GPU; then the free one of the two
+        assert "gpu processes" not in [check.name for check in require_machine(recipe)]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(MachineError, match="999999 vllm"):
+        require_machine(Recipe(placement={"kind": "colocated", "gpus": 2}))  # type: ignore[arg-type]
 
 
 def test_an_allocator_that_does_not_go_with_vllm_is_found() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.store import list_checkpoints
 from lockstep.cli import main
 from lockstep.config.hosts import host_of
 from lockstep.errors import HostError
@@ -135,6 +136,32 @@ def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
     assert "there is another one of this name" in capsys.readouterr().err
     assert main(["host", "list", "spare"]) == 0
     assert "a.job: ended with 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_training_that_is_stopped_saves_and_goes_on_here(
+    spare: Machine, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = words(
+        tmp_path / "elsewhere", tiny_model_dir, "eval.enabled=false", "steps=150", "save.every=150", "name=long"
+    )
+    assert main(["host", "run", "spare", "--name", "long", "train", *recipe]) == 0
+    until = time.monotonic() + 90
+    log = spare.folder / "jobs/long/log.txt"
+    while not log.exists() or log.read_text().count("  reward ") < 2:
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+    assert main(["host", "stop", "spare", "long"]) == 0
+    assert "long ended with 75" in capsys.readouterr().out  # interrupted, and saved
+    assert main(["host", "fetch", "spare", "long"]) == 75
+    place = tmp_path / "elsewhere/runs/long"
+    (saved,) = list_checkpoints(place)
+    assert (saved.complete, 2 <= saved.step < 150) == (True, True)
+    assert main(["train", "--resume", str(place)]) == 0
+    assert f"resumed from step {saved.step}: every file verified" in capsys.readouterr().out
+    steps = [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 151))
+    assert [info.step for info in list_checkpoints(place) if info.complete] == [saved.step, 150]
 
 
 def test_words_reach_the_command_as_they_are(spare: Machine, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

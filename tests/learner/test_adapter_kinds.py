@@ -22,7 +22,7 @@ from lockstep.learner.adapters import facts_of
 from lockstep.learner.merge import merged_weights
 from lockstep.learner.top_singular import TopSingular, top_singular
 from lockstep.models.attention import NAME
-from lockstep.run.state import restore, save_checkpoint
+from lockstep.run.state import recipe_hash, restore, save_checkpoint
 from lockstep.sync.fingerprint import fingerprint
 from tests.learner.batches import make_batch
 from tests.learner.kinds import KINDS, LORAS, RESIDUAL
@@ -120,7 +120,7 @@ def test_a_kind_trains_resumes_merges_loads_and_is_evaluated(kind: str, tiny_mod
     # resume: to the bit
     weights, state = read_weights(open_checkpoint(tmp_path))
     again = parts_of(recipe, weights)
-    restore(again, state, recipe)
+    restore(again, state, {recipe_hash(recipe)})
     assert torch.equal(logprobs(again), expected)
     assert list(again.learner.response_logprobs(make_batch().sequences, 1.0, reference=True)) == reference
     steps(parts, 2)
@@ -201,7 +201,7 @@ def test_a_checkpoint_brings_its_own_start(
     monkeypatch.setattr(start, "_by_qr", lambda w, r: start.Factors(-ours[1](w, r).down_RI, -ours[1](w, r).up_OR))
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "elsewhere"))
     again = parts_of(recipe, weights)
-    restore(again, state, recipe)
+    restore(again, state, {recipe_hash(recipe)})
     assert torch.equal(logprobs(again), logprobs(parts))
     sequences = make_batch().sequences
     reference = parts.learner.response_logprobs(sequences, 1.0, reference=True)

@@ -12,7 +12,7 @@ from lockstep.loops.timing import Timing, measure_timing, stored_timing, timing_
 from tests.loops.runs import recipe
 from tests.loops.sft_runs import recipe as sft_recipe
 
-HAND = Timing(sample=4.0, update=2.0, live=0.5, sync=0.25, item=0.1, save=3.0, tokens=16.0, longest=4.0)
+HAND = Timing(sample=4.0, update=2.0, live=0.5, sync=0.25, probe=0.2, item=0.1, save=3.0, tokens=16.0, longest=4.0)
 
 
 def test_a_run_is_its_steps_evaluations_and_checkpoints() -> None:
@@ -20,8 +20,9 @@ def test_a_run_is_its_steps_evaluations_and_checkpoints() -> None:
     one = load(words)
     assert HAND.step == 4.0 + 0.5 * 2.0 + 0.25
     assert HAND.most == 4 * (4.0 + 2.0) + 0.25
+    # pushes 0 to 10, 20, 30, 40 and 50 probe: 14 of the 50 after a step
     # steps 0, 25, 50 are evaluated greedily and sampled, 10 items each; saved at 20, 40, 50
-    assert HAND.run(one, HAND.step) == pytest.approx(50 * 5.25 + 3 * 2 * 10 * 0.1 + 3 * 3.0)
+    assert HAND.run(one, HAND.step) == pytest.approx(50 * 5.25 - 36 * 0.2 + 3 * 2 * 10 * 0.1 + 3 * 3.0)
     step, whole = timing_lines(HAND, one)
     assert "a step takes about 5.25 s here" in step
     assert "about 5 min; at most 20 min, 24.2 s a step" in whole
@@ -37,6 +38,7 @@ def test_it_is_measured_once_for_settings_that_change_it(
     found = measure_timing(given)
     assert min(found.sample, found.update, found.sync, found.item, found.save, found.live) > 0
     assert 0 < found.tokens <= 6
+    assert 0 < found.probe < found.sync
     assert found.most >= found.step
     assert measure_timing(given) == stored_timing(given) == found
     assert stored_timing(recipe(tmp_path, tiny_model_dir, "steps=9", "name=other")) == found

@@ -18,6 +18,7 @@ from lockstep.track.rundir import RunDirectory, never_began
 from lockstep.track.sinks import build_sinks
 from lockstep.track.sync import sync
 from lockstep.track.writer import RunWriter
+from tests.loops.runs import LORA, NO_EVAL, trained
 from tests.track.runs import FACTS, RECIPE
 
 PROGRAM = """
@@ -256,6 +257,34 @@ def test_a_tracker_that_cannot_be_opened_stops_a_start_and_no_resume(tmp_path: P
     with RunDirectory.resume(tmp_path / "a", FACTS) as run:
         build_sinks(track, run, "demo", {}, on_failure=lambda name, error: heard.append(str(error)))
     assert heard == ["no such project"]
+
+
+def test_a_checkpoint_is_sent_as_an_artefact(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2-55: what the tracker's own client gives back is the checkpoint, byte for byte."""
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    track = "track={sinks: [mlflow], project: crates, artifacts: true}"
+    run = trained(tmp_path, tiny_model_dir, *LORA, NO_EVAL, "steps=2", "save.every=1", "name=sent", track)
+    client = MlflowClient(tracking_uri=(run.path / "trackers" / "mlflow").resolve().as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("crates").experiment_id])
+    for place in sorted(run.checkpoints_path.iterdir()):
+        (tmp_path / place.name).mkdir()
+        back = Path(client.download_artifacts(found.info.run_id, f"sent-{place.name}", str(tmp_path / place.name)))
+        assert contents(back) == contents(place)
+    assert [one.path for one in client.list_artifacts(found.info.run_id) if one.is_dir] == [
+        "sent-step_000001",
+        "sent-step_000002",
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert "COMMIT.json" in files
+    return files
 
 
 def test_mlflow_offline_is_sent_to_its_server_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
