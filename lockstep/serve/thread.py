@@ -123,6 +123,8 @@ class EngineThread:
                     log.exception("the engine failed")
                 self._fail(error)
         self._fail(EngineError("the engine was closed before the reply was done"))
+        if isinstance(self._engine, NativeRollouts):
+            self._engine.forget()
 
     def _between(self) -> None:
         """Cancel and admit. Raises _Closed once the thread is closed, which makes a native engine drop its requests."""

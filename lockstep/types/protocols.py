@@ -104,6 +104,9 @@ class NativeRollouts(Protocol):
     def cancel(self, id: str) -> None:
         """Drop a request, between two tokens. It has no completion; its row and pages are free for the next."""
 
+    def forget(self) -> None:
+        """Give up the keys and values that are kept for later turns (Request.keep): none will come of these episodes."""
+
 
 class Learner(Protocol):
     """Owns the trained weights."""
