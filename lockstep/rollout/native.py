@@ -9,7 +9,7 @@ Legend: B rows being decoded, T tokens of the padded stream, V vocabulary, H hid
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ from lockstep.types import (
     Forward,
     ForwardReport,
     Request,
+    Sampled,
     Sampling,
     TokenIds,
     WeightStream,
@@ -172,6 +173,10 @@ class NativeEngine:
             self._left(request.group, 1)
         for slot in [slot for slot, sequence in enumerate(self._active) if sequence.request.id == id]:
             self._free(slot)
+
+    def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
+        running = [one for one in self._active if one.request.id in ids]
+        return {one.request.id: Sampled(tuple(one.ids), tuple(one.logprobs)) for one in running}
 
     def forget(self) -> None:
         """Drop what is kept for later turns."""

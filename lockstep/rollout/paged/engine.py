@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from lockstep.rollout.paged.scheduler import (
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
-from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
+from lockstep.types import Completion, Forward, ForwardReport, Request, Sampled, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +187,11 @@ class PagedEngine:
             self._leave(request.group)
         self._remove([row for row, sequence in enumerate(self._active) if sequence.request.id == id])
 
+    def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
+        rows = {row: one for row, one in enumerate(self._active) if one.request.id in ids}
+        found = ((rows[row], tokens, logprobs) for row, tokens, logprobs in self._read(list(rows)))
+        return {one.request.id: Sampled(tokens[: one.drawn], logprobs[: one.drawn]) for one, tokens, logprobs in found}
+
     def forget(self) -> None:
         """Drop what is kept for later turns, and free the memory if nothing runs."""
         self._pool.kept.clear()
@@ -309,22 +314,25 @@ class PagedEngine:
         ended = [row for row in range(count) if done[row]]
         texts = [row for row in range(count) if self._active[row].request.sampling.stop]
         read = sorted({*ended, *texts})
-        if not read:
-            return
-        place_B = torch.tensor(read, device=self._device)
-        ids = rows.ids_BN[place_B].tolist()
-        logprobs = rows.logprobs_BN[place_B].tolist()
         finished = []
-        for row, row_ids, row_logprobs in zip(read, ids, logprobs, strict=True):
+        for row, row_ids, row_logprobs in self._read(read):
             sequence = self._active[row]
             end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_ids)
             if end is not None:
                 tokens, reason = end
-                kept = tuple(row_ids[:tokens]), tuple(row_logprobs[:tokens])
+                kept = row_ids[:tokens], row_logprobs[:tokens]
                 self._done.append(Completion(sequence.request, *kept, reason, self.version))
                 self._pool.keep(sequence, kept[0])
                 finished.append(row)
         self._remove(finished)
+
+    def _read(self, places: Sequence[int]) -> Iterator[tuple[int, TokenIds, tuple[float, ...]]]:
+        """Yield rows with their tokens and log-probabilities, of which the first `drawn` are valid."""
+        if places:
+            place_B = torch.tensor(places, device=self._device)
+            both = (tensor[place_B].tolist() for tensor in (self._live.ids_BN, self._live.logprobs_BN))
+            for row, ids, logprobs in zip(places, *both, strict=True):
+                yield row, tuple(ids), tuple(logprobs)
 
     def _remove(self, finished: Sequence[int]) -> None:
         if not finished:

@@ -166,7 +166,7 @@ class Clients:
                 ids = ids[: self.chance.randint(1, len(ids))]
             case 1:
                 ids = tokens(self.chance.randint(1, 150), self.count)
-        ids = (*ids[-400:], *tokens(self.chance.randint(1, 70), self.count))
+        ids = (*ids[-350:], *tokens(self.chance.randint(1, 70), self.count))
         self.count += 1
         sampling = Sampling(self.chance.choice([1, 5, 20, 70]), ignore_eos=True)
         asked = request(f"{self.count}", ids, sampling, group=f"g{self.count}", version=self.engine.version)
