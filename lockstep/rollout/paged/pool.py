@@ -14,8 +14,8 @@ CACHE_SHARE = 0.9
 class Pool:
     """Prompts by group, and kept histories, in the pages of a cache.
 
-    A request that begins with a kept history shares its whole pages and copies the last one, of which it writes the rest: nobody
-    writes to a page that has two owners.
+    A request that begins with a kept history shares its whole pages and copies the last one, of which it writes the rest: a page
+    that has two owners is not written to.
     """
 
     def __init__(self, cache: PageCache) -> None:
