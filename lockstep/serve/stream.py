@@ -1,4 +1,4 @@
-"""Replies that are sent while they are sampled: what is new of them, and what of it was sent already."""
+"""Streams of replies under way: what is new of them, and what of it was sent already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.types import Completion, Sampled
 
 
 class News:
-    """What the threads of a sampler tell of the choices of one request, for the thread that answers it."""
+    """News of the choices of one request: from the threads of a sampler to the thread that answers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class News:
 
 @dataclass(slots=True)
 class Sent:
-    """What of a choice was sent."""
+    """Parts of a choice that were sent."""
 
     text: str = ""
     thoughts: str = ""
