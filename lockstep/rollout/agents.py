@@ -22,6 +22,7 @@ from lockstep.config.schema import Turns
 from lockstep.envs.programs import Job, Outcome, Programs
 from lockstep.errors import EngineError, LockstepError, SpentError, StaleWeightsError
 from lockstep.rollout.branches import branches_of
+from lockstep.rollout.requests import tell_sampled
 from lockstep.seeds import seed_for
 from lockstep.types import (
     Completion,
@@ -143,6 +144,7 @@ class Agents:
 
         Waits at most `seconds` for the first.
         """
+        tell_sampled(self._engine, [asked.ask for one in self.open.values() for asked in one.open.values()])
         ended: list[AgentEpisode] = []
         until = time.monotonic() + seconds
         while True:

@@ -27,6 +27,7 @@ from lockstep.types import (
     Grade,
     Group,
     Message,
+    NativeRollouts,
     Prompt,
     ReplyText,
     Request,
@@ -132,12 +133,14 @@ class _Table:
             yield from self._take_ended()
 
     def close(self) -> None:
-        """Stop the environments and programs that still work."""
+        """Stop the environments and programs that still work; the engine keeps nothing for their next turns."""
         self._agents.close()
         for episode in self._open.values():
             if episode.runner is not None:
                 episode.runner.end(episode.key)
         self._open.clear()
+        if isinstance(self._engine, NativeRollouts):
+            self._engine.forget()
 
     def _take_ended(self) -> list[tuple[str, Rollout]]:
         ended, self._ended = self._ended, []

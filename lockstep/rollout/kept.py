@@ -1,31 +1,40 @@
-"""Processed prompts that later requests may begin with: the earlier turns of an episode or of a client's conversation."""
+"""Processed ids that later requests may begin with: the earlier turns of an episode or of a client's conversation."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from lockstep.rollout.slots import Prefix
 from lockstep.types import TokenIds
 
-KEPT_BYTES = 2 * 2**30
-"""Most memory of kept keys and values; those used longest ago are dropped."""
 MOST_KEPT = 1024
-"""Most prompts that are kept: a lookup compares with each."""
+"""Most histories that are kept: a lookup compares with each."""
+T = TypeVar("T")
 
 
-class KeptPrompts:
-    """Keys and values of prompts by their token ids. They are those of one version of the weights: a new one clears them."""
+class Kept(Generic[T]):
+    """Keys and values by their token ids, in an engine's own form. They are those of one version of the weights: a new one
+    clears them.
+    """
 
-    def __init__(self, limit: int = KEPT_BYTES) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[TokenIds, Prefix] = OrderedDict()
+    def __init__(
+        self,
+        limit: float = math.inf,
+        size: Callable[[T], int] = lambda value: 0,
+        dropped: Callable[[T], None] = lambda value: None,
+    ) -> None:
+        """Take the most bytes and the `size` of a value; those used longest ago are dropped, and `dropped` is told of each."""
+        self._limit, self._size, self._dropped = limit, size, dropped
+        self._kept: OrderedDict[TokenIds, T] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, ids: TokenIds, least: int) -> Prefix | None:
-        """Return the keys and values of the longest known beginning of `ids`, at least `least` tokens, and not all of them."""
+    def longest(self, ids: TokenIds, least: int) -> tuple[int, T] | None:
+        """Return the length of the longest known beginning of `ids`, at least `least` and not all, and the value that has it."""
         best, found = max(least, 1) - 1, None
         for known in self._kept:
             if best + 1 < len(ids) and known[: best + 1] == ids[: best + 1]:
@@ -33,31 +42,36 @@ class KeptPrompts:
         if found is None:
             return None
         self._kept.move_to_end(found)
-        pairs = self._kept[found].pairs
-        return Prefix(best, {layer: (key[:, :best], value[:, :best]) for layer, (key, value) in pairs.items()})
+        return best, self._kept[found]
 
-    def keep(self, ids: TokenIds, prefix: Prefix) -> None:
-        """Keep a processed prompt instead of those that are its beginning; nothing if it is itself the beginning of one."""
+    def keep(self, ids: TokenIds, value: T) -> None:
+        """Keep a history instead of those that are its beginning; drop it at once if it is itself the beginning of one."""
         if any(known[: len(ids)] == ids for known in self._kept):
+            self._dropped(value)
             return
         for known in [known for known in self._kept if ids[: len(known)] == known]:
             self._drop(known)
-        self._kept[ids] = prefix
-        self.bytes += _size(prefix)
+        self._kept[ids] = value
+        self.bytes += self._size(value)
         while self.bytes > self._limit or len(self._kept) > MOST_KEPT:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> bool:
+        """Drop what was used longest ago; False if there is nothing."""
+        if self._kept:
             self._drop(next(iter(self._kept)))
+            return True
+        return False
 
     def clear(self) -> None:
         """Drop everything."""
-        self._kept.clear()
-        self.bytes = 0
+        while self.drop_oldest():
+            pass
 
     def _drop(self, ids: TokenIds) -> None:
-        self.bytes -= _size(self._kept.pop(ids))
-
-
-def _size(prefix: Prefix) -> int:
-    return sum(tensor.numel() * tensor.element_size() for pair in prefix.pairs.values() for tensor in pair)
+        value = self._kept.pop(ids)
+        self.bytes -= self._size(value)
+        self._dropped(value)
 
 
 def _common(one: TokenIds, other: TokenIds, least: int) -> int:

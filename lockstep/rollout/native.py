@@ -9,7 +9,7 @@ Legend: B rows being decoded, T tokens of the padded stream, V vocabulary, H hid
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from lockstep.models.heads import token_logprobs
 from lockstep.models.states import state_layers
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.rollout.forward import Computation
-from lockstep.rollout.kept import KeptPrompts
+from lockstep.rollout.kept import Kept
 from lockstep.rollout.requests import check_groups, check_idle, check_request, closing_on_error
 from lockstep.rollout.routes import Routes
 from lockstep.rollout.sampler import sample, uniforms
@@ -32,6 +32,7 @@ from lockstep.types import (
     Forward,
     ForwardReport,
     Request,
+    Sampled,
     Sampling,
     TokenIds,
     WeightStream,
@@ -39,6 +40,8 @@ from lockstep.types import (
 
 PREFILL_TOKENS = 8192
 """Prompt tokens processed in one pass."""
+KEPT_BYTES = 2 * 2**30
+"""Most memory of keys and values that are kept for later turns."""
 STOP_WINDOW = 64
 """Minimum number of last tokens whose text is searched for a stop string."""
 
@@ -101,7 +104,7 @@ class NativeEngine:
         self._root_routes: dict[TokenIds, bytes] = {}
         self._active: list[_Sequence] = []
         self._done: deque[Completion] = deque()
-        self._kept = KeptPrompts()
+        self._kept: Kept[Prefix] = Kept(KEPT_BYTES, lambda prefix: prefix.bytes)
         # A state is that behind a prompt's last token, so no shorter beginning can be cut from it; a record of routes neither.
         self._keeps = not routes and not state_layers(decoder.model)
         self.processed = self.reused = 0
@@ -170,6 +173,14 @@ class NativeEngine:
             self._left(request.group, 1)
         for slot in [slot for slot, sequence in enumerate(self._active) if sequence.request.id == id]:
             self._free(slot)
+
+    def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
+        running = [one for one in self._active if one.request.id in ids]
+        return {one.request.id: Sampled(tuple(one.ids), tuple(one.logprobs)) for one in running}
+
+    def forget(self) -> None:
+        """Drop what is kept for later turns."""
+        self._kept.clear()
 
     @property
     def held(self) -> int:
@@ -248,7 +259,7 @@ class NativeEngine:
     def _begun(self, request: Request) -> Prefix | None:
         """Return the longest beginning of a prompt that is processed already."""
         kept = self._kept.longest(request.prompt_ids, request.prefix + 1)
-        return kept or self._root(request.prompt_ids[: request.prefix])
+        return kept[1].begin(kept[0]) if kept else self._root(request.prompt_ids[: request.prefix])
 
     def _root(self, ids: TokenIds) -> Prefix | None:
         if ids and ids not in self._roots:

@@ -40,6 +40,17 @@ class Prefix:
     states: Mapping[int, State] = field(default_factory=dict)
     """Tensors [1, …] that each layer with a state holds behind the last token."""
 
+    @property
+    def bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(tensor.numel() * tensor.element_size() for pair in self.pairs.values() for tensor in pair)
+
+    def begin(self, tokens: int) -> Prefix:
+        """Return its beginning, of a model without states."""
+        return Prefix(
+            tokens, {layer: (key[:, :tokens], value[:, :tokens]) for layer, (key, value) in self.pairs.items()}
+        )
+
 
 class Slots:
     """Keys [B, K, S, D] and values [B, K, S, Dv] of each layer, and states [B, …]. Slots in use are always the first ones.

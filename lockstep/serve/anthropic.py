@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.serve.conversations import Reply, Said, ToolCall
+from lockstep.serve.stream import Sent
 from lockstep.serve.wire import (
     Body,
     Refusal,
@@ -169,28 +170,52 @@ def message_of(id: str, model: str, completion: Completion, reply: Reply, reused
     }
 
 
-def events(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream for a message that is done."""
-    usage = message["usage"]
-    begun: dict[str, Any] = {
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**usage, "output_tokens": 0},
-    }
-    yield {"type": "message_start", "message": message | begun}
-    for index, block in enumerate(message["content"]):
-        empty: dict[str, Any]
-        if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}
-    yield {"type": "message_stop"}
+class MessageStream:
+    """The events of a stream. Its text is block 0."""
+
+    def __init__(self) -> None:
+        self._sent = Sent()
+
+    def begin(self, id: str, model: str, prompt: int, reused: int) -> dict[str, Any]:
+        """Return the event that comes first."""
+        used = {"input_tokens": prompt, "output_tokens": 0}
+        message: dict[str, Any] = {
+            "id": id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "usage": used,
+        }
+        message |= {"stop_reason": None, "stop_sequence": None, "prompt_ids_reused": reused}
+        return {"type": "message_start", "message": message}
+
+    def more(self, text: str, *, whole: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield what is new in the beginning of the text, or in the `whole`."""
+        first = not self._sent.text
+        new, _ = self._sent.rest(text, "") if whole else self._sent.more(text, "")
+        if first and (new or whole):
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        if new:
+            yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": new}}
+
+    def end(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield what is left of a message that is done."""
+        blocks = message["content"]
+        if not any(block["type"] == "text" for block in blocks):
+            self._sent.rest("", "")
+        for index, block in enumerate(blocks):
+            if block["type"] == "text":
+                yield from self.more(block["text"], whole=True)
+            else:
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                yield {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        used = {"output_tokens": message["usage"]["output_tokens"]}
+        yield {"type": "message_delta", "delta": ended, "usage": used}
+        yield {"type": "message_stop"}
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from lockstep.chat.chat import ChatFormat
 from lockstep.chat.continuation import Continuation
+from lockstep.chat.parser import CHANNEL, CLOSE, MESSAGE, OPEN
 from lockstep.envs.calls import Call, read_calls
 from lockstep.errors import ChatError
 from lockstep.types import Message, TokenIds
 
+MARKS = (OPEN, CLOSE, CHANNEL, MESSAGE, "<tool_call>")
+"""Texts that begin or end something else than an answer."""
 MOST_IDS = 4_000_000
 """Most token ids that are remembered for one client; the least recently used conversations are dropped first."""
 
@@ -124,6 +127,17 @@ class Conversations:
         head = body.partition("<tool_call>")[0].strip() if "<tool_call>" in body else ""
         return Reply(Said("assistant", head, made), thoughts, found[1])
 
+    def so_far(self, ids: TokenIds, stop: Sequence[str], tools: str) -> tuple[str, str]:
+        """Return the answer and the thoughts of a reply under way, as far as more tokens do not change how they are read."""
+        with self._lock:
+            text, answer = self.chat.read(ids)
+        ended = min((at for one in stop if (at := answer.find(one)) >= 0), default=None)
+        body = settled(answer, (*stop, *MARKS)) if ended is None else answer[:ended].rstrip()
+        if tools:
+            whole = body[:1].isspace() or body.startswith(("{", "["))  # may be stripped, or be a call as a whole
+            body = "" if whole else body.partition("<tool_call>")[0].rstrip()
+        return body, "" if answer.strip() else settled(text, MARKS).lstrip()
+
     def _message(self, turn: Said) -> Message:
         """Write a turn as the template takes it: calls as text in the form in which replies make them."""
         role = self._continuation.role if turn.role == "tool" and self._continuation else turn.role
@@ -142,6 +156,16 @@ class Reply:
     thoughts: str
     stop: str
     """The stop string that ended it."""
+
+
+def settled(text: str, marks: Sequence[str]) -> str:
+    """Return a text without what the next tokens may change: the bytes of half a character, the beginning of a mark, white space.
+
+    Example: settled("4 <tool", ["<tool_call>"]) is "4".
+    """
+    text = text.rstrip("\ufffd")
+    begun = (size for mark in marks for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size]))
+    return text[: len(text) - max(begun, default=0)].rstrip()
 
 
 def _hashes(turns: Sequence[Said], tools: str) -> list[bytes]:

@@ -12,10 +12,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lockstep.chat.chat import ChatFormat
@@ -24,8 +25,9 @@ from lockstep.loopback import HOST, LoopbackHandler, LoopbackServer
 from lockstep.seeds import seed_for
 from lockstep.serve import anthropic, openai
 from lockstep.serve.conversations import Conversations, Reply
+from lockstep.serve.stream import News
 from lockstep.serve.wire import Refusal, Wanted
-from lockstep.types import Completion, SampleAsk, Sampler, TokenIds
+from lockstep.types import Completion, SampleAsk, Sampled, Sampler, TokenIds
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 8 * 2**20
@@ -48,8 +50,7 @@ class _Asked:
     wanted: Wanted
     prompt_ids: TokenIds
     reused: int
-    futures: dict[Future[Completion], int]
-    """Index of each choice."""
+    news: News
 
 
 class Endpoint(LoopbackServer):
@@ -146,15 +147,20 @@ class Endpoint(LoopbackServer):
             raise Refusal(400, what, "messages" if wanted.turns else "token_ids", "context_length_exceeded")
         settings = replace(wanted.sampling, max_tokens=min(wanted.sampling.max_tokens or self.max_tokens, room))
         seeds = [wanted.seed if i == 0 or wanted.seed is None else seed_for(wanted.seed, i) for i in range(wanted.n)]
-        asks = [SampleAsk(f"{name}-{i}", key, prompt, settings, seed) for i, seed in enumerate(seeds)]
+        news = News()
+        asks = [
+            SampleAsk(f"{name}-{i}", key, prompt, settings, seed, partial(news.sampled, i) if wanted.stream else None)
+            for i, seed in enumerate(seeds)
+        ]
         with self._lock:
             self._open.setdefault(key, set()).update(ask.id for ask in asks)
         try:
-            futures = {self.sampler.sample(ask): i for i, ask in enumerate(asks)}
+            for i, ask in enumerate(asks):
+                self.sampler.sample(ask).add_done_callback(partial(news.done, i))
             with self._lock:  # withdrawn since the request arrived
                 if key not in self._keys.values():
                     raise Refusal(401, "the token was withdrawn")
-            yield _Asked(name, key, wanted, prompt, reused, futures)
+            yield _Asked(name, key, wanted, prompt, reused, news)
         finally:
             for ask in asks:
                 self.sampler.cancel(ask.id)
@@ -175,6 +181,10 @@ class Endpoint(LoopbackServer):
         if gone:
             self.conversations.forget(asked.key)
         return reply
+
+    def so_far(self, asked: _Asked, sampled: Sampled) -> tuple[str, str]:
+        """Return the answer and the thoughts of a reply under way, as far as they are settled."""
+        return self.conversations.so_far(sampled.ids, asked.wanted.sampling.stop, asked.wanted.tools)
 
     def token(self, id: int) -> str:
         """Return the text of one token."""
@@ -273,12 +283,16 @@ class Handler(LoopbackHandler):
             choices, done = [], []
             if wanted.stream:
                 self._begin_stream()
-            for index, completion in self._results(asked, b": waiting\n\n"):
-                done.append(completion)
-                reply = self.server.read(asked, index, completion)
-                choices.append(openai.chat_choice(index, completion, reply, body, self.server.token))
-                for chunk in openai.chunks(head | told, choices[-1]) if wanted.stream else ():
-                    self._event(chunk)
+            streams = [openai.ChatStream(head, told, i, body, self.server.token) for i in range(wanted.n)]
+            for index, result in self._results(asked, b": waiting\n\n"):
+                if isinstance(result, Sampled):
+                    self._events(streams[index].more(*self.server.so_far(asked, result), result))
+                    continue
+                done.append(result)
+                reply = self.server.read(asked, index, result)
+                choices.append(openai.chat_choice(index, result, reply, body, self.server.token))
+                if wanted.stream:
+                    self._events(streams[index].end(choices[-1], result))
             used = {"usage": openai.usage(len(asked.prompt_ids), asked.reused, done)}
             if not wanted.stream:
                 choices.sort(key=lambda choice: int(choice["index"]))
@@ -290,32 +304,35 @@ class Handler(LoopbackHandler):
     def _messages(self, key: str, data: bytes) -> None:
         wanted = anthropic.read_messages(data)
         with self.server.asking(key, wanted) as asked:
+            id, stream = f"msg_{asked.id}", anthropic.MessageStream()
             if wanted.stream:
                 self._begin_stream()
-            for index, completion in self._results(asked, b'event: ping\ndata: {"type": "ping"}\n\n'):
-                reply = self.server.read(asked, index, completion)
-                message = anthropic.message_of(f"msg_{asked.id}", wanted.model, completion, reply, asked.reused)
-                if not wanted.stream:
-                    return self._send(200, message)
-                for event in anthropic.events(message):
-                    self._event(event, event["type"])
+                self._events([stream.begin(id, wanted.model, len(asked.prompt_ids), asked.reused)])
+            for index, result in self._results(asked, b'event: ping\ndata: {"type": "ping"}\n\n'):
+                if isinstance(result, Sampled):
+                    self._events(stream.more(self.server.so_far(asked, result)[0]))
+                else:
+                    reply = self.server.read(asked, index, result)
+                    message = anthropic.message_of(id, wanted.model, result, reply, asked.reused)
+                    self._events(stream.end(message)) if wanted.stream else self._send(200, message)
 
     def _generate(self, key: str, data: bytes) -> None:
         body, wanted = openai.read_generate(data, self.server.model, self.server.vocabulary)
         with self.server.asking(key, wanted) as asked:
-            done = dict(self._results(asked, b""))
+            done = {i: result for i, result in self._results(asked, b"") if isinstance(result, Completion)}
         choices = [openai.generate_choice(index, done[index]) for index in sorted(done)]
         used = openai.usage(len(asked.prompt_ids), 0, list(done.values()))
         head = {"request_id": body.request_id or asked.id, "prompt_logprobs": None}
         self._send(200, head | {"choices": choices, "usage": used})
 
-    def _results(self, asked: _Asked, ping: bytes) -> Iterator[tuple[int, Completion]]:
-        """Yield completions as they come. Raises ConnectionError if the client has gone."""
-        left, told = set(asked.futures), time.monotonic()
+    def _results(self, asked: _Asked, ping: bytes) -> Iterator[tuple[int, Completion | Sampled]]:
+        """Yield completions as they come, and in a stream their beginnings. Raises ConnectionError if the client has gone."""
+        left, told = asked.wanted.n, time.monotonic()
         while left:
-            done, left = wait(left, timeout=LOOK_S, return_when=FIRST_COMPLETED)
-            for future in sorted(done, key=asked.futures.__getitem__):
-                yield asked.futures[future], future.result()
+            for index, found in asked.news.take(LOOK_S):
+                result = found if isinstance(found, Sampled) else found.result()
+                left -= isinstance(result, Completion)
+                yield index, result
             if left and self._gone():
                 raise ConnectionError("the client is gone")
             if left and self.streaming and time.monotonic() - told > PING_S:
@@ -343,17 +360,19 @@ class Handler(LoopbackHandler):
     def _begin_stream(self) -> None:
         self.streaming = self.close_connection = True  # its end is the end of the stream
         self.send_response(200)
-        for name, value in (
-            ("Content-Type", "text/event-stream"),
-            ("Cache-Control", "no-store"),
-            ("Connection", "close"),
-        ):
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "Connection": "close"}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 
     def _event(self, data: dict[str, Any], name: str = "") -> None:
         head = f"event: {name}\n" if name else ""
         self.wfile.write(f"{head}data: {json.dumps(data, allow_nan=False)}\n\n".encode())
+
+    def _events(self, events: Iterable[dict[str, Any]]) -> None:
+        """Send events under the name of their type, if they have one."""
+        for event in events:
+            self._event(event, event.get("type", ""))
 
     def _refuse(self, refusal: Refusal) -> None:
         """Tell an error in the shape of its interface."""

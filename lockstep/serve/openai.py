@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.serve.conversations import Reply, Said, ToolCall
+from lockstep.serve.stream import Sent
 from lockstep.serve.wire import (
     Body,
     Choices,
@@ -26,7 +27,7 @@ from lockstep.serve.wire import (
     parsed,
     sampling,
 )
-from lockstep.types import Completion, FinishReason, Sampling, TokenIds
+from lockstep.types import Completion, FinishReason, Sampled, Sampling, TokenIds
 
 
 class _Part(Body):
@@ -224,21 +225,60 @@ def usage(prompt: int, reused: int, completions: Sequence[Completion]) -> dict[s
     }
 
 
-def chunks(head: dict[str, Any], choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the pieces of a stream for one choice, which is done."""
-    message, index = choice["message"], choice["index"]
-    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
-    extra = {name: choice[name] for name in ("logprobs", "token_ids") if choice.get(name) is not None}
-    delta = {**message, **({"tool_calls": calls} if calls else {})}
-    yield head | {"choices": [{"index": index, "delta": delta, "finish_reason": None, **extra}]}
-    yield head | {"choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+class ChatStream:
+    """The chunks of a stream for one choice."""
+
+    def __init__(
+        self, head: dict[str, Any], told: dict[str, Any], index: int, body: ChatBody, token: Callable[[int], str]
+    ) -> None:
+        """Take the `head` of all chunks and what is `told` in the first of them."""
+        self._head, self._told, self._index, self._body, self._token = head, told, index, body, token
+        self._sent = Sent()
+
+    def more(self, text: str, thoughts: str, sampled: Sampled | Completion) -> Iterator[dict[str, Any]]:
+        """Yield a chunk of what is new in the beginnings of answer and thoughts, if anything is."""
+        first = not (self._sent.text or self._sent.thoughts)
+        new, thought = self._sent.more(text, thoughts)
+        if new or thought:
+            delta = {"role": "assistant"} if first else {}
+            delta |= ({"content": new} if new else {}) | ({"reasoning_content": thought} if thought else {})
+            yield self._chunk(delta, None, **self._tokens(sampled))
+
+    def end(self, choice: dict[str, Any], completion: Completion) -> Iterator[dict[str, Any]]:
+        """Yield what is left of a choice that is done."""
+        message, first = choice["message"], not (self._sent.text or self._sent.thoughts)
+        content = message["content"]
+        new, thought = self._sent.rest(content or "", message.get("reasoning_content", ""))
+        delta: dict[str, Any] = {"role": "assistant", "content": content} if first else {"content": new} if new else {}
+        delta |= {"reasoning_content": thought} if thought else {}
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        extra = self._tokens(completion)
+        if delta or any(extra.values()):
+            yield self._chunk(delta, None, **extra)
+        yield self._chunk({}, choice["finish_reason"])
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None, **extra: Any) -> dict[str, Any]:
+        told, self._told = self._told, {}
+        return (
+            self._head | told | {"choices": [{"index": self._index, "delta": delta, "finish_reason": finish, **extra}]}
+        )
+
+    def _tokens(self, sampled: Sampled | Completion) -> dict[str, Any]:
+        """Return log-probabilities and ids of the tokens since the last chunk, if they were asked for."""
+        ids, logprobs = sampled.ids[self._sent.tokens :], sampled.logprobs[self._sent.tokens :]
+        self._sent.tokens = len(sampled.ids)
+        extra: dict[str, Any] = {}
+        if ids and self._body.logprobs:
+            extra["logprobs"] = {"content": _logprobs(Sampled(ids, logprobs), self._token)}
+        return extra | ({"token_ids": ids} if ids and self._body.return_token_ids else {})
 
 
-def _logprobs(completion: Completion, token: Callable[[int], str]) -> list[dict[str, Any]]:
-    texts = [token(id) for id in completion.ids]
+def _logprobs(sampled: Sampled | Completion, token: Callable[[int], str]) -> list[dict[str, Any]]:
+    texts = [token(id) for id in sampled.ids]
     return [
         {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": value, "top_logprobs": []}
-        for text, value in zip(texts, completion.logprobs, strict=True)
+        for text, value in zip(texts, sampled.logprobs, strict=True)
     ]
 
 

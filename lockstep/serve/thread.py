@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from lockstep.errors import BusyError, EngineError, LockstepError
+from lockstep.rollout.requests import tell_sampled
 from lockstep.seeds import seed_for
 from lockstep.types import Completion, NativeRollouts, Request, RolloutEngine, SampleAsk
 
@@ -123,6 +124,8 @@ class EngineThread:
                     log.exception("the engine failed")
                 self._fail(error)
         self._fail(EngineError("the engine was closed before the reply was done"))
+        if isinstance(self._engine, NativeRollouts):
+            self._engine.forget()
 
     def _between(self) -> None:
         """Cancel and admit. Raises _Closed once the thread is closed, which makes a native engine drop its requests."""
@@ -136,9 +139,11 @@ class EngineThread:
                 if isinstance(self._engine, NativeRollouts):  # others run it to its end, which no client reads
                     self._engine.cancel(id)
                     self._running.pop(id, None)
+            running = [opened.ask for opened in self._running.values()]
             admitted = [self._next() for _ in range(self._room())]
             for opened in admitted:
                 self._running[opened.ask.id] = opened
+        tell_sampled(self._engine, running)
         for opened in admitted:  # one by one: a request that is refused leaves the others alone
             try:
                 self._engine.submit([self._request(opened)])

@@ -35,7 +35,7 @@ from lockstep.types.rollout import (
     Sampling,
     Turn,
 )
-from lockstep.types.serving import Door, OpenDoor, SampleAsk, Sampler
+from lockstep.types.serving import Door, OpenDoor, SampleAsk, Sampled, Sampler
 from lockstep.types.training import Batch, Loss, LossInput, LossOutput, Scored, TrainSequence
 from lockstep.types.weights import Forward, ForwardReport, LearnerFacts, NormNoise, Probe, Proof
 
@@ -73,6 +73,7 @@ __all__ = [
     "Rollout",
     "RolloutEngine",
     "SampleAsk",
+    "Sampled",
     "Sampler",
     "Sampling",
     "Score",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from lockstep.types.basic import Metrics, TokenIds, WeightStream
 from lockstep.types.rollout import Completion, Grade, Prompt, Request, Turn
+from lockstep.types.serving import Sampled
 from lockstep.types.training import Batch, Loss, TrainSequence
 from lockstep.types.weights import Forward, ForwardReport, Proof
 
@@ -103,6 +104,13 @@ class NativeRollouts(Protocol):
 
     def cancel(self, id: str) -> None:
         """Drop a request, between two tokens. It has no completion; its row and pages are free for the next."""
+
+    def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
+        """Return what is sampled so far for those of these requests that run; called between two tokens."""
+        ...
+
+    def forget(self) -> None:
+        """Give up the keys and values that are kept for later turns (Request.keep): none will come of these episodes."""
 
 
 class Learner(Protocol):

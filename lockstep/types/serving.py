@@ -14,6 +14,14 @@ from lockstep.types.rollout import Completion, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of a reply that is under way, from its first on, with their log-probabilities."""
+
+    ids: TokenIds
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SampleAsk:
     """One reply that a client asks for. Example: SampleAsk("chat-9", "chain_sum/17#0", (1, 84, 2), Sampling(64))"""
 
@@ -25,6 +33,8 @@ class SampleAsk:
     sampling: Sampling
     seed: int | None = None
     """Seed of the sample. None: seed_for(*the sampler's seed, key, number of earlier asks of this key without a seed)."""
+    seen: Callable[[Sampled], None] | None = None
+    """Told every few tokens what is sampled so far, where the engine is a NativeRollouts. It must return at once."""
 
 
 class Sampler(Protocol):

@@ -77,6 +77,14 @@ def test_a_program_may_give_its_own_reward(tmp_path: Path, tiny_model_dir: Path)
     assert "its last line is not" in str(one["nonsense"].grade.error)
 
 
+def test_a_program_reads_a_reply_while_it_is_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = built(tmp_path, "stream", result="reward", seconds=60)
+    (one,) = played(task, tiny_model_dir)["stream"]
+    assert one.grade.scored, one.grade.error
+    assert float(one.grade.reward or 0) >= 5
+    assert one.grade.extracted == one.text
+
+
 def test_the_same_program_gives_the_same_rollouts_in_any_order_of_its_requests(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import schema
-from lockstep.rollout.kept import KeptPrompts
+from lockstep.rollout.kept import Kept
 from lockstep.rollout.native import NativeEngine
+from lockstep.rollout.slots import Prefix
 from lockstep.tasks.multi_turn import build_own
 from lockstep.types import Completion, Sampling, TokenIds
 from tests.envs.played import LIMITS, OWN, chat_of, engine_of, play
@@ -82,14 +83,14 @@ def test_the_longest_known_beginning_is_found_and_the_oldest_is_dropped():
 
     def known(ids: TokenIds, least: int = 1) -> int:
         found = kept.longest(ids, least)
-        return found.tokens if found else 0
+        return found[0] if found else 0
 
     assert known((1, 2, 3, 4, 6)) == 4
     assert known((1, 2, 3, 4, 5)) == 4  # the last is processed again: its logits are needed
     assert known((1, 2, 9, 9)) == 3
     assert known((9, 9)) == 0
     assert known((1, 2, 8, 8), 3) == 0
-    small = KeptPrompts(limit=kept.bytes - 1)
+    small: Kept[Prefix] = Kept(kept.bytes - 1, lambda prefix: prefix.bytes)
     for ids in [(1, 2, 3, 4, 5), (7, 8), (1, 2, 9)]:
         small.keep(ids, kept._kept[ids])
     assert list(small._kept) == [(7, 8), (1, 2, 9)]
@@ -130,7 +131,7 @@ def test_episodes_of_ten_turns_process_less_than_half(tiny_model_dir: Path, monk
     processed, ids = [], []
     for keep in (True, False):
         if not keep:
-            monkeypatch.setattr(KeptPrompts, "keep", lambda self, ids, prefix: None)
+            monkeypatch.setattr(Kept, "keep", lambda self, ids, prefix: None)
         engine, task = engine_of(tiny_model_dir), build_own(settings, 0)
         played = play(engine, chat_of(tiny_model_dir), task, task.batch(0, 3), budget=440)
         assert all(one.rollout.turns >= 8 for one in played.values())

@@ -2,7 +2,7 @@
 
 Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without the
 host, which then removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a
-rollout begins and freed when it ends.
+rollout begins and freed when it ends. Pages of finished rows stay for later turns (Request.keep) until `forget`.
 
 Legend: B rows, V vocabulary, H hidden.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from lockstep.rollout.forward import Computation
 from lockstep.rollout.paged.cut import cuts, draw_cut
 from lockstep.rollout.paged.fused import fuse_or_log
 from lockstep.rollout.paged.ops import ops_for
+from lockstep.rollout.paged.pool import Pool
 from lockstep.rollout.paged.prefill import Prefill, Span
 from lockstep.rollout.paged.scheduler import (
-    Prompt,
     Running,
     begin_rows,
     check_room,
     ended_at,
-    free_bytes,
     pages_for,
     pages_of,
     room_of,
@@ -40,14 +39,12 @@ from lockstep.rollout.paged.scheduler import (
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.paged.steps import DecodeStep, captured_rows
 from lockstep.rollout.requests import check_adapter, check_groups, check_idle, check_request, closing_on_error
-from lockstep.types import Completion, Forward, ForwardReport, Request, TokenIds, WeightStream
+from lockstep.types import Completion, Forward, ForwardReport, Request, Sampled, TokenIds, WeightStream
 
 log = logging.getLogger(__name__)
 
 CHUNK = 16
 """Number of decode steps between two checks for finished sequences."""
-CACHE_SHARE = 0.9
-"""Share of the free memory that the cache may take."""
 ENDLESS = 32768
 """Positions of the rotary tables for a model that states no longest context."""
 FORCED = 8
@@ -79,6 +76,7 @@ class PagedEngine:
         self._cache = PageCache(decoder.layers, decoder.kv_heads, decoder.head_size, weight.dtype, weight.device)
         self._computation = Computation(model)
         self._fused = fuse_or_log(decoder.model, self._context or ENDLESS) if fused else None
+        self._pool = Pool(self._cache)
         self._ops = ops_for(self._device)
         self._prefill = Prefill(self._decoder, self._head, self._cache)
         self._step = DecodeStep(self._decoder, self._fused, self._head, self._cache, self._ops)
@@ -90,7 +88,6 @@ class PagedEngine:
         """Scalings of the adapters: captured steps hold them as constants."""
         self._queue: deque[Request] = deque()
         self._waiting: Counter[str] = Counter()
-        self._prompts: dict[str, Prompt] = {}
         self._active: list[Running] = []
         self._done: deque[Completion] = deque()
         self.processed = self.reused = 0
@@ -101,7 +98,11 @@ class PagedEngine:
         return self._computation.forward
 
     def set_forward(self, forward: Forward) -> ForwardReport:
-        """Compute in this way from now on; captured steps of other numerics are kept. Raises EngineError as in the protocol."""
+        """Compute in this way from now on; captured steps of other numerics are kept, histories are not.
+
+        Raises EngineError as in the protocol.
+        """
+        self.forget()
         report = self._computation.set(forward, len(self._queue) + len(self._active) + len(self._done))
         fused = None if self._fused is None else self._fused.computing(self._computation.numerics, forward.numerics)
         self._step.use(forward.numerics, fused)
@@ -111,7 +112,7 @@ class PagedEngine:
         """Queue requests. Raises StaleWeightsError for another version, EngineError for a request that cannot be served."""
         for request in requests:
             check_request(request, self.version, self._context)
-        there = {group: prompt.ids for group, prompt in self._prompts.items()}
+        there = {group: prompt.ids for group, prompt in self._pool.prompts.items()}
         check_groups(requests, there | {request.group: request.prompt_ids for request in self._queue})
         self._queue.extend(requests)
         self._waiting.update(request.group for request in requests)
@@ -124,7 +125,7 @@ class PagedEngine:
                     self._queue.pop()
                 self._waiting.subtract(request.group for request in requests)
                 if not self._queue:
-                    self._cache.release()
+                    self._pool.rest()
                 raise
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
@@ -138,7 +139,7 @@ class PagedEngine:
                     between()
                 while self._done:
                     yield self._done.popleft()
-        self._cache.release()
+        self._pool.rest()
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -160,6 +161,7 @@ class PagedEngine:
         check_idle(len(self._queue) + len(self._active) + len(self._done), version)
         check_adapter(self._model, self._adapter)
         self._computation.require_clean(f"weights {version} arrived")
+        self.forget()
         load_weights(self._model, weights)
         self.version = version
 
@@ -171,10 +173,10 @@ class PagedEngine:
 
     def close(self) -> None:
         """Free all memory and drop queued and running requests."""
-        self._cache.release()
+        self._pool.release()
         self._rows = None
         self._step.forget()
-        for kept in (self._queue, self._active, self._done, self._waiting, self._prompts):
+        for kept in (self._queue, self._active, self._done, self._waiting):
             kept.clear()
 
     def cancel(self, id: str) -> None:
@@ -185,10 +187,21 @@ class PagedEngine:
             self._leave(request.group)
         self._remove([row for row, sequence in enumerate(self._active) if sequence.request.id == id])
 
+    def sampled(self, ids: Collection[str]) -> dict[str, Sampled]:
+        rows = {row: one for row, one in enumerate(self._active) if one.request.id in ids}
+        found = ((rows[row], tokens, logprobs) for row, tokens, logprobs in self._read(list(rows)))
+        return {one.request.id: Sampled(tokens[: one.drawn], logprobs[: one.drawn]) for one, tokens, logprobs in found}
+
+    def forget(self) -> None:
+        """Drop what is kept for later turns, and free the memory if nothing runs."""
+        self._pool.kept.clear()
+        if not (self._queue or self._active):
+            self._pool.rest()
+
     @property
     def held(self) -> int:
         """Number of rows, waiting requests and prompts in memory for them; 0 when no request is open."""
-        return len(self._active) + len(self._queue) + len(self._prompts) + len(self._waiting)
+        return len(self._active) + len(self._queue) + len(self._pool.prompts) + len(self._waiting)
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _reserve(self) -> None:
@@ -196,10 +209,9 @@ class PagedEngine:
 
         Nothing may be running. Processed prompts that wait for more of their samples are dropped with the pages.
         """
-        self._prompts.clear()
         needs = room_of(self._queue, self._slots)
         self._prepare_rows(needs.longest, needs.tokens)
-        self._allocate(needs.pages)
+        self._pool.allocate(needs.pages)
 
     def _prepare_rows(self, pages: int, tokens: int) -> None:
         rows = self._rows
@@ -223,11 +235,8 @@ class PagedEngine:
         bound += tuple(factor for factors in self._scalings for factor in factors.values())
         if bound != self._bound:
             self._step.forget()
+            self._pool.kept.clear()
             self._bound = bound
-
-    def _allocate(self, pages: int) -> None:
-        self._cache.release()
-        self._cache.allocate(min(pages, int(free_bytes(self._device) * CACHE_SHARE) // self._cache.bytes_per_page))
 
     def _fits(self, request: Request) -> bool:
         """Return whether rows and cache are large enough for a request that arrived while others ran."""
@@ -238,8 +247,7 @@ class PagedEngine:
     @torch.no_grad()
     def _admit(self) -> None:
         """Admit queued requests, in order, as long as there are rows and pages for them."""
-        admitted: list[Request] = []
-        new: dict[str, Prompt] = {}
+        admitted: list[Running] = []
         while self._queue and len(self._active) < self._slots:
             request = self._queue[0]
             if not self._fits(request):
@@ -247,37 +255,24 @@ class PagedEngine:
                     break  # it waits until nothing reads the present ones
                 self._reserve()
                 check_room([request], self._cache.pages)
-            prompt = self._prompts.get(request.group)
-            length = len(request.prompt_ids)
-            needed = pages_of(length + request.sampling.max_tokens) - length // PAGE
-            if needed + (0 if prompt else pages_of(length)) > self._cache.free_pages:
-                if self._drop_idle(request.group):
-                    continue
+            row = self._pool.admit(request)
+            if row is None:
                 break
-            if prompt is None:
-                prompt = Prompt(request.prompt_ids, self._cache.take(pages_of(length)))
-                self._prompts[request.group] = new[request.group] = prompt
-            admitted.append(self._queue.popleft())
-            own = self._cache.take(needed)
-            self._active.append(Running(request, prompt, own))
-            prompt.users += 1
+            self._queue.popleft()
+            self._active.append(row)
+            admitted.append(row)
         if not admitted:
             return
+        self._pool.copy()
+        new = list({row.request.group: row for row in admitted if row.prompt.logits_V is None}.values())
         with self._computation.running():
-            self._prefill.prompts(list(new.values()))
-        self.processed += sum(len(prompt.ids) for prompt in new.values())
-        self._start(self._active[-len(admitted) :])
-        self._waiting.subtract(request.group for request in admitted)
-
-    def _drop_idle(self, but: str) -> bool:
-        """Free the pages of prompts without readers, except this group's; they are processed again when needed.
-
-        Otherwise prompts that wait for their next samples could block the room that the first in the queue needs.
-        """
-        idle = [group for group, prompt in self._prompts.items() if not prompt.users and group != but]
-        for group in idle:
-            self._cache.give(self._prompts.pop(group).pages)
-        return bool(idle)
+            self._prefill.prompts([row.prompt for row in new])
+        for row in new:
+            self.processed += len(row.prompt.ids) - row.prompt.begun
+            self.reused += row.prompt.begun
+            self._pool.keep(row, ())
+        self._start(admitted)
+        self._waiting.subtract(row.request.group for row in admitted)
 
     def _start(self, started: Sequence[Running]) -> None:
         """Give new sequences the rows after those in use, their own copy of a half-filled page, and their first token."""
@@ -319,29 +314,32 @@ class PagedEngine:
         ended = [row for row in range(count) if done[row]]
         texts = [row for row in range(count) if self._active[row].request.sampling.stop]
         read = sorted({*ended, *texts})
-        if not read:
-            return
-        place_B = torch.tensor(read, device=self._device)
-        ids = rows.ids_BN[place_B].tolist()
-        logprobs = rows.logprobs_BN[place_B].tolist()
         finished = []
-        for row, row_ids, row_logprobs in zip(read, ids, logprobs, strict=True):
+        for row, row_ids, row_logprobs in self._read(read):
             sequence = self._active[row]
             end = ended_at(sequence, row_ids, bool(done[row]), self._decode, self._stop_ids)
             if end is not None:
                 tokens, reason = end
-                kept = tuple(row_ids[:tokens]), tuple(row_logprobs[:tokens])
+                kept = row_ids[:tokens], row_logprobs[:tokens]
                 self._done.append(Completion(sequence.request, *kept, reason, self.version))
+                self._pool.keep(sequence, kept[0])
                 finished.append(row)
         self._remove(finished)
+
+    def _read(self, places: Sequence[int]) -> Iterator[tuple[int, TokenIds, tuple[float, ...]]]:
+        """Yield rows with their tokens and log-probabilities, of which the first `drawn` are valid."""
+        if places:
+            place_B = torch.tensor(places, device=self._device)
+            both = (tensor[place_B].tolist() for tensor in (self._live.ids_BN, self._live.logprobs_BN))
+            for row, ids, logprobs in zip(places, *both, strict=True):
+                yield row, tuple(ids), tuple(logprobs)
 
     def _remove(self, finished: Sequence[int]) -> None:
         if not finished:
             return
         for row in finished:
             sequence = self._active[row]
-            self._cache.give(sequence.own)
-            sequence.prompt.users -= 1
+            self._pool.leave(sequence)
             self._leave(sequence.request.group)
         kept = sorted(set(range(len(self._active))) - set(finished))
         self._active = [self._active[row] for row in kept]
@@ -349,12 +347,11 @@ class PagedEngine:
 
     def _leave(self, group: str) -> None:
         """Free the pages of a group's prompt if none of its requests runs or waits."""
-        prompt = self._prompts.get(group)
+        prompt = self._pool.prompts.get(group)
         if self._waiting[group] or (prompt is not None and prompt.users):
             return
         del self._waiting[group]
-        if prompt is not None:
-            self._cache.give(self._prompts.pop(group).pages)
+        self._pool.end(group)
 
     # --- scoring --------------------------------------------------------------------------------------------------
     def _score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
@@ -362,7 +359,8 @@ class PagedEngine:
         forced = [min(FORCED, len(ids) - 1) for ids in sequences]
         pages = [pages_of(len(ids)) for ids in sequences]
         self._prepare_rows(max(pages), 1)
-        self._allocate(sum(pages))
+        self._pool.release()
+        self._pool.allocate(sum(pages))
         if self._cache.pages < sum(pages):
             raise EngineError(
                 f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} fit",

@@ -44,11 +44,11 @@ class Prefill:
         self._device = head.weight_VH.device
 
     def prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Process prompts, and keep the logits after each."""
+        """Process prompts from where they are not taken over, and keep the logits after each."""
         batch: list[tuple[Prompt, Span]] = []
         tokens = 0
         for prompt in prompts:
-            start = 0
+            start = prompt.begun
             while start < len(prompt.ids):
                 end = min(len(prompt.ids), start + PREFILL_TOKENS - tokens)
                 batch.append((prompt, Span(prompt.ids, prompt.pages, start, end)))

@@ -24,6 +24,10 @@ class Prompt:
     """Logits of the token after it."""
     users: int = 0
     """Number of running sequences that read its pages."""
+    begun: int = 0
+    """Number of leading tokens that are taken over from an earlier turn."""
+    source: int | None = None
+    """Page of which the last of these are to be copied."""
 
 
 @dataclass(slots=True)

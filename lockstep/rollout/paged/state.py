@@ -5,6 +5,7 @@ Legend: B rows, L layers, K key/value heads, D head size, P tokens of a page, S 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -95,13 +96,15 @@ class PageCache:
 
     def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers, self.heads, self.size = layers, heads, size
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.anchor = torch.zeros(16, dtype=dtype, device=device)
         self.offsets = torch.zeros(2 * layers, dtype=torch.int64, device=device)
         """Elements from the anchor to keys and values, layer by layer: kernels find them in this way, and the cache may move."""
         self._free: list[int] = []
+        self._owners: Counter[int] = Counter()
+        """Number of owners of each page that is not free."""
 
     @property
     def pages(self) -> int:
@@ -117,33 +120,53 @@ class PageCache:
         return len(self._free)
 
     def allocate(self, pages: int) -> None:
-        """Allocate memory for `pages` pages and page 0; the previous content is lost."""
-        self.release()
+        """Make room for `pages` pages and page 0. What is there stays; of an enlarged layer only one is there twice at a time."""
+        held = self.pages
+        if self.keys and pages <= held:
+            return
         shape = (pages + 1, self.heads, PAGE, self.size)
-        for _ in range(self.layers):
-            # Kernels mask invisible entries; only page 0 is read before anything was written to it.
-            self.keys.append(torch.empty(shape, dtype=self._dtype, device=self._device))
-            self.values.append(torch.empty(shape, dtype=self._dtype, device=self._device))
-            self.keys[-1][0].zero_()
-            self.values[-1][0].zero_()
+        for tensors in (self.keys, self.values):
+            for layer in range(self.layers):
+                # Kernels mask invisible entries; only page 0 is read before anything was written to it.
+                larger = torch.empty(shape, dtype=self._dtype, device=self.device)
+                larger[0].zero_()
+                if layer < len(tensors):
+                    larger[: held + 1] = tensors[layer]
+                    tensors[layer] = larger
+                else:
+                    tensors.append(larger)
         pairs = [t for pair in zip(self.keys, self.values, strict=True) for t in pair]
         distances = [(t.data_ptr() - self.anchor.data_ptr()) // self._dtype.itemsize for t in pairs]
         self.offsets.copy_(torch.tensor(distances, dtype=torch.int64))
-        self._free = list(range(pages, 0, -1))
+        self._free = [*range(pages, held, -1), *self._free]
 
     def release(self) -> None:
         """Free the memory."""
         self.keys, self.values, self._free = [], [], []
+        self._owners.clear()
 
     def take(self, pages: int) -> list[int]:
-        return [self._free.pop() for _ in range(pages)]
+        """Return free pages, which have one owner then."""
+        taken = [self._free.pop() for _ in range(pages)]
+        return self.share(taken)
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Return the same pages for one more owner, who may not write to them."""
+        self._owners.update(pages)
+        return list(pages)
 
     def give(self, pages: Sequence[int]) -> None:
-        self._free.extend(pages)
+        """Take pages back from one owner; those without another are free."""
+        for page in pages:
+            assert self._owners[page] > 0, f"page {page} was given back twice"
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                del self._owners[page]
+                self._free.append(page)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages in every layer."""
-        source_X = torch.tensor(source, dtype=torch.int64, device=self._device)
-        target_X = torch.tensor(target, dtype=torch.int64, device=self._device)
+        source_X = torch.tensor(source, dtype=torch.int64, device=self.device)
+        target_X = torch.tensor(target, dtype=torch.int64, device=self.device)
         for tensor in (*self.keys, *self.values):
             tensor[target_X] = tensor[source_X]

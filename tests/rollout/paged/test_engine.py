@@ -166,7 +166,7 @@ def test_rows_are_refilled_and_pages_come_back():
         assert engine._cache.free_pages <= total
     assert seen == 15
     assert engine._cache.pages == 0
-    assert not engine._prompts
+    assert not engine._pool.prompts
 
 
 def test_what_does_not_fit_waits(monkeypatch: pytest.MonkeyPatch):
@@ -175,25 +175,25 @@ def test_what_does_not_fit_waits(monkeypatch: pytest.MonkeyPatch):
     expected = finish(paged_over(model), mixed_requests())
     engine = paged_over(model)
     page = engine._cache.bytes_per_page
-    monkeypatch.setattr("lockstep.rollout.paged.engine.free_bytes", lambda device: 6 * page / 0.9)
+    monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 6 * page / 0.9)
     found = finish(engine, mixed_requests())
     assert {name: d.ids for name, d in found.items()} == {name: d.ids for name, d in expected.items()}
 
 
 def test_a_request_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch):
     engine = paged_over(twin(plain("llama")))
-    monkeypatch.setattr("lockstep.rollout.paged.engine.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
+    monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
     with pytest.raises(EngineError, match="pages of 64 tokens, the memory that is free holds 2"):
         engine.submit([request("a", tokens(70, 1), Sampling(200))])
     assert not engine._cache.pages
     engine.load(iter(()), 0)  # nothing is left open of it
-    monkeypatch.setattr("lockstep.rollout.paged.engine.free_bytes", lambda device: 5 * engine._cache.bytes_per_page)
+    monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 5 * engine._cache.bytes_per_page)
     assert set(finish(engine, [request("b", tokens(5, 1), Sampling(9))])) == {"b"}
 
 
 def test_sequences_that_cannot_be_scored_at_once_are_refused(monkeypatch: pytest.MonkeyPatch):
     engine = paged_over(twin(plain("llama")))
-    monkeypatch.setattr("lockstep.rollout.paged.engine.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
+    monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
     with pytest.raises(EngineError, match=r"3 sequences to score need 3 pages of 64 tokens, 2 fit"):
         engine.score([tokens(60, seed) for seed in range(3)])
     assert not engine._cache.pages
@@ -252,7 +252,7 @@ def test_prompts_that_wait_give_way_to_the_first_in_the_queue(monkeypatch: pytes
     expected = finish(paged_over(model), asked)
     engine = paged_over(model)
     monkeypatch.setattr(
-        "lockstep.rollout.paged.engine.free_bytes", lambda device: 7.5 * engine._cache.bytes_per_page / 0.9
+        "lockstep.rollout.paged.pool.free_bytes", lambda device: 7.5 * engine._cache.bytes_per_page / 0.9
     )
     found = finish(engine, asked)
     assert {name: d.ids for name, d in found.items()} == {name: d.ids for name, d in expected.items()}
