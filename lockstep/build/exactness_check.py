@@ -18,7 +18,8 @@ from lockstep.models import exact
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.head_kernels import pick_logprobs, summaries
-from lockstep.models.layer_kernels import Rotary, SiluGate, norm_heads, row_norm
+from lockstep.models.layer_kernels import Rotary, SiluGate
+from lockstep.models.norm_kernels import norm_heads, row_norm
 from lockstep.models.ordered import Piece, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of

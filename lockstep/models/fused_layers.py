@@ -1,4 +1,5 @@
-"""Norms, gated activations and rotary embeddings of a loaded model by the fused kernels of layer_kernels.
+"""Norms, gated activations and rotary embeddings of a loaded model by the fused kernels of layer_kernels
+and norm_kernels.
 
 Layers are known by what they compute, not by their name: a module is replaced if its class's code is that of a layer whose
 meaning is known. Families that share the code of Llama's layers are served without being listed, and a family whose code
@@ -84,13 +85,22 @@ def is_gated(module: nn.Module) -> bool:
 
 
 # --- replacing ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    RmsNorm: Any
+    SiluGate: Any
+    GeluGate: Any
+    Rotary: Any
+
+
 @cache
-def _kernels() -> Any | None:
+def _kernels() -> _Kernels | None:
     try:
-        from lockstep.models import layer_kernels
+        from lockstep.models.layer_kernels import GeluGate, Rotary, SiluGate
+        from lockstep.models.norm_kernels import RmsNorm
     except ImportError:
         return None
-    return layer_kernels
+    return _Kernels(RmsNorm, SiluGate, GeluGate, Rotary)
 
 
 @dataclass(frozen=True, slots=True)

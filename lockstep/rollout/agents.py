@@ -22,7 +22,7 @@ from lockstep.config.schema import Turns
 from lockstep.envs.programs import Job, Outcome, Programs
 from lockstep.errors import EngineError, LockstepError, SpentError, StaleWeightsError
 from lockstep.rollout.branches import branches_of
-from lockstep.rollout.requests import tell_sampled
+from lockstep.rollout.sampled import tell_sampled
 from lockstep.seeds import seed_for
 from lockstep.types import (
     Completion,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import EngineError, StaleWeightsError
 from lockstep.models.weights import active_adapter
-from lockstep.types import Forward, NativeRollouts, Request, RolloutEngine, SampleAsk, TokenIds
+from lockstep.types import Forward, Request, TokenIds
 
 
 class Closing(Protocol):
@@ -65,14 +65,6 @@ def check_adapter(model: nn.Module, adapter: str | None) -> None:
             where="AdapterSet",
             fix="build an engine after activate(): its decode steps are captured for one adapter",
         )
-
-
-def tell_sampled(engine: RolloutEngine, asks: Iterable[SampleAsk]) -> None:
-    """Tell those who want to see their replies grow what is sampled so far."""
-    seen = {ask.id: ask.seen for ask in asks if ask.seen is not None}
-    if seen and isinstance(engine, NativeRollouts):
-        for id, sampled in engine.sampled(seen).items():
-            seen[id](sampled)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from lockstep.errors import BusyError, EngineError, LockstepError
-from lockstep.rollout.requests import tell_sampled
+from lockstep.rollout.sampled import tell_sampled
 from lockstep.seeds import seed_for
 from lockstep.types import Completion, NativeRollouts, Request, RolloutEngine, SampleAsk
 

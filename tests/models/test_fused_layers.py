@@ -125,15 +125,15 @@ def under_adapters() -> None:
 
 def many_rows() -> None:
     """Norms over more rows than programs, neither a multiple of a tile; gates over more entries than a block; two batches."""
-    from lockstep.models import layer_kernels
+    from lockstep.models import layer_kernels, norm_kernels
 
-    layer_kernels.PROGRAMS = 3
+    norm_kernels.PROGRAMS = 3
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).requires_grad_()
 
-    norm: Any = layer_kernels.RmsNorm
+    norm: Any = norm_kernels.RmsNorm
     for late in (False, True):
         x, weight = normal(2, 1201, 24), normal(24)
         wide, wide_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()

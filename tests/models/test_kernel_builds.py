@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from lockstep.learner import merge_kernel  # noqa: E402
-from lockstep.models import head_kernels, layer_kernels, ordered_attention, ordered_product_kernel  # noqa: E402
+from lockstep.models import head_kernels, layer_kernels, norm_kernels, ordered_attention, ordered_product_kernel  # noqa: E402
 
 WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass")
 WHOLE = {"targets": "*i64", "ids": "*i64", "best": "*i32", "tiles": "*i32"}
@@ -18,17 +18,17 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
     "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
     "differentiate": (head_kernels._differentiate_kernel, {"VOCABULARY": 151936, "CAPPED": True, "BLOCK": 8192}),
-    "norm": (layer_kernels._norm_kernel, {"SIZE": 1536, "LATE": False, "ROWS": 2, "BLOCK": 2048}),
-    "head norm": (layer_kernels._norm_kernel, {"SIZE": 128, "LATE": True, "ROWS": 32, "BLOCK": 128}),
+    "norm": (norm_kernels._norm_kernel, {"SIZE": 1536, "LATE": False, "ROWS": 2, "BLOCK": 2048}),
+    "head norm": (norm_kernels._norm_kernel, {"SIZE": 128, "LATE": True, "ROWS": 32, "BLOCK": 128}),
     "norm, back": (
-        layer_kernels._norm_grad_kernel,
+        norm_kernels._norm_grad_kernel,
         {"SIZE": 1536, "EACH": 16, "LATE": False, "WEIGHT": True, "ROWS": 2, "BLOCK": 2048},
     ),
     "norm, back, frozen": (
-        layer_kernels._norm_grad_kernel,
+        norm_kernels._norm_grad_kernel,
         {"SIZE": 1536, "EACH": 16, "LATE": True, "WEIGHT": False, "ROWS": 2, "BLOCK": 2048},
     ),
-    "row norm": (layer_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "SIZE": 1536, "BLOCK": 2048}),
+    "row norm": (norm_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "SIZE": 1536, "BLOCK": 2048}),
     "parts of the vocabulary": (head_kernels._chunk_kernel, {"BLOCK": 4096}),
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
     "attention in order": (

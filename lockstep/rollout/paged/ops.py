@@ -76,11 +76,11 @@ class TritonOps:
     """Implements Ops on a GPU."""
 
     def __init__(self) -> None:
-        from lockstep.models import head_kernels, layer_kernels, ordered_attention
+        from lockstep.models import head_kernels, norm_kernels, ordered_attention
         from lockstep.rollout.paged import attention_kernels, kernels
 
         self._kernels: Any = kernels
-        self._layers: Any = layer_kernels
+        self._norms: Any = norm_kernels
         self._heads: Any = head_kernels
         self._ordered: Any = ordered_attention
         self._attention: Any = attention_kernels
@@ -90,7 +90,7 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         out_BX = with_room(residual_BX, residual_BX.shape[1], room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
-        self._layers.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX)
+        self._norms.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX)
         return total_BX, out_BX
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
@@ -113,7 +113,7 @@ class TritonOps:
         count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
         query_BHD = qkv_BX.new_empty(count, heads, size)
         if norms is not None and exact.enabled():  # their sums have training's order only in a kernel like training's
-            self._layers.norm_heads(qkv_BX, *norms, heads, kv_heads)
+            self._norms.norm_heads(qkv_BX, *norms, heads, kv_heads)
             norms = None
         query_norm, key_norm, eps = norms if norms is not None else (qkv_BX, qkv_BX, 0.0)
         self._kernels.rope_append_kernel[(count,)](

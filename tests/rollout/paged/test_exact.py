@@ -16,7 +16,7 @@ from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, Trai
 pytest.importorskip("triton")
 
 from lockstep.build import exactness_check
-from lockstep.models import head_kernels, layer_kernels, ordered_attention, ordered_product_kernel
+from lockstep.models import head_kernels, norm_kernels, ordered_attention, ordered_product_kernel
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.head_kernels import pick_logprobs, summaries
@@ -225,7 +225,7 @@ PLANTED: list[tuple[str, list[tuple[Any, str]], Any, str]] = [
     ("full", [(TritonOps, "add_norm")], norm_by_torch, "the norm"),
     ("full", [(TritonOps, "gate")], gate_by_torch, "the gated activation"),
     ("full", [(TritonOps, "rope_append")], rope_by_torch, "the rotary"),
-    ("qwen3", [(exactness_check, "norm_heads"), (layer_kernels, "norm_heads")], heads_by_torch, "the norm of heads"),
+    ("qwen3", [(exactness_check, "norm_heads"), (norm_kernels, "norm_heads")], heads_by_torch, "the norm of heads"),
     ("lora", [(exactness_check, "adapter_into"), (exact, "adapter_into")], adapter_by_torch, "an adapter's products"),
     ("full", [(exactness_check, "pick_logprobs"), (head_kernels, "pick_logprobs")], head_by_torch, "of the head"),
     ("full", [(exactness_check, "summaries"), (head_kernels, "summaries")], mass_rounded, "of the head"),
