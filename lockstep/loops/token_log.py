@@ -17,7 +17,7 @@ class TokenLog:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[TokenIds, TokenIds], Learned] = {}
+        self._found: dict[TokenIds, Learned] = {}
 
     def after(self, batch: Batch, scored: Sequence[Scored]) -> None:
         """Add the numbers of an update. If a reply is trained in several passes the first counts."""
@@ -27,9 +27,9 @@ class TokenLog:
             logprobs, entropies = (np.split(np.frombuffer(n, np.float32), ends) for n in (one.logprobs, one.entropies))
             for sequence, own, spread in zip(sequences, logprobs, entropies, strict=True):
                 learned = Learned(tuple(own.tolist()), tuple(spread.tolist()))
-                self._found.setdefault((sequence.prompt_ids, sequence.ids), learned)
+                self._found.setdefault((*sequence.prompt_ids, *sequence.ids), learned)
 
-    def take(self) -> dict[tuple[TokenIds, TokenIds], Learned]:
-        """Return the numbers of a step by prompt and reply, and forget them."""
+    def take(self) -> dict[TokenIds, Learned]:
+        """Return the numbers of a step by all ids of a row, and forget them."""
         found, self._found = self._found, {}
         return found

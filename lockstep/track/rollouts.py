@@ -37,6 +37,14 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBranch(Branch):
+    """A further row of an episode as stored, with the learner's numbers as in RolloutRow."""
+
+    learner_logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutRow:
     """One graded completion as stored. Lists are per response token."""
 
@@ -63,7 +71,7 @@ class RolloutRow:
     extracted: str | None
     method: str
     advantage: float
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[StoredBranch, ...] = ()
     """Further rows of the episode, where its program rewrote or forked its history."""
     learner_logprobs: tuple[float, ...] = ()
     """The learner's, of the trained tokens alone. Empty if it did not process the reply, or track.tokens is off."""
@@ -94,12 +102,12 @@ def write_rollouts(
     step: int,
     groups: Sequence[Group],
     advantages: Sequence[Sequence[float]],
-    learned: Mapping[tuple[TokenIds, TokenIds], Learned] | None = None,
+    learned: Mapping[TokenIds, Learned] | None = None,
 ) -> Path:
     """Store a step's rollouts at once, replacing what an earlier attempt stored for it.
 
     `advantages[g][i]` belongs to `groups[g].rollouts[i]`; raises ValueError if the shapes differ. `learned` holds the learner's
-    numbers by prompt ids and ids.
+    numbers by all ids of a row, prompt and reply.
     Lone surrogates, which parquet cannot hold, are written as \\udXXX escapes; the ids are unchanged.
     """
     import pyarrow as pa
@@ -164,8 +172,13 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _row(rollout: Rollout, advantage: float, learned: Mapping[tuple[TokenIds, TokenIds], Learned]) -> dict[str, object]:
-    grade, known = rollout.grade, learned.get((rollout.prompt_ids, rollout.ids), Learned((), ()))
+def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]) -> dict[str, object]:
+    grade = rollout.grade
+
+    def known(row: Rollout | Branch) -> dict[str, object]:
+        found = learned.get((*row.prompt_ids, *row.ids), Learned((), ()))
+        return {"learner_logprobs": found.logprobs, "entropies": found.entropies}
+
     return {
         "prompt_id": storable(rollout.prompt.id),
         "task": storable(rollout.prompt.task),
@@ -185,9 +198,8 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[tuple[TokenIds, To
         "extracted": None if grade.extracted is None else storable(grade.extracted),
         "method": storable(grade.method),
         "advantage": float(advantage),
-        "branches": [{**asdict(branch), "text": storable(branch.text)} for branch in rollout.branches],
-        "learner_logprobs": known.logprobs,
-        "entropies": known.entropies,
+        "branches": [{**asdict(one), "text": storable(one.text), **known(one)} for one in rollout.branches],
+        **known(rollout),
     }
 
 
@@ -202,7 +214,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRow:
     metrics = {name: number(value) for name, value in named.items()}
     messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in parse_json(row["messages"]))
     branches = tuple(
-        Branch(text=str(one["text"]), **{name: tuple(one[name]) for name in _LISTS})
+        StoredBranch(text=str(one["text"]), **{name: tuple(one[name]) for name in (*_LISTS, *LEARNED)})
         for one in row.get("branches") or ()
     )
     return RolloutRow(
@@ -219,12 +231,12 @@ def _schema(without: Sequence[str] = ()) -> pa.Schema:
         "prompt_ids": pa.list_(int64), "ids": pa.list_(int64), "logprobs": pa.list_(pa.float32()),
         "trained": pa.list_(pa.bool_()),
     }  # fmt: skip
+    learned = {"learner_logprobs": pa.list_(pa.float32()), "entropies": pa.list_(pa.float16())}
     types = {
         "prompt_id": text, "task": text, "messages": text, "answer": text, "sample": int32, "text": text, **lists,
         "finish": text, "version": int64, "reward": pa.float64(), "error": text, "metrics": text, "extracted": text,
         "method": text, "advantage": pa.float64(),
-        "branches": pa.list_(pa.struct(list((lists | {"text": text}).items()))),
-        "learner_logprobs": pa.list_(pa.float32()), "entropies": pa.list_(pa.float16()),
+        "branches": pa.list_(pa.struct(list((lists | {"text": text} | learned).items()))), **learned,
     }  # fmt: skip
     return pa.schema([(name, kind) for name, kind in types.items() if name not in without])
 

@@ -14,7 +14,7 @@ from lockstep.config.schema import Model
 from lockstep.errors import LockstepError, ModelError
 from lockstep.models.builtin import BUILTINS, builtin_place
 from lockstep.models.resolve import HUB_ID
-from lockstep.track.rollouts import RolloutRow
+from lockstep.track.rollouts import RolloutRow, StoredBranch
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Branch
 
@@ -78,7 +78,7 @@ def stretches(row: RolloutRow | Branch, decode: Decode) -> list[Stretch]:
     texts = pieces(row.ids, decode)
     bounds = pairwise([0, *ends, len(row.ids)]) if row.ids else ()
     found, seen = [], 0
-    learned = (row.learner_logprobs, row.entropies) if isinstance(row, RolloutRow) else ((), ())
+    learned = (row.learner_logprobs, row.entropies) if isinstance(row, RolloutRow | StoredBranch) else ((), ())
     for a, b in bounds:
         own = slice(seen, seen + b - a) if row.trained[a] else slice(0)
         seen += b - a if row.trained[a] else 0

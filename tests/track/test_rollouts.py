@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.commands.rollouts import show
 from lockstep.errors import RunDirectoryError
-from lockstep.track.rollouts import read_rollouts, rollout_steps, write_rollouts
+from lockstep.track.rollouts import Learned, StoredBranch, read_rollouts, rollout_steps, write_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Branch, FinishReason, Grade, Group
 from tests.track.runs import FACTS, HOSTILE, RECIPE, group, groups
@@ -44,9 +44,15 @@ def test_the_rows_of_an_episode_come_back_and_are_printed(run: RunDirectory) -> 
     branch = Branch((1, 9), (5, 7, 2), (-0.5, 0.0, -0.25), (True, False, True), HOSTILE)
     episode = replace(first.rollouts[0], branches=(branch,))
     assert episode.sampled == 5
-    write_rollouts(run, 1, [replace(first, rollouts=(episode, *first.rollouts[1:])), *rest], ADVANTAGES)
+    learned = {(*branch.prompt_ids, *branch.ids): Learned((-0.5, -0.125), (1.5, 0.25))}
+    write_rollouts(run, 1, [replace(first, rollouts=(episode, *first.rollouts[1:])), *rest], ADVANTAGES, learned)
     (row, other, *_) = read_rollouts(run, 1)
-    assert row.branches == (replace(branch, text=HOSTILE.replace("\ud800", "\\ud800")),)
+    assert row.branches == (
+        StoredBranch(
+            *(getattr(branch, name) for name in ("prompt_ids", "ids", "logprobs", "trained")),
+            HOSTILE.replace("\ud800", "\\ud800"), (-0.5, -0.125), (1.5, 0.25),
+        ),
+    )  # fmt: skip
     assert other.branches == ()
     shown = show(row, lambda ids: " ".join(f"<{i}>" for i in ids))
     assert "row 2 of the episode" in shown

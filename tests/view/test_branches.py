@@ -28,7 +28,9 @@ Start = Callable[..., Server]
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> RunDirectory:
     """One step of an agent that plays ten turns and replaces its history by a summary of its own after every four."""
-    return start_run(recipe(tmp_path_factory.mktemp("agent"), tiny_model_dir, PROGRAM, "steps=1"))
+    return start_run(
+        recipe(tmp_path_factory.mktemp("agent"), tiny_model_dir, PROGRAM, "steps=1", "update.drop_zero_advantage=false")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,11 @@ def test_the_server_sets_each_branch_against_those_before_it(serve: Start, agent
         assert sum(len(part["pieces"]) for part in start) == len(branch.prompt_ids)
         assert "Go on." in "".join("".join(part["pieces"]) for part in shown["context"])
         assert not any(part["sampled"] for part in shown["context"])
-        assert sum(len(part["pieces"]) for part in shown["stretches"] if part["sampled"]) == sum(branch.trained)
+        own = [part for part in shown["stretches"] if part["sampled"]]
+        assert sum(len(part["pieces"]) for part in own) == sum(branch.trained)
+        gaps = [a - b for part in own for a, b in zip(part["learner"], part["logprobs"], strict=True)]
+        assert max(map(abs, gaps)) < 1e-4
+        assert all(entropy > 0 for part in own for entropy in part["entropies"])
         assert sum(len(part["pieces"]) for part in shown["shared"]) >= len(stored.prompt_ids)
     rows = (stored, *stored.branches)
     logprobs = [x for row in rows for x, own in zip(row.logprobs, row.trained, strict=True) if own]
