@@ -35,10 +35,6 @@ class Place:
     samplers: int = 0
     """Workers that only sample; their ranks come after the `size` that train."""
 
-    @property
-    def samples_only(self) -> bool:
-        return self.rank >= self.size
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
