@@ -23,7 +23,7 @@ from tests.gallery import Gallery
 from tests.tiny import write_tiny_model
 
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
-hypothesis.settings.register_profile("full", max_examples=200, deadline=None)  # make test-all
+hypothesis.settings.register_profile("full", max_examples=100, deadline=None)  # make test-all
 hypothesis.settings.load_profile("fast")
 
 

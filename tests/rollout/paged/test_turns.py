@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -218,6 +219,7 @@ def talk(seed: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> Clients:
     return clients
 
 
+@hypothesis.settings(max_examples=25, deadline=None)  # half a second each
 @given(seed=st.integers(0, 10_000))
 def test_no_page_is_lost_in_any_conversation(seed: int):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -225,10 +227,10 @@ def test_no_page_is_lost_in_any_conversation(seed: int):
 
 
 @pytest.mark.slow
-def test_no_page_is_lost_in_thousands_of_requests(monkeypatch: pytest.MonkeyPatch):
-    clients = talk(1, 900, monkeypatch)
+def test_no_page_is_lost_in_hundreds_of_requests(monkeypatch: pytest.MonkeyPatch):
+    clients = talk(1, 250, monkeypatch)
     print(f"{clients.count} prompts, {clients.checked} replies compared; tokens reused: {clients.engine.reused}")
-    assert clients.count >= 2000
+    assert clients.count >= 500
     assert clients.engine.reused > 20_000
 
 
