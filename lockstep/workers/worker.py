@@ -129,6 +129,7 @@ def _template(control: socket.socket) -> None:
             _send(lines, {"error": str(error)})
             pid = -1
         if pid == 0:
+            lines.close()  # a socket stays open as long as a file of it is: then the owner would not see the template end
             control.close()
             _copy(handler, settings, descriptors)
         for descriptor in descriptors:

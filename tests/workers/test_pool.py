@@ -255,6 +255,16 @@ def test_killing_workers_at_random_changes_no_verdict():
     assert verifier.pool.replaced >= 10
 
 
+def test_a_copy_does_not_hold_the_templates_socket():
+    """Else the owner waits two minutes for a template that is killed while it makes a copy."""
+    verifier = build_verifier(schema.MathVerifier(workers=1))
+    verifier.grade(Prompt("t/1", (), "x+1"), "\\boxed{1+x}")
+    (pid,) = verifier.pool.pids
+    held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    assert sum(one.startswith("pipe:") for one in held) == 2
+    assert not [one for one in held if one.startswith("socket:")]
+
+
 def test_a_worker_imports_nothing_heavy(grader):
     verifier, _ = grader
     verifier.grade(PROMPT, "7")
