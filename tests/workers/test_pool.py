@@ -260,7 +260,7 @@ def test_a_copy_does_not_hold_the_templates_socket():
     verifier = build_verifier(schema.MathVerifier(workers=1))
     verifier.grade(Prompt("t/1", (), "x+1"), "\\boxed{1+x}")
     (pid,) = verifier.pool.pids
-    held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    held = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
     assert sum(one.startswith("pipe:") for one in held) == 2
     assert not [one for one in held if one.startswith("socket:")]
 
