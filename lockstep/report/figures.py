@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -144,10 +144,18 @@ def marks(records: Sequence[StepRecord], events: Iterable[Event]) -> list[Mark]:
     ]
     evaluated = [record for record in records if any(name.startswith("eval/") for name in record.metrics)]
     found += [Mark(record.step, "evaluation", "evaluated") for record in evaluated]
+    names = {name for record in records for name in record.metrics}
+    sudden = {
+        name
+        for name in names
+        if (info := find(name)) and info.group != "time" and info.drift and info.drift.against == "recent"
+    }
+    judged = sudden | {"answer/correct"}  # which decides whether others apply
+    few = [replace(one, metrics={n: value for n, value in one.metrics.items() if n in judged}) for one in records]
     found += [
         Mark(step, "spike", f"{row.name} outside its range")
-        for row in find_outside(records)
-        if (info := find(row.name)) and info.group != "time" and info.drift and info.drift.against == "recent"
+        for row in find_outside(few)
+        if row.name in sudden
         for step in row.steps
     ]
     return sorted(found, key=lambda mark: mark.step)
