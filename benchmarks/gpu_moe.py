@@ -5,9 +5,9 @@
 
 Shapes of Qwen3-30B-A3B and gpt-oss-20b with random bf16 weights. Rollouts: 64 prompts of 128 tokens x 8 samples of 256, end
 tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates: LoRA of rank 16 on attention, 64
-sequences of 512 tokens. Arms: ours; ours with models.expert_kernels, which are off otherwise; vLLM with the settings of
-gpu_rollout.py. Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads
-that its rows can reach in every decode step; that of an update 4 FLOP for each active parameter and token.
+sequences of 512 tokens. Arms: ours; ours with numerics.exact; vLLM with the settings of gpu_rollout.py and weights of its own.
+Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
+reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
 
 from __future__ import annotations
@@ -87,22 +87,24 @@ def floors(shape: str) -> tuple[float, float]:
 
 # --- arms -----------------------------------------------------------------------------------------------------------
 def ours(args: argparse.Namespace) -> dict[str, Any]:
+    from lockstep.build.exactness import settle_exactness
     from lockstep.config.schema import Recipe
     from lockstep.learner.adapters import attach
     from lockstep.learner.learner import TorchLearner
+    from lockstep.models import exact
     from lockstep.models.attention import NAME
+    from lockstep.models.fused_layers import fuse_layers
     from lockstep.rollout.paged.engine import PagedEngine
     from lockstep.types import Request, Sampling
 
     model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu)
-    layers = 0
-    if args.kernels:
-        from lockstep.models.expert_kernels import use_expert_kernels
-
-        layers = use_expert_kernels(model)
+    if not args.cpu:
+        fuse_layers(model)
     adapter = {"kind": "lora", "rank": RANK, "targets": "attention"}
-    recipe = Recipe.model_validate({"adapter": adapter, "optimizer": {"kind": "adamw", "lr": 1e-6}})
+    optimizer = {"kind": "adamw", "lr": 1e-6}
+    recipe = Recipe.model_validate({"adapter": adapter, "optimizer": optimizer, "numerics": {"exact": args.exact}})
     model = attach(model, recipe.adapter, 0)
+    settle_exactness(model, recipe)
     engine = PagedEngine(model, slots=512, stop_ids=frozenset({2}), decode=str)
     engine.load(iter(()), 0)
 
@@ -119,16 +121,18 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         done = list(engine.completed())
         return sum(len(one.ids) for one in done), done
 
-    result = {"rollout": timed(args.runs, lambda number: rollout(number)[0]), "layers": layers}
+    result: dict[str, Any] = {"rollout": timed(args.runs, lambda number: rollout(number)[0]), "exact": exact.line()}
     learner = TorchLearner(model, recipe)
-    done = rollout(99)[1][:16]
+    done = rollout(99)[1][:: 1 if args.cpu else 8]
     scored = learner.logprobs([(*one.request.prompt_ids, *one.ids) for one in done])
     gaps = [
         abs(a - b)
         for one, row in zip(done, scored, strict=True)
         for a, b in zip(one.logprobs, row[len(one.request.prompt_ids) - 1 :], strict=True)
     ]
-    result["mismatch"] = {"mean": statistics.fmean(gaps), "max": max(gaps)}
+    result["mismatch"] = {
+        "mean": statistics.fmean(gaps), "max": max(gaps), "tokens": len(gaps), "differing": sum(gap > 0 for gap in gaps)
+    }  # fmt: skip
     result["update"] = timed(args.runs, lambda number: update(learner, number, cpu=args.cpu))
     return result | {"device": device_name(), "peak_gib": peak()}
 
@@ -166,6 +170,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
     engine = LLM(
         model=os.environ["BENCH_MODEL"],
         skip_tokenizer_init=True,
+        load_format="dummy",
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=512,
@@ -238,7 +243,10 @@ def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
                 continue
             line = f"{shape}, {name}: peak {result['peak_gib']:.1f} GiB"
             if gap := result.get("mismatch"):
-                line += f"; |log-probability as sampled - as trained|: mean {gap['mean']:.2g}, max {gap['max']:.2g}"
+                line += f"; |log-probability as sampled - as scored|: mean {gap['mean']:.2g}, max {gap['max']:.2g}, "
+                line += f"{gap['differing']:,} of {gap['tokens']:,} tokens differ"
+            if result.get("exact"):
+                line += f"; {result['exact']}"
             lines.append(line)
     return lines
 
@@ -249,7 +257,7 @@ def main() -> None:
     parser.add_argument("--arm-out")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--kernels", action="store_true", help="our arm with models.expert_kernels")
+    parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240)
     parser.add_argument("--cpu", action="store_true", help="tiny versions of our arms on a CPU, to try things out")
@@ -266,10 +274,12 @@ def main() -> None:
     for shape in args.shapes:
         arms = results[shape] = {"ours": arm("ours", shape, [], "", args)}
         if not args.cpu:
-            arms["ours, kernels"] = arm("ours", shape, ["--kernels"], "", args)
+            arms["ours, exact"] = arm("ours", shape, ["--exact"], "", args)
         if not (args.cpu or args.no_vllm):
             with tempfile.TemporaryDirectory() as folder:
-                random_model(shape, "cpu", "sdpa", cpu=False).save_pretrained(folder)
+                config = config_of(shape, cpu=False)
+                config.architectures = ["GptOssForCausalLM" if shape.startswith("gpt") else "Qwen3MoeForCausalLM"]
+                config.save_pretrained(folder)
                 arms["vLLM"] = arm("vllm", shape, [], folder, args)
     where = next((r["device"] for arms in results.values() for r in arms.values() if "device" in r), "no device")
     lines = [*header(__file__, where, PACKAGES), "", *table(results, cpu=args.cpu), "", *notes(results)]

@@ -14,7 +14,7 @@ from lockstep.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """Model types for which it was shown."""
 
 
@@ -65,7 +65,7 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.get_decoder().layers]
-    if any(windows) or (config.model_type == "mistral" and config.sliding_window):
+    if any(windows) or (config.model_type in ("mistral", "mixtral") and config.sliding_window):
         return "the model has sliding windows"
     decoder = Decoder.of(model)
     size = decoder.head_size

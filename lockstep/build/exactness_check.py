@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.models import exact
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
+from lockstep.models.experts import Experts, Router
 from lockstep.models.head_kernels import pick_logprobs, summaries
 from lockstep.models.layer_kernels import Rotary, SiluGate
 from lockstep.models.norm_kernels import norm_heads, row_norm
@@ -62,6 +63,7 @@ def differing(decoder: Decoder) -> tuple[str, ...]:
         _norms,
         _head_norms,
         _rows,
+        _experts,
         _head,
     )
     with torch.random.fork_rng([weight.device]):
@@ -75,15 +77,12 @@ def changing(decoder: Decoder) -> str:
     weight = decoder.head.weight_VH
     heads = int(decoder.model.config.get_text_config().num_attention_heads)
     shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
-    exact.enable("", repeatable=True)
     try:
-        with torch.random.fork_rng([weight.device]), exact.repeated():
+        with exact.on_trial(repeatable=True), torch.random.fork_rng([weight.device]), exact.repeated():
             torch.manual_seed(0)
             return _changing(shape)
     except RuntimeError as error:  # torch's own reason: a setting that came too late, an operation without such a form
         return f"torch refuses: {str(error).splitlines()[0]}"
-    finally:
-        exact.enable("", on=False)
 
 
 def _changing(shape: _Shape) -> str:
@@ -225,6 +224,25 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     query, _ = rotary.apply(heads[:, : shape.heads], heads[:, shape.heads : shape.heads + shape.kv_heads], *wide)
     if not torch.equal(found, query[0].transpose(0, 1)):
         yield "the rotary embedding differs between sampling and training"
+
+
+def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Compare the experts of few tokens, of some, and of so many that they are computed as in training."""
+    modules = list(decoder.module.layers[0].modules())
+    experts = next((found for found in map(Experts.of, modules) if found is not None), None)
+    router = next((found for found in map(Router.of, modules) if found is not None), None)
+    if experts is None or router is None:
+        return
+    x = shape.random(MANY, shape.hidden)
+    with exact.on_trial():
+        _, weight, index = router(x)
+        whole = experts(x, index, weight)
+        for count in (FEW, ROWS):
+            _, few_weight, few_index = router(x[:count])
+            if not (torch.equal(few_weight, weight[:count]) and torch.equal(few_index, index[:count])):
+                yield "the choice of experts depends on the number of rows"
+            elif not torch.equal(experts(x[:count], few_index, few_weight), whole[:count]):
+                yield "the experts of a token that is decoded differ from those in training"
 
 
 def _head(shape: _Shape, decoder: Decoder) -> Iterator[str]:

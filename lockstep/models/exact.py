@@ -10,7 +10,7 @@ Legend: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -61,6 +61,17 @@ def enable(line: str, *, on: bool = True, repeatable: bool = False) -> None:
     `repeatable`: updates, too, shall give the same bits each time.
     """
     _state.on, _state.line, _state.repeatable = on, line, repeatable
+
+
+@contextmanager
+def on_trial(*, repeatable: bool = False) -> Iterator[None]:
+    """Turn exactness on for a test of the device; afterwards it is as it was."""
+    before = _state.on, _state.line, _state.repeatable
+    enable("", repeatable=repeatable)
+    try:
+        yield
+    finally:
+        _state.on, _state.line, _state.repeatable = before
 
 
 @contextmanager
@@ -150,6 +161,21 @@ class _Ordered(torch.autograd.Function):
             grad_MN.T @ x_MK if need_weight else None,
             grad_MN.sum(0) if need_bias else None,
         )
+
+
+def keeps_order(
+    theirs: Callable[..., Tensor], ours: Callable[..., Tensor], x_MK: Tensor, weights: Tensor, rows: Any
+) -> bool:
+    """Return whether another product of these operands may stand for ours: it has the same bits, or exactness is off."""
+    if not _state.on:
+        return True
+    key = (theirs.__name__, x_MK.shape[0], *weights.shape, *weights.stride())
+    if key not in _state.verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        trial = torch.randn_like(x_MK) if x_MK.numel() <= TRIED else x_MK
+        _state.verdicts[key] = torch.equal(theirs(trial, weights, rows), ours(trial, weights, rows))
+    return _state.verdicts[key]
 
 
 # --- which kernel ---------------------------------------------------------------------------------------------------

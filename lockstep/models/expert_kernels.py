@@ -1,8 +1,7 @@
-"""Experts of a mixture by grouped products (Triton): rows sorted by expert, and only experts that a row reaches are read.
+"""Kernels for the experts of a mixture (Triton): rows sorted by expert, and only experts that a row reaches are read.
 
-Decoding takes three launches: gate and up with their activation, down with the router's weight, and the sum over a token's
-experts. Training takes grouped products with gradients. Nothing waits for the host, so both can be captured. Off unless
-`use_expert_kernels` is called: they were compared with plain code by Triton's interpreter, and not yet run on a GPU.
+Every sum has one order, whatever the number of rows: products go over their inputs from first to last, and a token's experts are
+added in the router's order. Nothing waits for the host, so all of it can be captured.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
 """
@@ -13,158 +12,176 @@ Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
-ROWS, COLUMNS, DEPTH = 16, 64, 64
-"""Rows, outputs and inputs of a program's step. Decoding has few rows an expert: the smallest tile of a matrix instruction."""
-OUTER = 64
-"""Outputs and inputs of a program of the weights' gradient."""
+from lockstep.models.ordered_product_kernel import Tile
+from lockstep.models.route_kernels import Sorted
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """Rows in the order of their experts, cut into tiles of one expert each."""
+class Activation:
+    """How gate and up become the inner state: gate · sigmoid(alpha · gate) · up."""
 
-    order_R: Tensor
-    """Pair t · K + k of each row."""
-    expert_P: Tensor
-    """int32: the expert of each tile, -1 for tiles that are not needed."""
-    start_P: Tensor
-    end_P: Tensor
-    bounds_E: Tensor
-    """int32 [E + 1]: where the rows of each expert begin."""
-    top: int
+    paired: bool = False
+    """Gate and up alternate, and are clamped; 1 is added to up (gpt-oss). Else all gates come first."""
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
-def sort_rows(index_TK: Tensor, experts: int) -> Sorted:
-    """Sort pairs of token and expert. There are as many tiles as the rows could need at most."""
-    flat_R = index_TK.reshape(-1)
-    order_R = torch.argsort(flat_R, stable=True)
-    counts_E = torch.zeros(experts, dtype=torch.int64, device=flat_R.device)
-    counts_E.scatter_add_(0, flat_R, torch.ones_like(flat_R))
-    bounds_E = torch.nn.functional.pad(counts_E.cumsum(0), (1, 0))
-    tiles_E = (counts_E + ROWS - 1) // ROWS
-    ends_E = tiles_E.cumsum(0)
-    tile_P = torch.arange(flat_R.numel() // ROWS + min(experts, flat_R.numel()), device=flat_R.device)
-    expert_P = torch.searchsorted(ends_E, tile_P, right=True)
-    own_P = expert_P.clamp(max=experts - 1)
-    start_P = bounds_E[own_P] + (tile_P - (ends_E - tiles_E)[own_P]) * ROWS
-    end_P = torch.minimum(start_P + ROWS, bounds_E[own_P + 1])
-    needed_P = torch.where(expert_P < experts, expert_P, -1)
-    expert_P, start_P, end_P, bounds_E = (x.to(torch.int32) for x in (needed_P, start_P, end_P, bounds_E))
-    return Sorted(order_R, expert_P, start_P, end_P, bounds_E, index_TK.shape[1])
+# --- products -------------------------------------------------------------------------------------------------------
+def gate_up_tile(each: float) -> Tile:
+    """Return a fast tile of `gate_up` for so many rows an expert, on average. It does not change a bit."""
+    if each <= 8:
+        return Tile(16, 64, 128, 4, 4)
+    if each <= 24:
+        return Tile(32, 64, 128, 4, 3)
+    return Tile(64, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
+
+
+def product_tile(each: float) -> Tile:
+    """Return a fast tile of `product`."""
+    if each <= 8:
+        return Tile(16, 128, 128, 4, 4)
+    if each <= 24:
+        return Tile(32, 128, 128, 4, 3)
+    return Tile(64, 128, 64, 4, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _activated(gate, up, PAIRED: tl.constexpr, limit, alpha):
+    """Compute the inner state in fp32 of rounded gates and ups."""
+    if PAIRED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    return gate * (1.0 / (1.0 + tl.exp(-gate * alpha))) * up
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert_ptr, start_ptr, end_ptr, hidden, inner, x_stride,
-    by_expert, by_output, by_input, limit, alpha,
-    TOP: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
+    limit, alpha, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the activated inner states, in sorted order. PAIRED is gpt-oss: gate and up alternate, have biases,
-    and are clamped.
-    """
-    tile = tl.program_id(0)
-    expert = tl.load(expert_ptr + tile)
-    if expert >= 0:
-        row = tl.load(start_ptr + tile) + tl.arange(0, ROWS)
-        there = row < tl.load(end_ptr + tile)
-        token = tl.load(order_ptr + row, mask=there, other=0) // TOP
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < inner
-        gate_at = 2 * column if PAIRED else column
-        up_at = gate_at + (1 if PAIRED else inner)
-        base = weight_ptr + expert.to(tl.int64) * by_expert
-        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, hidden, DEPTH):
-            depth = first + tl.arange(0, DEPTH)
-            known = depth < hidden
-            x = tl.load(
-                x_ptr + token[:, None] * x_stride + depth[None, :], mask=there[:, None] & known[None, :], other=0.0
-            )
-            seen = known[:, None] & inside[None, :]
-            at = base + depth[:, None] * by_input
-            gate = tl.dot(
-                x, tl.load(at + gate_at[None, :] * by_output, mask=seen, other=0.0), gate, input_precision=PRECISION
-            )
-            up = tl.dot(
-                x, tl.load(at + up_at[None, :] * by_output, mask=seen, other=0.0), up, input_precision=PRECISION
-            )
+    """Compute some columns of the inner states of one expert's rows, in sorted order."""
+    expert = tl.program_id(1)
+    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    base = weight_ptr + expert.to(tl.int64) * by_expert
+    kind = out_ptr.dtype.element_ty
+    paired = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+    both = paired % (2 * inner) if PAIRED else column % inner
+    weight_first = base + depth[:, None] * by_input + both[None, :] * by_output
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
+        x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
+        weight_at = weight_first
         if PAIRED:
-            biases = bias_ptr + expert * 2 * inner
-            gate += tl.load(biases + gate_at, mask=inside, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(biases + up_at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kind = out_ptr.dtype.element_ty
-        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)  # as two products would give them
+            total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+        else:
+            gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+            up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for step in range(0, tl.cdiv(hidden, DEPTH)):
+            if EVEN:
+                x, weight = tl.load(x_at), tl.load(weight_at)
+            else:
+                left = depth < hidden - step * DEPTH
+                x = tl.load(x_at, mask=left[None, :], other=0.0)
+                weight = tl.load(weight_at, mask=left[:, None], other=0.0)
+            if PAIRED:
+                total = tl.dot(x, weight, total, input_precision=PRECISION)
+            else:
+                gate = tl.dot(x, weight, gate, input_precision=PRECISION)
+                if EVEN:
+                    weight = tl.load(weight_at + inner * by_output)
+                else:
+                    weight = tl.load(weight_at + inner * by_output, mask=left[:, None], other=0.0)
+                up = tl.dot(x, weight, up, input_precision=PRECISION)
+            x_at += DEPTH
+            weight_at += DEPTH * by_input
         if PAIRED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        inner_state = gate * tl.sigmoid(gate * alpha) * up
-        tl.store(
-            out_ptr + row[:, None] * inner + column[None, :],
-            inner_state.to(kind),
-            mask=there[:, None] & inside[None, :],
-        )
+            total = total.to(kind).to(tl.float32)
+            if BIAS:
+                bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
+                total = (total + bias[None, :]).to(kind).to(tl.float32)
+            gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
+        else:
+            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        state = _activated(gate, up, PAIRED, limit, alpha)
+        mask = (row < end)[:, None] & (column < inner)[None, :]
+        tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, order_ptr, expert_ptr, start_ptr, end_ptr, inputs, outputs,
-    by_expert, by_output, by_input,
-    BIAS: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of sorted rows times their expert's matrix; BACK multiplies by a factor of the row's pair, and writes at
-    the pair's place.
-    """
-    tile = tl.program_id(0)
-    expert = tl.load(expert_ptr + tile)
-    if expert >= 0:
-        row = tl.load(start_ptr + tile) + tl.arange(0, ROWS)
-        there = row < tl.load(end_ptr + tile)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < outputs
-        base = weight_ptr + expert.to(tl.int64) * by_expert
+    """Compute some columns of one expert's sorted rows times its matrix."""
+    expert = tl.program_id(1)
+    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    base = weight_ptr + expert.to(tl.int64) * by_expert
+    weight_first = base + depth[:, None] * by_input + (column % outputs)[None, :] * by_output
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        x_at = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * inputs + depth[None, :]
+        weight_at = weight_first
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, inputs, DEPTH):
-            depth = first + tl.arange(0, DEPTH)
-            known = depth < inputs
-            x = tl.load(x_ptr + row[:, None] * inputs + depth[None, :], mask=there[:, None] & known[None, :], other=0.0)
-            at = base + depth[:, None] * by_input + column[None, :] * by_output
-            weight = tl.load(at, mask=known[:, None] & inside[None, :], other=0.0)
+        for step in range(0, tl.cdiv(inputs, DEPTH)):
+            if EVEN:
+                x, weight = tl.load(x_at), tl.load(weight_at)
+            else:
+                left = depth < inputs - step * DEPTH
+                x = tl.load(x_at, mask=left[None, :], other=0.0)
+                weight = tl.load(weight_at, mask=left[:, None], other=0.0)
             total = tl.dot(x, weight, total, input_precision=PRECISION)
-        if BIAS:
-            total += tl.load(bias_ptr + expert * outputs + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        place = row
-        if BACK:
-            place = tl.load(order_ptr + row, mask=there, other=0)
-            total *= tl.load(factor_ptr + place, mask=there, other=0.0).to(tl.float32)[:, None]
-        tl.store(
-            out_ptr + place[:, None] * outputs + column[None, :],
-            total.to(out_ptr.dtype.element_ty),
-            mask=there[:, None] & inside[None, :],
-        )
+            x_at += DEPTH
+            weight_at += DEPTH * by_input
+        mask = (row < end)[:, None] & (column < outputs)[None, :]
+        place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
+        tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def gate_up(x_TH: Tensor, weight_EOX: Tensor, bias_EO: Tensor | None, rows: Sorted, activation: Activation) -> Tensor:
+    """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and activation."""
+    x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
+    out_RI = x_TH.new_empty(len(rows.order_R), inner)
+    _gate_up_kernel[(triton.cdiv(inner, tile.columns), rows.experts)](
+        x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
+        x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.top, activation.paired,
+        bias_EO is not None, x_TH.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth, _precision(x_TH),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_RI
+
+
+def product(x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
+    """Return sorted rows times the matrix of their expert, [R, O]."""
+    x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
+    out_RO = x_RX.new_empty(len(x_RX), outputs)
+    _product_kernel[(triton.cdiv(outputs, tile.columns), rows.experts)](
+        x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(),
+        x_RX.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth, _precision(x_RX),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_RO
 
 
 @triton.jit
 def _outer_kernel(
-    grad_ptr,
-    x_ptr,
-    out_ptr,
-    bounds_ptr,
-    outputs,
-    inputs,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    grad_ptr, x_ptr, out_ptr, bounds_ptr, outputs, inputs, SIZE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Compute one tile of one expert's gradient: the sum over its rows of grad ⊗ x."""
     expert = tl.program_id(0)
     start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
@@ -172,7 +189,7 @@ def _outer_kernel(
     entry = tl.program_id(2) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE, SIZE], tl.float32)
     for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
         there = (row < end)[:, None]
         grad = tl.load(
             grad_ptr + row[:, None] * outputs + output[None, :], mask=there & (output < outputs)[None, :], other=0.0
@@ -183,127 +200,151 @@ def _outer_kernel(
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(output < outputs)[:, None] & (entry < inputs)[None, :])
 
 
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+def outer(grad_RO: Tensor, x_RX: Tensor, rows: Sorted) -> Tensor:
+    """Return the gradient of each expert's matrix, [E, O, X]."""
+    outputs, inputs = grad_RO.shape[1], x_RX.shape[1]
+    out_EOX = x_RX.new_empty(rows.experts, outputs, inputs)
+    grid = (rows.experts, triton.cdiv(outputs, 64), triton.cdiv(inputs, 64))
+    given = grad_RO.contiguous(), x_RX.contiguous(), out_EOX, rows.bounds_E
+    _outer_kernel[grid](*given, outputs, inputs, 64, 32, _precision(x_RX), enable_fp_fusion=False)
+    return out_EOX
 
 
-def product(
-    x_RX: Tensor, weight_EOX: Tensor, rows: Sorted, bias_EO: Tensor | None = None, factor_R: Tensor | None = None
-) -> Tensor:
-    """Return sorted rows times the matrix of their expert [R, O]; with a factor of each pair, at the place of the pair."""
-    out_RO = x_RX.new_empty(len(x_RX), weight_EOX.shape[1])
-    x_RX = x_RX.contiguous()
-    _product_kernel[(len(rows.expert_P), triton.cdiv(out_RO.shape[1], COLUMNS))](
-        x_RX, weight_EOX, x_RX if bias_EO is None else bias_EO, x_RX if factor_R is None else factor_R, out_RO,
-        rows.order_R, rows.expert_P, rows.start_P, rows.end_P, x_RX.shape[1], out_RO.shape[1], *weight_EOX.stride(),
-        bias_EO is not None, factor_R is not None, ROWS, COLUMNS, DEPTH, _precision(x_RX),
+# --- between the products -------------------------------------------------------------------------------------------
+@triton.jit
+def _halves(ptr, inner, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load one row of gates and ups in fp32."""
+    if PAIRED:
+        at = tl.arange(0, 2 * BLOCK)
+        both = tl.load(ptr + at, mask=at < 2 * inner, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))
+    else:
+        at = tl.arange(0, BLOCK)
+        gate = tl.load(ptr + at, mask=at < inner, other=0.0).to(tl.float32)
+        up = tl.load(ptr + inner + at, mask=at < inner, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _both(both_ptr, bias_ptr, expert_ptr, row, inner, PAIRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Load gates and ups of one row, with their biases, rounded as they are stored."""
+    kind = both_ptr.dtype.element_ty
+    gate, up = _halves(both_ptr + row * 2 * inner, inner, PAIRED, BLOCK)
+    if BIAS:
+        gate_bias, up_bias = _halves(bias_ptr + tl.load(expert_ptr + row) * 2 * inner, inner, PAIRED, BLOCK)
+        gate, up = (gate + gate_bias).to(kind).to(tl.float32), (up + up_bias).to(kind).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _activate_kernel(
+    both_ptr, bias_ptr, expert_ptr, out_ptr, inner, limit, alpha,
+    PAIRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < inner
+    gate, up = _both(both_ptr, bias_ptr, expert_ptr, row, inner, PAIRED, BIAS, BLOCK)
+    state = _activated(gate, up, PAIRED, limit, alpha)
+    tl.store(out_ptr + row * inner + column, state.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activate_back_kernel(
+    both_ptr, bias_ptr, expert_ptr, grad_ptr, factor_ptr, order_ptr, out_ptr, share_ptr, inner, limit, alpha,
+    PAIRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Turn gradients of inner states, without the router's weight, into those of gates and ups, and of the weight."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(order_ptr + row)
+    column = tl.arange(0, BLOCK)
+    inside = column < inner
+    gate, up = _both(both_ptr, bias_ptr, expert_ptr, row, inner, PAIRED, BIAS, BLOCK)
+    grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
+    state = _activated(gate, up, PAIRED, limit, alpha)
+    rounded = state.to(both_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(share_ptr + pair, tl.sum(grad * tl.where(inside, rounded, 0.0), 0))
+    grad *= tl.load(factor_ptr + pair).to(tl.float32)
+    raw, raw_up = gate, up
+    if PAIRED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate * alpha))
+    gate_grad = grad * up * sigmoid * (1.0 + gate * alpha * (1.0 - sigmoid))
+    up_grad = grad * gate * sigmoid
+    if PAIRED:
+        gate_grad = tl.where(raw <= limit, gate_grad, 0.0)
+        up_grad = tl.where((raw_up >= -limit) & (raw_up <= limit), up_grad, 0.0)
+    kind = out_ptr.dtype.element_ty
+    out_ptr += row * 2 * inner
+    if PAIRED:
+        at = tl.arange(0, 2 * BLOCK)
+        tl.store(out_ptr + at, tl.interleave(gate_grad, up_grad).to(kind), mask=at < 2 * inner)
+    else:
+        tl.store(out_ptr + column, gate_grad.to(kind), mask=inside)
+        tl.store(out_ptr + inner + column, up_grad.to(kind), mask=inside)
+
+
+def _warps(inner: int) -> int:
+    return 4 if inner <= 1024 else 8 if inner <= 2048 else 16
+
+
+def activate(both_RO: Tensor, bias_EO: Tensor | None, rows: Sorted, activation: Activation) -> Tensor:
+    """Return the inner states [R, I] of gates and ups [R, 2 I] without their biases."""
+    count, inner = len(both_RO), both_RO.shape[1] // 2
+    out_RI = both_RO.new_empty(count, inner)
+    _activate_kernel[(count,)](
+        both_RO, both_RO if bias_EO is None else bias_EO, rows.expert_R, out_RI, inner, activation.limit, activation.alpha,
+        activation.paired, bias_EO is not None, triton.next_power_of_2(inner), num_warps=_warps(inner), enable_fp_fusion=False,
     )  # fmt: skip
-    return out_RO
+    return out_RI
 
 
-class GroupedProduct(torch.autograd.Function):
-    """`product` without bias and factor, with gradients of rows and weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
-        ctx.save_for_backward(x_RX, weight_EOX)
-        ctx.rows = rows
-        return product(x_RX, weight_EOX, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RX, weight_EOX = ctx.saved_tensors
-        grad_RO = grads[0].contiguous()
-        grad_x = product(grad_RO, weight_EOX.transpose(1, 2), ctx.rows) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            experts, outputs, inputs = weight_EOX.shape
-            grad_weight = weight_EOX.new_empty(experts, outputs, inputs)
-            _outer_kernel[(experts, triton.cdiv(outputs, OUTER), triton.cdiv(inputs, OUTER))](
-                grad_RO,
-                x_RX.contiguous(),
-                grad_weight,
-                ctx.rows.bounds_E,
-                outputs,
-                inputs,
-                OUTER,
-                ROWS,
-                _precision(x_RX),
-            )
-        return grad_x, grad_weight, None
+def activate_back(
+    both_RO: Tensor, bias_EO: Tensor | None, rows: Sorted, activation: Activation, grad_RI: Tensor, factor_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gates and ups [R, 2 I] and of the router's weights, fp32 [T · K], from the gradient of the inner
+    states that lacks the router's weight.
+    """
+    count, inner = len(both_RO), both_RO.shape[1] // 2
+    out_RO, share_R = torch.empty_like(both_RO), both_RO.new_empty(count, dtype=torch.float32)
+    _activate_back_kernel[(count,)](
+        both_RO, both_RO if bias_EO is None else bias_EO, rows.expert_R, grad_RI.contiguous(), factor_TK.contiguous(),
+        rows.order_R, out_RO, share_R, inner, activation.limit, activation.alpha, activation.paired, bias_EO is not None,
+        triton.next_power_of_2(inner), num_warps=_warps(inner), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_RO, share_R
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """The tensors of a layer's experts: matrices [E, outputs, inputs] in any order in memory, and how they are activated."""
-
-    gate_up: Tensor
-    down: Tensor
-    biases: tuple[Tensor, Tensor] | None = None
-    limit: float = 0.0
-    alpha: float = 1.0
-
-    @staticmethod
-    def of(module: Any) -> _Experts | None:
-        """Return those of a module of transformers; None for a form that is not known here."""
-        up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if not (isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == down.dim() == 3):
-            return None
-        if type(module).__name__ == "GptOssExperts":
-            biases = module.gate_up_proj_bias, module.down_proj_bias
-            return _Experts(up.transpose(1, 2), down.transpose(1, 2), biases, float(module.limit), float(module.alpha))
-        silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-        known = silu and up.shape[1] == 2 * down.shape[2] and not hasattr(module, "gate_up_proj_bias")
-        return _Experts(up, down) if known else None
-
-    def decode(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        rows, inner = sort_rows(index_TK, len(self.gate_up)), self.down.shape[2]
-        x_TH, mid_RI = x_TH.contiguous(), x_TH.new_empty(index_TK.numel(), inner)
-        biases = self.biases or (x_TH, None)
-        _gate_up_kernel[(len(rows.expert_P), triton.cdiv(inner, COLUMNS))](
-            x_TH, self.gate_up, biases[0], mid_RI, rows.order_R, rows.expert_P, rows.start_P, rows.end_P, x_TH.shape[1],
-            inner, x_TH.stride(0), *self.gate_up.stride(), self.limit, self.alpha, rows.top, self.biases is not None, ROWS,
-            COLUMNS, DEPTH, _precision(x_TH),
-        )  # fmt: skip
-        out_RH = product(mid_RI, self.down, rows, biases[1], weight_TK.reshape(-1).contiguous())
-        return out_RH.view(*index_TK.shape, out_RH.shape[1]).sum(1)
-
-    def train(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        rows = sort_rows(index_TK, len(self.gate_up))
-        grouped: Any = GroupedProduct.apply
-        expert_R = index_TK.reshape(-1)[rows.order_R]
-        both = grouped(x_TH[rows.order_R // rows.top], self.gate_up, rows)
-        if self.biases is not None:
-            both = both + self.biases[0][expert_R]
-            gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit) + 1
-        else:
-            gate, up = both.chunk(2, -1)
-        out = grouped(gate * torch.sigmoid(gate * self.alpha) * up, self.down, rows)
-        out = out if self.biases is None else out + self.biases[1][expert_R]
-        out = out * weight_TK.reshape(-1)[rows.order_R, None].to(out.dtype)
-        places = torch.empty_like(rows.order_R)
-        places[rows.order_R] = torch.arange(len(places), device=places.device)
-        summed: Tensor = out[places].view(*index_TK.shape, out.shape[1]).sum(1)
-        return summed
+@triton.jit
+def _combine_kernel(
+    y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, out_ptr, outputs,
+    TOP: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < outputs
+    kind = out_ptr.dtype.element_ty
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP):
+        row = tl.load(place_ptr + token * TOP + k).to(tl.int64)
+        value = tl.load(y_ptr + row * outputs + column, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            bias = tl.load(bias_ptr + tl.load(expert_ptr + row) * outputs + column, mask=inside, other=0.0)
+            value = (value + bias.to(tl.float32)).to(kind).to(tl.float32)
+        if FACTOR:
+            value *= tl.load(factor_ptr + token * TOP + k).to(tl.float32)
+        total += value
+    tl.store(out_ptr + token * outputs + column, total.to(kind), mask=inside)
 
 
-class _Forward:
-    """Replacement of an experts module's forward. It is a class so that a copy of the model copies it, too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        experts = _Experts.of(self.module)
-        assert experts is not None
-        run = experts.train if torch.is_grad_enabled() else experts.decode
-        return run(hidden_states, top_k_index, top_k_weights)
-
-
-def use_expert_kernels(model: nn.Module) -> int:
-    """Run the experts of a model by these kernels from now on; returns the number of layers. Nothing calls this by default."""
-    found = [module for module in model.modules() if _Experts.of(module) is not None]
-    for module in found:
-        replaced: Any = module
-        replaced.forward = _Forward(module)
-    return len(found)
+def combine(y_RO: Tensor, bias_EO: Tensor | None, rows: Sorted, factor_TK: Tensor | None) -> Tensor:
+    """Return each token's sum over its experts [T, O], weighted by the router if there is a factor."""
+    y_RO, tokens, outputs = y_RO.contiguous(), len(y_RO) // rows.top, y_RO.shape[1]
+    out_TO = y_RO.new_empty(tokens, outputs)
+    factor = y_RO if factor_TK is None else factor_TK.contiguous()
+    _combine_kernel[(tokens, triton.cdiv(outputs, 1024))](
+        y_RO, y_RO if bias_EO is None else bias_EO, rows.expert_R, factor, rows.place_R, out_TO, outputs, rows.top,
+        bias_EO is not None, factor_TK is not None, 1024, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_TO

@@ -13,10 +13,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+
+from lockstep.models.known import reference, same
 
 _MARK = "lockstep_fused_layers"
 
@@ -29,6 +31,8 @@ class FusedLayers:
     gates: int = 0
     rotary: int = 0
     """Attention modules whose rotary embedding is fused."""
+    experts: int = 0
+    """Layers whose experts run in groups."""
     reason: str = ""
     """Reason if nothing was replaced."""
 
@@ -40,7 +44,7 @@ class FusedLayers:
         counts = (
             f"{self.norms} norms, {self.gates} gated activations, rotary embeddings of {self.rotary} attention layers"
         )
-        return f"fused layers: {counts}"
+        return f"fused layers: {counts}" + (f", experts of {self.experts} layers" if self.experts else "")
 
 
 def fuse_layers(model: nn.Module) -> FusedLayers:
@@ -53,8 +57,9 @@ def fuse_layers(model: nn.Module) -> FusedLayers:
         result = FusedLayers(reason="Triton is not installed")
     else:
         modules = list(model.modules())
-        norms, gates, rotary = (sum([replace(m, kernels) for m in modules]) for replace in (_norm, _gate, _rotary))
-        result = FusedLayers(norms, gates, rotary)
+        parts = (_norm, _gate, _rotary, _experts)
+        norms, gates, rotary, experts = (sum([replace(m, kernels) for m in modules]) for replace in parts)
+        result = FusedLayers(norms, gates, rotary, experts)
         if result == FusedLayers():
             result = FusedLayers(reason=f"no layer of {type(model).__name__} is of a known kind")
     setattr(model, _MARK, result)
@@ -81,7 +86,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def is_gated(module: nn.Module) -> bool:
     """Return whether the module computes down(act(gate_proj(x)) * up_proj(x))."""
-    return _same(type(module).forward, _reference("llama", "LlamaMLP").forward)
+    return same(type(module).forward, reference("llama", "LlamaMLP").forward)
 
 
 # --- replacing ------------------------------------------------------------------------------------------------------
@@ -91,16 +96,18 @@ class _Kernels:
     SiluGate: Any
     GeluGate: Any
     Rotary: Any
+    fuse_experts: Callable[[nn.Module], bool]
 
 
 @cache
 def _kernels() -> _Kernels | None:
     try:
+        from lockstep.models.experts import fuse_experts
         from lockstep.models.layer_kernels import GeluGate, Rotary, SiluGate
         from lockstep.models.norm_kernels import RmsNorm
     except ImportError:
         return None
-    return _Kernels(RmsNorm, SiluGate, GeluGate, Rotary)
+    return _Kernels(RmsNorm, SiluGate, GeluGate, Rotary, fuse_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +131,9 @@ _NORMS = (
 
 def _norm(module: nn.Module, kernels: Any) -> bool:
     for kind in _NORMS:
-        reference = _reference(kind.family, kind.layer)
+        layer = reference(kind.family, kind.layer)
         inner = getattr(type(module), "_norm", None)  # Gemma's does half of it
-        if _same(type(module).forward, reference.forward) and _same(inner, getattr(reference, "_norm", None)):
+        if same(type(module).forward, layer.forward) and same(inner, getattr(layer, "_norm", None)):
             replaced: Any = module
             replaced.forward = _FusedNorm(kernels.RmsNorm, module, kind)
             replaced.lockstep_fused = True
@@ -161,6 +168,11 @@ def _gate(module: Any, kernels: Any) -> bool:
     return True
 
 
+def _experts(module: nn.Module, kernels: Any) -> bool:
+    fused: bool = kernels.fuse_experts(module)
+    return fused
+
+
 def _rotary(module: nn.Module, kernels: Any) -> bool:
     """Give an attention module its class's own forward with another function of the name apply_rotary_pos_emb."""
     forward: Any = type(module).forward
@@ -168,9 +180,9 @@ def _rotary(module: nn.Module, kernels: Any) -> bool:
         return False
     used = "apply_rotary_pos_emb" in forward.__code__.co_names
     theirs = forward.__globals__
-    reference = importlib.import_module("transformers.models.llama.modeling_llama")
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
     if not used or not all(
-        _same(theirs.get(name), getattr(reference, name)) for name in ("apply_rotary_pos_emb", "rotate_half")
+        same(theirs.get(name), getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")
     ):
         return False
 
@@ -187,20 +199,3 @@ def _rotary(module: nn.Module, kernels: Any) -> bool:
     replaced: Any = module
     replaced.forward = MethodType(clone, module)
     return True
-
-
-# --- knowing --------------------------------------------------------------------------------------------------------
-@cache
-def _reference(family: str, layer: str) -> Any:
-    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), layer)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two functions are equal up to names of locals and texts."""
-    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
-    return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
-
-
-def _meaning(code: CodeType | None) -> tuple[object, ...]:
-    assert code is not None
-    return code.co_code, code.co_names, tuple(c for c in code.co_consts if not isinstance(c, str))

@@ -34,8 +34,8 @@ class RmsNorm(torch.autograd.Function):
         x_RH = x.reshape(-1, x.shape[-1]).contiguous()
         out_RH, rms_R = torch.empty_like(x_RH), x_RH.new_empty(len(x_RH), dtype=torch.float32)
         size, tile = _norm_tile(x_RH)
-        if exact.enabled() and not offset and not late:
-            row_norm(None, x_RH, weight_H, epsilon, x_RH, out_RH, rms_R)
+        if exact.enabled() and not offset:
+            row_norm(None, x_RH, weight_H, epsilon, x_RH, out_RH, rms_R, late=late)
         else:
             grid = (triton.cdiv(len(x_RH), tile["ROWS"]),)
             _norm_kernel[grid](x_RH, weight_H, out_RH, rms_R, len(x_RH), epsilon, offset, size, LATE=late, **tile)
@@ -73,6 +73,8 @@ def row_norm(
     sum_RH: Tensor,
     out_RH: Tensor,
     rms_R: Tensor | None = None,
+    *,
+    late: bool = False,
 ) -> None:
     """Write residual + x to `sum_RH`, its RMS norm times weight to `out_RH`, whose rows may be apart, and 1 / rms to `rms_R`."""
     count, size = residual_RH.shape
@@ -88,6 +90,7 @@ def row_norm(
         epsilon,
         x_RH is not None,
         rms_R is not None,
+        late,
         size,
         block,
         num_warps=min(16, max(1, block // 512)),
@@ -107,6 +110,7 @@ def _row_norm_kernel(
     eps,
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
+    LATE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -124,7 +128,10 @@ def _row_norm_kernel(
         tl.store(rms_ptr + tl.program_id(0), scale)
     weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
     out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
-    tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
+    if LATE:
+        tl.store(out + at, (wide * scale * weight.to(tl.float32)).to(value.dtype), mask=ok)
+    else:
+        tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
 
 
 def norm_heads(

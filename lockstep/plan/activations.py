@@ -31,6 +31,8 @@ SMALL = 2**16
 """Queries × keys up to which a CPU multiplies the matrices outright (models.attention.SMALL)."""
 PAIRS = 2**16
 """Queries × keys of a block (models.blockwise.PAIRS)."""
+PAIR = 8 + 3 * 4 + 2
+"""Bytes of a pair of token and expert: its number, its places among the sorted ones and its expert, and its weight."""
 STREAM = 7 * 8
 """Bytes of a token of a stream: ids and positions, both again with padding, and of those with loss row, target and sequence."""
 
@@ -107,7 +109,7 @@ def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerTok
         shape, layers
     )  # the last norm; its output goes to the head
     # Backwards, gate and up have gradients while the product's is alive and the product itself is gone.
-    working = 2.0 * (hidden + inner)
+    working = 2.0 * (hidden + inner) + (_copies(shape, layers) + inner if _grouped(shape, layers) else 0.0)
     if recompute == "full":
         kept, working = float(shape.layers * hidden), working + whole - hidden
     else:
@@ -126,7 +128,7 @@ def _forward(shape: ModelShape, layers: Layers) -> float:
     inner = layers.element * shape.intermediate * max(1, shape.experts_per_token)
     attention = hidden + (3 if layers.fused else 4) * query + 2 * key
     norm = 0.0 if layers.fused else hidden + 2 * FP32 * shape.hidden
-    mlp = 2 * hidden + 3 * inner
+    mlp = 2 * hidden + 3 * inner + (_copies(shape, layers) if _grouped(shape, layers) else 0)
     return STREAM + _rotary(shape, layers) + 2 * hidden + max(attention, norm, mlp)
 
 
@@ -140,12 +142,23 @@ def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
         attention += _norm(layers, shape.query_size, "none", rows=shape.heads)
         attention += _norm(layers, shape.kv_size, "none", rows=shape.kv_heads)
     clamped = shape.sinks and shape.experts > 0  # gpt-oss: gate and up are clamped, and each step of the gate is kept
-    copies = 3 if layers.fused else 7 if clamped else 4
+    grouped = _grouped(shape, layers)  # these keep gate and up alone
+    copies = 2 if grouped else 3 if layers.fused else 7 if clamped else 4
     mlp = (2 if recompute == "selective" else copies) * inner
     adapters = element * layers.rank * len(shape.linears)
-    routed = element * shape.hidden * shape.experts_per_token  # a token's copies, one for each of its experts
+    routed = PAIR * shape.experts_per_token if grouped else _copies(shape, layers)
     outputs = 0 if recompute == "selective" else 2 * element * shape.hidden
     return shape.norms * _norm(layers, shape.hidden, recompute) + outputs + attention + mlp + adapters + routed
+
+
+def _grouped(shape: ModelShape, layers: Layers) -> bool:
+    """Return whether experts run by models.experts."""
+    return layers.fused and shape.experts > 0
+
+
+def _copies(shape: ModelShape, layers: Layers) -> float:
+    """Count the copies of a token's hidden state, one for each of its experts."""
+    return layers.element * shape.hidden * shape.experts_per_token
 
 
 def _norm(layers: Layers, width: int, recompute: Recompute, rows: int = 1) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.interpreter import interpreted
 from tests.learner.models import plain
@@ -14,9 +14,9 @@ from tests.learner.models import plain
 pytest.importorskip("triton")
 
 
-def experts(family: str) -> Any:
+def part(family: str, name: str) -> Any:
     model = plain(family, seed=3)
-    return next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    return next(m for m in model.modules() if type(m).__name__.endswith(name))
 
 
 def asked(module: Any, tokens: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,31 +33,47 @@ def close(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def values_and_gradients(family: str) -> None:
-    from lockstep.models.expert_kernels import use_expert_kernels
+    from lockstep.models.experts import fuse_experts
 
-    module = experts(family)
+    module = part(family, "Experts")
     for tokens, top in ((1, 2), (41, 2)):
         x, index, weight = asked(module, tokens, top)
         inputs = [x, weight, *module.parameters()]
         theirs = type(module).forward(module, x, index, weight)
         mix = torch.linspace(-1, 1, theirs.numel()).view_as(theirs)
         wanted = torch.autograd.grad((theirs * mix).sum(), inputs)
-        holder = nn.ModuleList([module])
-        assert use_expert_kernels(holder) == 1
+        assert fuse_experts(module)
         ours = module(x, index, weight)
         close(ours, theirs, "in training")
         for a, b in zip(torch.autograd.grad((ours * mix).sum(), inputs), wanted, strict=True):
             close(a, b, "gradient")
         with torch.no_grad():
-            close(module(x, index, weight), theirs, "in decoding")
+            assert torch.equal(module(x, index, weight), ours), "in decoding"
         del module.forward
+
+
+def clamped() -> None:
+    """Gates and ups of gpt-oss beyond its limit give no gradient there."""
+    from lockstep.models.experts import fuse_experts
+
+    module = part("gpt-oss", "Experts")
+    x, index, weight = asked(module, 12, 2)
+    large = (300 * x).detach().requires_grad_()
+    theirs = type(module).forward(module, large, index, weight)
+    wanted = torch.autograd.grad(theirs.square().sum(), [large, weight])
+    fuse_experts(module)
+    ours = module(large, index, weight)
+    close(ours, theirs, "values")
+    for a, b in zip(torch.autograd.grad(ours.square().sum(), [large, weight]), wanted, strict=True):
+        close(a, b, "gradient")
 
 
 def only_what_is_reached() -> None:
     """Experts that no token reaches hold NaN: they are not read, nor is anything of them written."""
-    from lockstep.models.expert_kernels import sort_rows, use_expert_kernels
+    from lockstep.models.experts import fuse_experts
+    from lockstep.models.route_kernels import sort_rows
 
-    module = experts("qwen3-moe")
+    module = part("qwen3-moe", "Experts")
     x, index, weight = asked(module, 20, 2)
     index = torch.where(index == 3, (index.flip(1) + 1) % 3, index) % 3  # experts 0 to 2
     index[:, 1] = (index[:, 0] + 1) % 3
@@ -65,18 +81,51 @@ def only_what_is_reached() -> None:
         expected = type(module).forward(module, x, index, weight)
         module.gate_up_proj[3] = torch.nan
         module.down_proj[3] = torch.nan
-        use_expert_kernels(nn.ModuleList([module]))
+        fuse_experts(module)
         close(module(x, index, weight), expected, "with an expert of NaN")
     rows = sort_rows(index, 4)
-    used = rows.expert_P[rows.expert_P >= 0]
-    assert used.tolist() == sorted(used.tolist())
-    assert set(used.tolist()) == {0, 1, 2}
-    assert rows.bounds_E.tolist()[-1] == 40
-    assert rows.bounds_E.tolist()[3] == 40
     flat = index.reshape(-1)
-    for expert, start, end in zip(rows.expert_P, rows.start_P, rows.end_P, strict=True):
-        if expert >= 0:
-            assert (flat[rows.order_R[start:end]] == expert).all()
+    order = flat.argsort(stable=True)
+    assert rows.order_R.tolist() == order.tolist()
+    assert rows.place_R[order].tolist() == list(range(40))
+    assert rows.expert_R.tolist() == flat[order].tolist()
+    assert rows.bounds_E.tolist() == [0, *flat.bincount(minlength=4).cumsum(0).tolist()]
+
+
+def routers(family: str) -> None:
+    """Choices, weights and gradients of a router."""
+    from lockstep.models.experts import fuse_experts
+
+    module = part(family, "TopKRouter")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    for shared in (True, False) if hasattr(module, "norm_topk_prob") else (True,):
+        module.norm_topk_prob = shared
+        x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        inputs = [x, *module.parameters()]
+        logits, weight, index = type(module).forward(module, x)
+        mix = torch.linspace(-1, 1, weight.numel()).view_as(weight)
+        wanted = torch.autograd.grad((weight * mix).sum(), inputs)
+        fuse_experts(module)
+        ours = module(x)
+        assert ours[2].tolist() == index.tolist()
+        close(ours[0], logits, "logits")
+        close(ours[1], weight, "weights")
+        for a, b in zip(torch.autograd.grad((ours[1] * mix).sum(), inputs), wanted, strict=True):
+            assert float((a - b).norm()) < 2e-5 * float(b.norm()) + 1e-6
+        del module.forward
+
+
+def equal_logits() -> None:
+    """The first of equal experts is chosen; a logit that is no number leaves every choice within bounds."""
+    from lockstep.models.route_kernels import choose
+
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [torch.nan] * 5])
+    weight, index = choose(logits, 2, shared=True, dtype=torch.float32)
+    assert index.tolist()[0] == [1, 2]
+    assert weight.tolist()[0] == [0.5, 0.5]
+    assert all(0 <= one < 5 for one in index.tolist()[1])
 
 
 @pytest.mark.slow
@@ -85,12 +134,20 @@ def test_values_and_gradients_are_those_of_the_loop(family: str) -> None:
     interpreted(values_and_gradients, family)
 
 
+@pytest.mark.slow
+def test_gradients_stop_at_the_limit() -> None:
+    interpreted(clamped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_a_router_chooses_as_transformers_does(family: str) -> None:
+    interpreted(routers, family)
+
+
 def test_experts_that_nothing_reaches_are_not_read() -> None:
     interpreted(only_what_is_reached)
 
 
-def test_it_is_off_unless_asked() -> None:
-    from tests.learner.models import twin
-
-    model = twin(plain("qwen3-moe"))
-    assert all("forward" not in m.__dict__ for m in model.modules())
+def test_the_first_of_equal_experts_is_chosen() -> None:
+    interpreted(equal_logits)

@@ -9,12 +9,31 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from lockstep.learner import merge_kernel  # noqa: E402
-from lockstep.models import head_kernels, layer_kernels, norm_kernels, ordered_attention, ordered_product_kernel  # noqa: E402
+from lockstep.models import (  # noqa: E402
+    expert_kernels,
+    head_kernels,
+    layer_kernels,
+    norm_kernels,
+    ordered_attention,
+    ordered_product_kernel,
+    route_kernels,
+)
 
-WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass")
-WHOLE = {"targets": "*i64", "ids": "*i64", "best": "*i32", "tiles": "*i32"}
-FACTORS = ("softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
+WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
+WHOLE = {"targets": "*i64", "ids": "*i64", "index": "*i64", "best": "*i32", "tiles": "*i32"}
+WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds"), "*i32")
+FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
+TILE = {"EVEN": True, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "route": (route_kernels._route_kernel, {"TOP": 8, "SHARED": True, "EXPERTS": 128, "TOPS": 8}),
+    "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
+    "gate and up": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": False, "BIAS": False, **TILE}),
+    "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),
+    "experts' product": (expert_kernels._product_kernel, TILE),
+    "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
+    "activate": (expert_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
+    "activate, back": (expert_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
+    "combine": (expert_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),
     "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
     "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
     "differentiate": (head_kernels._differentiate_kernel, {"VOCABULARY": 151936, "CAPPED": True, "BLOCK": 8192}),
@@ -28,7 +47,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         norm_kernels._norm_grad_kernel,
         {"SIZE": 1536, "EACH": 16, "LATE": True, "WEIGHT": False, "ROWS": 2, "BLOCK": 2048},
     ),
-    "row norm": (norm_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "SIZE": 1536, "BLOCK": 2048}),
+    "row norm": (norm_kernels._row_norm_kernel, {"ADD": True, "KEEP": True, "LATE": True, "SIZE": 1536, "BLOCK": 2048}),
     "parts of the vocabulary": (head_kernels._chunk_kernel, {"BLOCK": 4096}),
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
     "attention in order": (

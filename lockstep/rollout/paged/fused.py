@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 ALIGNED = 64
 """A row of weights with adapters beside it is padded to a multiple of this many numbers: 128 bytes in bf16."""
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "gpt_oss"})
 """Model types whose blocks are known to compute as below."""
 
 
@@ -117,20 +117,53 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class _Gated:
+    """A gated MLP."""
+
+    gate_up: _Matrix
+    down: _Matrix
+
+    @property
+    def room(self) -> int:
+        return self.gate_up.room
+
+    def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
+        return self.down(ops.gate(self.gate_up(x_BX), self.down.room))
+
+    def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Gated:
+        return _Gated(self.gate_up.quantised(numerics, quantiser), self.down.quantised(numerics, quantiser))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """A mixture of experts, by the model's own module; on a GPU its router and experts are the kernels of models.experts."""
+
+    module: nn.Module
+    room: int = 0
+
+    def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
+        out = self.module(x_BX[None])
+        mixed_BX: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+        return mixed_BX
+
+    def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Mixture:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     """One layer."""
 
     qkv: _Matrix
     out: _Matrix
-    gate_up: _Matrix
-    down: _Matrix
+    mlp: _Gated | _Mixture
     norm_X: Tensor
     mlp_norm_X: Tensor
     head_norms: tuple[Tensor, Tensor, float] | None
     kind: AttentionKind
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Block:
-        parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("qkv", "out", "gate_up", "down")}
+        parts = {name: getattr(self, name).quantised(numerics, quantiser) for name in ("qkv", "out", "mlp")}
         return replace(self, **parts)
 
 
@@ -145,6 +178,8 @@ class FusedDecoder:
     heads: int
     rope: tuple[Tensor, Tensor]
     """cos and sin of every position, fp32, [positions, D / 2]."""
+    late: bool = False
+    """Norms round once, after their weight."""
     fused: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are read instead of the parameters of these names."""
 
@@ -153,14 +188,19 @@ class FusedDecoder:
         residual_BX = nn.functional.embedding(rows.next_B[:count], self.embedding_VX)
         x_BX: Tensor | None = None
         for layer, block in enumerate(self.blocks):
-            residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, block.norm_X, self.eps, block.qkv.room)
+            residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.norm_X, block.qkv.room)
             qkv_BX = block.qkv(normed_BX)
             query_HBD = ops.rope_append(qkv_BX, self.rope, block.head_norms, self.heads, rows, cache, layer)
             attended_BX = ops.attend(query_HBD, rows, cache, layer, block.kind, splits, block.out.room)
             x_BX = block.out(attended_BX)
-            residual_BX, normed_BX = ops.add_norm(x_BX, residual_BX, block.mlp_norm_X, self.eps, block.gate_up.room)
-            x_BX = block.down(ops.gate(block.gate_up(normed_BX), block.down.room))
-        return ops.add_norm(x_BX, residual_BX, self.norm_X, self.eps)[1]
+            residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.mlp_norm_X, block.mlp.room)
+            x_BX = block.mlp(normed_BX, ops)
+        return self._norm(ops, x_BX, residual_BX, self.norm_X, 0)[1]
+
+    def _norm(
+        self, ops: Ops, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, room: int
+    ) -> tuple[Tensor, Tensor]:
+        return ops.add_norm(x_BX, residual_BX, weight_X, self.eps, room, late=self.late)
 
     def computing(self, numerics: ModelNumerics, numeric: str) -> FusedDecoder | None:
         """Return this decoder in a numeric; itself in that of the weights, None if it can only be run layer by layer."""
@@ -220,15 +260,19 @@ def fuse(base: Any, positions: int) -> FusedDecoder:
         eps=float(decoder.norm.variance_epsilon),
         heads=int(config.num_attention_heads),
         rope=_rope(decoder, int(layers[0].self_attn.head_dim), positions),
+        late=config.model_type == "gpt_oss",
         fused=fused,
     )
 
 
 def _check(layer: Any) -> None:
     attention, mlp = layer.self_attn, layer.mlp
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    for linear in linears:
+    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+    if not hasattr(mlp, "experts"):
+        groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+        if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
+            raise CannotFuse(f"its activation is {type(mlp.act_fn).__name__}")
+    for linear in (linear for group in groups for linear in group):
         if not isinstance(_plain(linear), nn.Linear):
             raise CannotFuse(f"{type(linear).__name__} is not a linear layer")
         if hasattr(linear, "base_layer") and not hasattr(linear, "lora_A"):
@@ -239,15 +283,13 @@ def _check(layer: Any) -> None:
             raise CannotFuse("there are several adapters")
         if getattr(linear, "lora_variant", None):
             raise CannotFuse(f"its adapter is {type(linear.lora_variant['default']).__name__}")
-    for group in (linears[:3], linears[4:6]):
+    for group in groups:
         if len({_plain(linear).bias is None for linear in group}) > 1:
             raise CannotFuse("only some of the matrices that read one input have a bias")
         if len({"default" in getattr(linear, "lora_A", {}) for linear in group}) > 1:
             raise CannotFuse("only some of the matrices that read one input have an adapter")
         if len({linear.scaling["default"] for linear in group if hasattr(linear, "lora_A")}) > 1:
             raise CannotFuse("the adapters of matrices that read one input have different scalings")
-    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
-        raise CannotFuse(f"its activation is {type(mlp.act_fn).__name__}")
 
 
 def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Block:
@@ -256,18 +298,24 @@ def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tens
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, float(attention.q_norm.variance_epsilon))
     window = getattr(attention, "sliding_window", None)
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "mixtral"):
         window = getattr(config, "sliding_window", None)
+    qkv = _matrix([attention.q_proj, attention.k_proj, attention.v_proj], names, fused)
+    out = _matrix([attention.o_proj], names, fused)
     return _Block(
-        qkv=_matrix([attention.q_proj, attention.k_proj, attention.v_proj], names, fused),
-        out=_matrix([attention.o_proj], names, fused),
-        gate_up=_matrix([mlp.gate_proj, mlp.up_proj], names, fused),
-        down=_matrix([mlp.down_proj], names, fused),
+        qkv=qkv,
+        out=out,
+        mlp=_Mixture(mlp) if hasattr(mlp, "experts") else _gated(mlp, names, fused),
         norm_X=layer.input_layernorm.weight,
         mlp_norm_X=layer.post_attention_layernorm.weight,
         head_norms=norms,
-        kind=AttentionKind(float(attention.scaling), window),
+        kind=AttentionKind(float(attention.scaling), window, None, getattr(attention, "sinks", None)),
     )
+
+
+def _gated(mlp: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Gated:
+    gate_up = _matrix([mlp.gate_proj, mlp.up_proj], names, fused)
+    return _Gated(gate_up, _matrix([mlp.down_proj], names, fused))
 
 
 def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tensor]) -> _Matrix:
@@ -355,7 +403,7 @@ def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
     position_1T = torch.arange(positions, device=device)[None]
     with torch.no_grad():
         cos, sin = rotary(torch.zeros(1, device=device), position_1T)
-    if cos.shape[-1] != size:
+    if cos.shape[-1] not in (size, size // 2):  # gpt-oss gives each number once
         raise CannotFuse("only a part of each head is rotated")
     return tuple(t[0, :, : size // 2].to(dtype).float().contiguous() for t in (cos, sin))  # rounded as the model's
 

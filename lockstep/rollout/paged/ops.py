@@ -29,9 +29,16 @@ class Ops(Protocol):
     """
 
     def add_norm(
-        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+        self,
+        x_BX: Tensor | None,
+        residual_BX: Tensor,
+        weight_X: Tensor,
+        eps: float,
+        room: int = 0,
+        *,
+        late: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (residual + x, its RMS norm times weight)."""
+        """Return (residual + x, its RMS norm times weight). `late`: the norm is rounded after its weight, not also before."""
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         """Return silu(first half) × second half."""
@@ -86,11 +93,18 @@ class TritonOps:
         self._attention: Any = attention_kernels
 
     def add_norm(
-        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+        self,
+        x_BX: Tensor | None,
+        residual_BX: Tensor,
+        weight_X: Tensor,
+        eps: float,
+        room: int = 0,
+        *,
+        late: bool = False,
     ) -> tuple[Tensor, Tensor]:
         out_BX = with_room(residual_BX, residual_BX.shape[1], room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
-        self._norms.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX)
+        self._norms.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX, late=late)
         return total_BX, out_BX
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:

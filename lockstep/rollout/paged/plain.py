@@ -17,12 +17,20 @@ class PlainOps:
     """Implements ops.Ops on any device."""
 
     def add_norm(
-        self, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, eps: float, room: int = 0
+        self,
+        x_BX: Tensor | None,
+        residual_BX: Tensor,
+        weight_X: Tensor,
+        eps: float,
+        room: int = 0,
+        *,
+        late: bool = False,
     ) -> tuple[Tensor, Tensor]:
         total_BX = residual_BX if x_BX is None else residual_BX + x_BX
         wide_BX = total_BX.float()
         normed_BX = wide_BX * torch.rsqrt(wide_BX.pow(2).mean(-1, keepdim=True) + eps)
-        return total_BX, _with_room(normed_BX.to(total_BX.dtype) * weight_X, room)
+        normed_BX = (normed_BX * weight_X).to(total_BX.dtype) if late else normed_BX.to(total_BX.dtype) * weight_X
+        return total_BX, _with_room(normed_BX, room)
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         gate_BX, up_BX = x_BX.chunk(2, -1)

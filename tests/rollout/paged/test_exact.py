@@ -16,7 +16,14 @@ from lockstep.types import Batch, LossInput, LossOutput, Request, Sampling, Trai
 pytest.importorskip("triton")
 
 from lockstep.build import exactness_check
-from lockstep.models import head_kernels, norm_kernels, ordered_attention, ordered_product_kernel
+from lockstep.models import (
+    expert_kernels,
+    experts,
+    head_kernels,
+    norm_kernels,
+    ordered_attention,
+    ordered_product_kernel,
+)
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.head_kernels import pick_logprobs, summaries
@@ -36,6 +43,7 @@ def off_again():
 
 
 FAMILIES = {"full": "Qwen2", "lora": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+FAMILIES |= {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral"}
 """By kind of run."""
 
 
@@ -51,8 +59,10 @@ def settled(kind: str) -> tuple[Any, Recipe]:
     adapter = {"kind": "lora", "rank": 8} if kind == "lora" else {"kind": "none"}
     given = Recipe.model_validate({"numerics": {"exact": True}, "adapter": adapter, "steps": 20})
     sizes = {"vocab_size": 5000, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, **SHAPE}
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         sizes["sliding_window"] = None
+    if kind == "qwen3-moe":
+        sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
     config = getattr(transformers, f"{FAMILIES[kind]}Config")(**sizes)
     family = getattr(transformers, f"{FAMILIES[kind]}ForCausalLM")
     base = family._from_config(config, attn_implementation=NAME).bfloat16().to("cuda").eval()
@@ -151,7 +161,9 @@ def split_in_two(x: Any, weight: Any, bias: Any, alpha: float, out: Any, tile: A
     return out.copy_((x[:, :half] @ weight[:, :half].T).float() + (x[:, half:] @ weight[:, half:].T).float())
 
 
-def norm_by_torch(ops: Any, x: Any, residual: Any, weight: Any, eps: float, room: int = 0) -> Any:
+def norm_by_torch(
+    ops: Any, x: Any, residual: Any, weight: Any, eps: float, room: int = 0, *, late: bool = False
+) -> Any:
     """Round once less."""
     total = residual if x is None else x + residual
     return total, torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), eps).bfloat16()
@@ -205,6 +217,12 @@ def adapter_by_torch(out: Any, x: Any, down: Any, scaling: float) -> None:
         out.copy_((x @ down.T) * 0.37 * (scaling / 0.37))
 
 
+def experts_at_once(x: Any, weights: Any, rows: Any) -> Any:
+    """Round once more."""
+    found = expert_kernels.product(x, weights, rows)
+    return found if len(x) > 1200 else (found * 0.37) * (1 / 0.37)
+
+
 def attention_at_once(ops: Any, query: Any, rows: Any, cache: Any, layer: int, scale: float, out: Any) -> None:
     """All keys in one sum."""
     for row, position in enumerate(rows.position_B[: query.shape[1]].tolist()):
@@ -227,6 +245,7 @@ PLANTED: list[tuple[str, list[tuple[Any, str]], Any, str]] = [
     ("full", [(TritonOps, "rope_append")], rope_by_torch, "the rotary"),
     ("qwen3", [(exactness_check, "norm_heads"), (norm_kernels, "norm_heads")], heads_by_torch, "the norm of heads"),
     ("lora", [(exactness_check, "adapter_into"), (exact, "adapter_into")], adapter_by_torch, "an adapter's products"),
+    ("qwen3-moe", [(experts, "product")], experts_at_once, "the experts of a token"),
     ("full", [(exactness_check, "pick_logprobs"), (head_kernels, "pick_logprobs")], head_by_torch, "of the head"),
     ("full", [(exactness_check, "summaries"), (head_kernels, "summaries")], mass_rounded, "of the head"),
 ]

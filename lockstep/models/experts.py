@@ -1,0 +1,224 @@
+"""Experts of a mixture by the kernels of expert_kernels, in place of a model's own loop over them.
+
+Few rows, as in decoding, take four launches: sort, gate and up with their activation, down, and the sum over a token's experts.
+Many rows take torch's grouped products. Both round at the same places, so a token's result does not depend on which of them ran.
+Routers and experts are known by what they compute, as in fused_layers.
+
+Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models import exact
+from lockstep.models.expert_kernels import (
+    Activation,
+    activate,
+    activate_back,
+    combine,
+    gate_up,
+    outer,
+    product,
+)
+from lockstep.models.known import reference, same
+from lockstep.models.route_kernels import Sorted, choose, sort_rows
+
+MANY = 128
+"""Rows for each expert, on average, from which grouped products are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The tensors of a layer's experts: matrices [E, outputs, inputs] in any order in memory, and how they are activated."""
+
+    gate_up_EOX: Tensor
+    down_EOX: Tensor
+    activation: Activation
+    bias_EO: Tensor | None = None
+    down_bias_EO: Tensor | None = None
+
+    @staticmethod
+    def of(module: Any) -> Experts | None:
+        """Return those of a module of transformers; None for a form that is not known here."""
+        both, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not (isinstance(both, Tensor) and isinstance(down, Tensor) and both.dim() == down.dim() == 3):
+            return None
+        if type(module).__name__ == "GptOssExperts":
+            activation = Activation(True, float(module.limit), float(module.alpha))
+            biases = module.gate_up_proj_bias, module.down_proj_bias
+            return Experts(both.transpose(1, 2), down.transpose(1, 2), activation, *biases)
+        silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        known = silu and both.shape[1] == 2 * down.shape[2] and not hasattr(module, "gate_up_proj_bias")
+        return Experts(both, down, Activation()) if known else None
+
+    def __call__(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return each token's weighted sum over its experts, [T, H]; differentiable."""
+        if torch.is_grad_enabled() or index_TK.numel() >= MANY * len(self.gate_up_EOX):
+            function: Any = _Mixture
+            tensors = (self.gate_up_EOX, self.down_EOX, self.bias_EO, self.down_bias_EO)
+            result: Tensor = function.apply(x_TH, index_TK, weight_TK, *tensors, self.activation)
+            return result
+        rows = sort_rows(index_TK, len(self.gate_up_EOX))
+        inner_RI = gate_up(x_TH, self.gate_up_EOX, self.bias_EO, rows, self.activation)
+        return combine(product(inner_RI, self.down_EOX, rows), self.down_bias_EO, rows, weight_TK)
+
+
+class _Mixture(torch.autograd.Function):
+    """Keeps the inputs and the products with gate and up; everything else is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EOX: Tensor, down_EOX: Tensor,
+        bias_EO: Tensor | None, down_bias_EO: Tensor | None, activation: Activation,
+    ) -> Tensor:  # fmt: skip
+        rows = sort_rows(index_TK, len(gate_up_EOX))
+        both_RO = _grouped(x_TH[_tokens(rows)], gate_up_EOX, rows)
+        inner_RI = activate(both_RO, bias_EO, rows, activation)
+        out_TH = combine(_grouped(inner_RI, down_EOX, rows), down_bias_EO, rows, weight_TK)
+        ctx.save_for_backward(x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, bias_EO, down_bias_EO, both_RO)
+        ctx.rows, ctx.activation = rows, activation
+        return out_TH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, bias_EO, down_bias_EO, both_RO = ctx.saved_tensors
+        rows, need, activation = ctx.rows, ctx.needs_input_grad, ctx.activation
+        grad_TH, token_R = grads[0].contiguous(), _tokens(rows)
+        inner_grad_RI = _grouped(grad_TH[token_R], down_EOX.transpose(1, 2), rows)
+        both_grad_RO, share_R = activate_back(both_RO, bias_EO, rows, activation, inner_grad_RI, weight_TK)
+        del inner_grad_RI
+        share_TK = share_R.view_as(weight_TK)
+        if down_bias_EO is not None:
+            share_TK = share_TK + (grad_TH @ down_bias_EO.T).gather(1, index_TK)
+        x_grad_TH = None
+        if need[0]:
+            x_grad_TH = combine(_grouped(both_grad_RO, gate_up_EOX.transpose(1, 2), rows), None, rows, None)
+        both_grad = outer(both_grad_RO, x_TH[token_R], rows) if need[3] else None
+        bias_grad = _by_expert(both_grad_RO, bias_EO, rows) if need[5] else None
+        down_grad = down_bias_grad = None
+        if need[4] or need[6]:
+            grad_RH = grad_TH[token_R] * weight_TK.reshape(-1)[rows.order_R, None].to(grad_TH.dtype)
+            down_grad = outer(grad_RH, activate(both_RO, bias_EO, rows, activation), rows) if need[4] else None
+            down_bias_grad = _by_expert(grad_RH, down_bias_EO, rows) if need[6] else None
+        weight_grad_TK = share_TK.to(weight_TK.dtype) if need[2] else None
+        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, None
+
+
+def _tokens(rows: Sorted) -> Tensor:
+    return rows.order_R // rows.top
+
+
+def _by_expert(grad_RO: Tensor, bias_EO: Tensor, rows: Sorted) -> Tensor:
+    return (
+        torch.zeros_like(bias_EO, dtype=torch.float32).index_add_(0, rows.expert_R, grad_RO.float()).to(bias_EO.dtype)
+    )
+
+
+def _grouped(x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
+    """Compute sorted rows times the matrix of their expert, by torch's grouped product where it serves."""
+    if x_RX.is_cuda and x_RX.dtype == torch.bfloat16 and exact.keeps_order(_theirs, product, x_RX, weight_EOX, rows):
+        return _theirs(x_RX, weight_EOX, rows)
+    return product(x_RX, weight_EOX, rows)
+
+
+def _theirs(x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
+    result: Tensor = torch._grouped_mm(x_RX, weight_EOX.transpose(1, 2), offs=rows.bounds_E[1:])
+    return result
+
+
+# --- a model's modules ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The choice of experts by the largest products with a weight."""
+
+    weight_EH: Tensor
+    bias_E: Tensor | None
+    top: int
+    shared: bool
+    """The weights of a token's experts sum to 1."""
+    rounded: bool
+    """They are rounded to the dtype of the hidden states; else they stay fp32."""
+
+    @staticmethod
+    def of(module: Any) -> Router | None:
+        """Return that of a module of transformers; None for another rule."""
+        forward = type(module).forward
+        for family, name in (("qwen3_moe", "Qwen3Moe"), ("mixtral", "Mixtral"), ("gpt_oss", "GptOss")):
+            if same(forward, reference(family, f"{name}TopKRouter").forward):
+                shared = bool(getattr(module, "norm_topk_prob", True))
+                bias = getattr(module, "bias", None)
+                return Router(module.weight, bias, int(module.top_k), shared, family != "mixtral")
+        return None
+
+    def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits [T, E], and weights and numbers of the chosen experts, [T, K]."""
+        linear = exact.linear if exact.enabled() else nn.functional.linear
+        logits_TE = linear(x_TH, self.weight_EH, self.bias_E)
+        dtype = logits_TE.dtype if self.rounded else torch.float32
+        function: Any = _Choice
+        weight_TK, index_TK = function.apply(logits_TE, self.top, self.shared, dtype)
+        return logits_TE, weight_TK, index_TK
+
+
+class _Choice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, top: int, shared: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weight_TK, index_TK = choose(logits_TE, top, shared=shared, dtype=dtype)
+        ctx.save_for_backward(logits_TE, index_TK)
+        ctx.shared = shared
+        ctx.mark_non_differentiable(index_TK)
+        return weight_TK, index_TK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TE, index_TK = ctx.saved_tensors
+        grad_TK, logits_TE32 = grads[0].float(), logits_TE.float()
+        grad_TE = torch.zeros_like(logits_TE32)
+        if ctx.shared:  # the softmax over the chosen
+            weight_TK = logits_TE32.gather(1, index_TK).softmax(1)
+            grad_TE.scatter_(1, index_TK, weight_TK * (grad_TK - (weight_TK * grad_TK).sum(1, keepdim=True)))
+        else:
+            all_TE = logits_TE32.softmax(1)
+            grad_TE.scatter_(1, index_TK, grad_TK)
+            grad_TE = all_TE * (grad_TE - (all_TE * grad_TE).sum(1, keepdim=True))
+        return grad_TE.to(logits_TE.dtype), None, None, None
+
+
+class ExpertsForward:
+    """Replacement of an experts module's forward. It is a class so that a copy of the model copies it, too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts = Experts.of(self.module)
+        assert experts is not None
+        return experts(hidden_states, top_k_index, top_k_weights)
+
+
+class RouterForward:
+    """Replacement of a router's forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        router = Router.of(self.module)
+        assert router is not None
+        return router(hidden_states.reshape(-1, hidden_states.shape[-1]))
+
+
+def fuse_experts(module: nn.Module) -> bool:
+    """Replace the forward of an experts module or a router, if it is of a known form."""
+    replaced: Any = module
+    if Experts.of(module) is not None:
+        replaced.forward = ExpertsForward(module)
+        return True
+    if "forward" not in module.__dict__ and Router.of(module) is not None:
+        replaced.forward = RouterForward(module)
+    return False

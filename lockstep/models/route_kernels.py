@@ -1,0 +1,111 @@
+"""Kernels that choose the experts of each token, and sort pairs of token and expert (Triton).
+
+Legend: T tokens, K experts of each, R = T · K pairs, E experts.
+"""
+
+# Triton has no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_PAIRS = 8192
+"""Pairs of token and expert up to which they are sorted in short blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Pairs of token and expert in the order of their experts; those of one expert keep their order. All int32."""
+
+    order_R: Tensor
+    """Pair t · K + k of each row."""
+    place_R: Tensor
+    """Row of each pair."""
+    expert_R: Tensor
+    """Expert of each row."""
+    bounds_E: Tensor
+    """Where the rows of each expert begin, [E + 1]."""
+    top: int
+
+    @property
+    def experts(self) -> int:
+        return len(self.bounds_E) - 1
+
+    @property
+    def each(self) -> float:
+        """Rows of an expert, on average."""
+        return len(self.order_R) / self.experts
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, weight_ptr, index_ptr, experts, stride,
+    TOP: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, TOPS: tl.constexpr,
+):  # fmt: skip
+    """Choose a token's experts, the first of equal ones. SHARED: the weights of the chosen ones sum to 1."""
+    token = tl.program_id(0).to(tl.int64)
+    number, k = tl.arange(0, EXPERTS), tl.arange(0, TOPS)
+    logits = tl.load(logits_ptr + token * stride + number, mask=number < experts, other=-float("inf")).to(tl.float32)
+    peak = tl.max(logits, 0)
+    chosen = tl.full([TOPS], -float("inf"), tl.float32)
+    left = logits
+    for i in tl.static_range(TOP):
+        best = tl.max(left, 0)
+        at = tl.min(tl.where(left == best, number, experts - 1), 0)  # NaN equals nothing
+        chosen = tl.where(k == i, best, chosen)
+        left = tl.where(number == at, -float("inf"), left)
+        tl.store(index_ptr + token * TOP + i, at)
+    share = tl.exp(chosen - peak)
+    share = share / (tl.sum(share, 0) if SHARED else tl.sum(tl.exp(logits - peak), 0))
+    tl.store(weight_ptr + token * TOP + k, share.to(weight_ptr.dtype.element_ty), mask=k < TOP)
+
+
+def choose(logits_TE: Tensor, top: int, *, shared: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weights [T, K] and numbers (int64) of the experts with the largest logits."""
+    tokens, experts = logits_TE.shape
+    weight_TK = logits_TE.new_empty(tokens, top, dtype=dtype)
+    index_TK = torch.empty(tokens, top, dtype=torch.int64, device=logits_TE.device)
+    size, tops = triton.next_power_of_2(experts), triton.next_power_of_2(top)
+    _route_kernel[(tokens,)](
+        logits_TE, weight_TK, index_TK, experts, logits_TE.stride(0), top, shared, size, tops,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return weight_TK, index_TK
+
+
+@triton.jit
+def _sort_kernel(index_ptr, order_ptr, place_ptr, expert_ptr, bounds_ptr, count, experts, BLOCK: tl.constexpr):
+    """Place the pairs of one expert behind those of all before it."""
+    expert = tl.program_id(0)
+    less = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        less += (tl.load(index_ptr + pair, mask=pair < count, other=experts) < expert).to(tl.int32)
+    start = tl.sum(less, 0)
+    tl.store(bounds_ptr + expert, start)
+    if expert == experts - 1:
+        tl.store(bounds_ptr + experts, count)
+    for first in range(0, count, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        own = tl.load(index_ptr + pair, mask=pair < count, other=experts) == expert
+        row = start + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order_ptr + row, pair, mask=own)
+        tl.store(place_ptr + pair, row, mask=own)
+        tl.store(expert_ptr + row, tl.full([BLOCK], 0, tl.int32) + expert, mask=own)
+        start += tl.sum(own.to(tl.int32), 0)
+
+
+def sort_rows(index_TK: Tensor, experts: int) -> Sorted:
+    """Sort pairs of token and expert."""
+    count, device = index_TK.numel(), index_TK.device
+    order_R, place_R, expert_R = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(3))
+    bounds_E = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    block = 1024 if count <= FEW_PAIRS else 4096
+    _sort_kernel[(experts,)](index_TK.contiguous(), order_R, place_R, expert_R, bounds_E, count, experts, block)
+    return Sorted(order_R, place_R, expert_R, bounds_E, index_TK.shape[1])
