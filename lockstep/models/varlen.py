@@ -73,8 +73,7 @@ def flash_forward(
         causal,
         False,
         scale=scale,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        **_window(window),
     )
     return output_THD, lse_HT
 
@@ -91,6 +90,7 @@ def flash_backward(
     scale: float,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given what `flash_forward` returned."""
     aten: Any = torch.ops.aten
@@ -110,8 +110,13 @@ def flash_backward(
         causal,
         *no_dropout,
         scale=scale,
+        **_window(window),
     )
     return grads
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def varlen_serves(query_THD: Tensor, kind: AttentionKind) -> bool:
