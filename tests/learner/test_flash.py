@@ -109,6 +109,8 @@ def test_what_the_kernels_do_not_compute_is_dense(kind: AttentionKind, flash: bo
     query, key, value, _ = inputs(16)
     made.attend(0, query, key, value, kind)
     assert bool(used) == flash
+    if flash:
+        assert list(made._parts) == [(16, 12 if kind.window == 12 else None)], "a window that hides nothing is none"
 
 
 # --- windows and sinks ----------------------------------------------------------------------------------------------
