@@ -67,11 +67,11 @@ class Part:
     """The segments, relative to the range."""
     key_spans: Spans
     causal: bool
-    """The last query of a segment is at its last key, and each sees what is before it."""
+    """True if the last query of a segment is at its last key, and each sees what is before it."""
     window: int | None = None
-    """Of a causal part: the keys that a query sees, at most."""
+    """Largest number of keys that a query of a causal part sees."""
     copies: Copies | None = None
-    """The range's rows that are the keys, if some are keys of several segments."""
+    """Rows of the range that are the keys, if some are keys of several segments."""
 
     @staticmethod
     def of(

@@ -78,8 +78,9 @@ class Scores:
     blocks: bool = False
     """True if they are made in blocks of PAIRS pairs, and again for the backward pass: nothing is kept."""
     window: int | None = None
-    """Of flash-attention kernels: tokens that windowed layers see, if sequences are longer. Responses that share a prompt then
-    have keys of their own (learner.flash.Copies)."""
+    """Tokens that windowed layers see by flash-attention kernels, if sequences are longer. Responses that share a prompt
+    then have keys of their own (learner.flash.Copies).
+    """
 
 
 def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], longest: int) -> Scores:
