@@ -59,18 +59,19 @@ class PackedLayout:
         self._used = root + sum(branch.tokens for branch in branches)
         self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
         self._gathers: list[_Gather] = []
-        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._parts: dict[tuple[int, int | None], tuple[Part, ...]] = {}
         self._in_order: tuple[int, Tensor] | None = None
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         if not self._flash_serves(query_HTD, value_KTD, kind):
             return self._dense(query_HTD, key_KTD, value_KTD, kind)
-        tokens = query_HTD.shape[1]
-        if tokens not in self._parts:  # the same for every layer of the stream
-            self._parts[tokens] = self._plan(tokens - self._used)
+        tokens, window = query_HTD.shape[1], self._window(kind)
+        if (tokens, window) not in self._parts:  # the same for every such layer of the stream
+            self._parts[tokens, window] = self._plan(tokens - self._used, window)
         query, key, value = (x.transpose(0, 1).contiguous() for x in (query_HTD, key_KTD, value_KTD))
         tiles = self._tiles(tokens) if exact.enabled() else None
-        return flash_attention(query, key, value, self._parts[tokens], kind.scale, self._kernels, tiles)
+        parts = self._parts[tokens, window]
+        return flash_attention(query, key, value, parts, kind.scale, self._kernels, tiles, kind.sinks_H)
 
     def mix(self, layer: int, hidden_TH: Tensor, run: Run) -> Tensor:
         """Run root, prompts and responses apart, each from the state behind what it continues; responses of a prompt together."""
@@ -97,14 +98,20 @@ class PackedLayout:
 
     # --- flash ----------------------------------------------------------------------------------------------------
     def _flash_serves(self, query_HTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> bool:
-        narrow = kind.window is not None and kind.window < self._longest
-        plain = kind.softcap is None and kind.sinks_H is None and not narrow
+        plain = kind.sinks_H is None and self._window(kind) is None
+        possible = kind.softcap is None and (plain or not exact.enabled())
         ordered = self._prompts_first or all(len(branch.responses) <= 1 for branch in self._branches)
         even = query_HTD.shape[-1] == value_KTD.shape[-1]
-        return plain and ordered and even and self._kernels.serves(query_HTD)
+        return possible and ordered and even and self._kernels.serves(query_HTD)
 
-    def _plan(self, padding: int) -> tuple[Part, ...]:
+    def _window(self, kind: AttentionKind) -> int | None:
+        """Return the kind's window if some token of the stream does not see all of its sequence."""
+        return kind.window if kind.window is not None and kind.window < self._longest else None
+
+    def _plan(self, padding: int, window: int | None = None) -> tuple[Part, ...]:
         """Return the kernel calls. Padding is a segment of its own, so that every row is defined."""
+        if window is not None:
+            return (Part.windowed(self._pieces(self._used + padding), window, self._device),)
         root, branches = self._root, self._branches
         joined = [branch for branch in branches if branch.tail] if self._prompts_first else []
         if self._prompts_first:
@@ -123,24 +130,27 @@ class PackedLayout:
         return tuple(parts)
 
     def _tiles(self, tokens: int) -> Tensor:
-        """Return the queries in tiles for models.ordered_attention: root, prompts, responses, padding."""
+        """Return the queries in tiles for models.ordered_attention."""
         if self._in_order is None or self._in_order[0] != tokens:
-            root = self._root
-            pieces = [Piece(0, root, 0)]
-            for branch, prompt, tail in zip(self._branches, self.prompt_starts, self.tail_starts, strict=True):
-                pieces.append(Piece(prompt, branch.prompt, root, ((root, 0),)))
-                for length in branch.responses:
-                    seen = ((root, 0), (root + branch.prompt, prompt))
-                    pieces.append(Piece(tail, length, root + branch.prompt, seen))
-                    tail += length
-            pieces.append(Piece(self._used, tokens - self._used, 0))
-            self._in_order = tokens, tiles_of(pieces, self._device)
+            self._in_order = tokens, tiles_of(self._pieces(tokens), self._device)
         return self._in_order[1]
+
+    def _pieces(self, tokens: int) -> list[Piece]:
+        """Return root, prompts, responses and padding."""
+        root = self._root
+        pieces = [Piece(0, root, 0)]
+        for branch, prompt, tail in zip(self._branches, self.prompt_starts, self.tail_starts, strict=True):
+            pieces.append(Piece(prompt, branch.prompt, root, ((root, 0),)))
+            for length in branch.responses:
+                seen = ((root, 0), (root + branch.prompt, prompt))
+                pieces.append(Piece(tail, length, root + branch.prompt, seen))
+                tail += length
+        return [*pieces, Piece(self._used, tokens - self._used, 0)]
 
     # --- dense ----------------------------------------------------------------------------------------------------
     def _dense(self, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        """Compute attention branch by branch, for everything that the kernels do not support: CPUs, fp32, narrow windows, caps,
-        sinks.
+        """Compute attention branch by branch, for everything that the kernels do not support: CPUs, fp32, caps, values of another
+        size than keys, heads of more than 256.
         """
         prompts_THD: list[Tensor] = []
         tails_THD: list[Tensor] = []

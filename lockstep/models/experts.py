@@ -121,7 +121,8 @@ def _by_expert(grad_RO: Tensor, bias_EO: Tensor, rows: Sorted) -> Tensor:
 
 def _grouped(x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
     """Compute sorted rows times the matrix of their expert, by torch's grouped product where it serves."""
-    if x_RX.is_cuda and x_RX.dtype == torch.bfloat16 and exact.keeps_order(_theirs, product, x_RX, weight_EOX, rows):
+    served = x_RX.is_cuda and x_RX.dtype == torch.bfloat16 and not any(n % 8 for n in weight_EOX.shape[1:])
+    if served and exact.keeps_order(_theirs, product, x_RX, weight_EOX, rows):
         return _theirs(x_RX, weight_EOX, rows)
     return product(x_RX, weight_EOX, rows)
 

@@ -73,8 +73,7 @@ def flash_forward(
         causal,
         False,
         scale=scale,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        **_window(window),
     )
     return output_THD, lse_HT
 
@@ -91,6 +90,7 @@ def flash_backward(
     scale: float,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given what `flash_forward` returned."""
     aten: Any = torch.ops.aten
@@ -110,13 +110,18 @@ def flash_backward(
         causal,
         *no_dropout,
         scale=scale,
+        **_window(window),
     )
     return grads
 
 
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
 def varlen_serves(query_THD: Tensor, kind: AttentionKind) -> bool:
-    """Return whether the kernels compute this kind of attention for these queries: no cap, no sinks."""
-    return kind.softcap is None and kind.sinks_H is None and flash_serves(query_THD)
+    """Return whether the kernels compute this kind of attention for these queries: no cap."""
+    return kind.softcap is None and flash_serves(query_THD)
 
 
 def varlen_attention(
@@ -124,4 +129,8 @@ def varlen_attention(
 ) -> Tensor:
     """Compute causal attention of each sequence's queries, which stand at the end of its keys, [T, H, D]. No gradient."""
     given = query_THD.contiguous(), key_SKD.contiguous(), value_SKD.contiguous()
-    return flash_forward(*given, queries, keys, kind.scale, causal=True, window=kind.window)[0]
+    output_THD, lse_HT = flash_forward(*given, queries, keys, kind.scale, causal=True, window=kind.window)
+    if kind.sinks_H is None:
+        return output_THD
+    share_HT = torch.sigmoid(lse_HT - kind.sinks_H.float()[:, None])  # of the keys; the rest is the sink's
+    return (output_THD * share_HT.T[..., None]).to(output_THD.dtype)

@@ -13,8 +13,8 @@ element of the model's precision, and a width below stands for its bytes: h hidd
 With recompute = selective, the outputs of the layers' norms and the product are made again: their inputs are left, h and 2i. With
 full, only the layer's input is left, and one layer at a time has the rest.
 
-Where attention has sinks, a cap or a window no fused kernel serves (and of short sequences on a CPU) the scores are tensors
-[heads, queries, keys], which grow with the square of the length: see `scores`.
+Where no fused kernel serves attention the scores are tensors [heads, queries, keys], which grow with the square of the length: of
+short sequences on a CPU; on a GPU with a cap, or with sinks or a window in fp32. See `scores`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class Scores:
     """While a layer runs, forwards or backwards."""
     blocks: bool = False
     """True if they are made in blocks of PAIRS pairs, and again for the backward pass: nothing is kept."""
+    window: int | None = None
+    """Tokens that windowed layers see by flash-attention kernels, if sequences are longer. Responses that share a prompt
+    then have keys of their own (learner.flash.Copies).
+    """
 
 
 def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], longest: int) -> Scores:
@@ -92,12 +96,30 @@ def scores(shape: ModelShape, layers: Layers, device: Literal["cuda", "cpu"], lo
     if device == "cpu" and (longest - 1) ** 2 > SMALL:
         at_work = FP32 * (3 + 2 * shape.softcap) if shape.softcap or shape.sinks or narrow else 0
         return Scores(0, False, 0.0, float(shape.heads * at_work), blocks=True)
+    if device == "cuda" and _flash_serves(shape, layers):
+        return Scores(0, False, 0.0, 0.0, window=shape.window if shape.windowed and narrow else None)
     whole = shape.softcap or shape.sinks or device == "cpu"
     rounded = layers.element if layers.element < FP32 else 0
     kept = FP32 + FP32 * shape.softcap + rounded
     working = 3 * FP32 if shape.softcap or shape.sinks else 2 * FP32 + rounded
     count = shape.layers if whole else shape.windowed * narrow
     return Scores(count, whole, float(shape.heads * kept), float(shape.heads * working))
+
+
+def copied_keys(shape: ModelShape, layers: Layers, *, backward: bool) -> float:
+    """Count a key and a value in a layer where segments have keys of their own: backwards with their gradients, which the kernels
+    make for each query head first.
+    """
+    query, key = layers.element * shape.query_size, layers.element * shape.kv_size
+    return 4.0 * key + 2 * query * (shape.heads != shape.kv_heads) if backward else 2.0 * key
+
+
+def _flash_serves(shape: ModelShape, layers: Layers) -> bool:
+    """Return whether a GPU has torch's flash-attention kernels for all layers (models.varlen.flash_serves). Those of models with
+    heads that differ are counted as if it had none.
+    """
+    size = shape.head_dim
+    return layers.element < FP32 and size <= 256 and size % 8 == 0 and not shape.softcap and not shape.cached
 
 
 def per_token(shape: ModelShape, layers: Layers, recompute: Recompute) -> PerToken:

@@ -132,6 +132,14 @@ class Job:
         kept = self.prompt**2 + self.samples_per_prompt * replies
         return tokens / group * kept, max(float(self.prompt**2), together * replies)
 
+    def own_keys(self, tokens: int) -> float:
+        """Keys of a windowed layer in a stream of that many tokens, if responses that share a prompt have their own; else 0."""
+        window = self.scores.window
+        if window is None or self.row or not self.share_prompts or self.samples_per_prompt == 1:
+            return 0.0
+        responses = tokens / (self.prompt / self.samples_per_prompt + self.response)
+        return tokens + responses * min(window - 1, self.prompt)
+
     @property
     def trained_share(self) -> float:
         """Share of a stream's tokens that carry loss; in SFT at most all."""

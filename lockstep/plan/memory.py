@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, per_token
+from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, copied_keys, per_token
 from lockstep.plan.job import GIB as GIB
 from lockstep.plan.job import Job
 
@@ -186,8 +186,9 @@ def forward_terms(job: Job, rate: PerToken, tokens: int) -> tuple[Term, ...]:
     In a layer; or in the head, beside one tile of logits, when of the layers only the states of the tokens with loss are left.
     """
     rows = tokens * job.samples_per_step * job.response / job.step_tokens
-    scores = _score_work(job, job.pairs(tokens)[1])
-    layer = (Term(f"forward pass of {tokens} tokens", tokens * rate.forward + scores),)
+    attention = _score_work(job, job.pairs(tokens)[1])
+    attention += job.own_keys(tokens) * copied_keys(job.shape, job.layers, backward=False)
+    layer = (Term(f"forward pass of {tokens} tokens", tokens * rate.forward + attention),)
     states = Term("states with loss", rows * (job.element * job.shape.hidden + HEAD_NUMBERS) + tokens * STREAM)
     head = (Term("logits", _logits(job, rows, CPU_FORWARD)), states)
     return max(layer, head, key=lambda terms: sum(term.bytes for term in terms))
@@ -208,6 +209,7 @@ def train_terms(
     if -(-job.update_tokens // tokens) == 1:
         sums = max(0.0, sums - kept)
     work = tokens * rate.working + _layer_gradient(job) + _score_work(job, at_once) + layer * (recompute == "full")
+    work += job.own_keys(tokens) * copied_keys(job.shape, job.layers, backward=True)
     if head:
         work = max(work, _head_work(job, tokens))
     terms = [Term("gradient sums", sums), Term(f"activations of {tokens} tokens", tokens * rate.kept)]

@@ -22,7 +22,9 @@ def scores_of(query: Tensor, key: Tensor, part: Part, scale: float) -> Tensor:
     scores = torch.einsum("qhd,shd->hqs", query, wide) * scale
     if part.causal:
         count, keys = scores.shape[1:]
-        scores = scores.masked_fill(~torch.ones(count, keys, dtype=torch.bool).tril(keys - count), -torch.inf)
+        seen = torch.ones(count, keys, dtype=torch.bool).tril(keys - count)
+        seen = seen if part.window is None else seen.triu(keys - count - part.window + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
     return scores
 
 

@@ -19,6 +19,7 @@ from lockstep.learner.flash import FLASH, Kernels
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.optimizer import MasterOptimizer
+from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
 from lockstep.models.fused_layers import FusedLayers
 from lockstep.models.heads import Head, _TokenLogprobs, token_logprobs
@@ -58,15 +59,15 @@ def test_flash_is_as_near_to_float64_as_dense_attention(name: str, heads: int, k
     total = used + 5  # padding
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(heads, total, size), (kv_heads, total, size), (kv_heads, total, size), (total, heads, size)]
-    exact = [torch.randn(*s, generator=generator, device=CUDA).bfloat16().double() for s in shapes]
-    exact[3][used:] = 0
+    true = [torch.randn(*s, generator=generator, device=CUDA).bfloat16().double() for s in shapes]
+    true[3][used:] = 0
     results = {}
     for kind, kernels, dtype in (
         ("flash", FLASH, torch.bfloat16),
         ("dense", DENSE, torch.bfloat16),
         ("exact", DENSE, torch.float64),
     ):
-        query, key, value, mix = (x.to(dtype).requires_grad_() for x in exact)
+        query, key, value, mix = (x.to(dtype).requires_grad_() for x in true)
         layout = PackedLayout(branches, CUDA, root, prompts_first=prompts_first, kernels=kernels)
         output = layout.attend(0, query, key, value, AttentionKind(size**-0.5))
         assert output.isfinite().all()
@@ -77,6 +78,98 @@ def test_flash_is_as_near_to_float64_as_dense_attention(name: str, heads: int, k
         zip(results["flash"], results["dense"], results["exact"], strict=True)
     ):
         assert distance(flash, truth) < 1.5 * distance(dense, truth) + 4e-3, (part, distance(flash, truth))
+
+
+LONG: dict[str, tuple[list[Branch], int, bool]] = {
+    **{name: LAYOUTS[name] for name in ("shared", "with a root", "one response each", "single tokens")},
+    "long": ([Branch(1200, (700, 620, 20)), Branch(300, (1400, 0))], 100, True),
+    "long, packed": ([Branch(900, (700,)), Branch(20, (1480,)), Branch(130, (0,))], 0, False),
+}
+SPECIAL: dict[str, tuple[int, int, int, int | None, bool]] = {
+    "gpt-oss, window": (64, 8, 64, 128, True),
+    "gpt-oss, full": (64, 8, 64, None, True),
+    "Gemma 3 4B": (8, 4, 256, 512, False),
+    "Gemma 3 27B": (32, 16, 128, 1024, False),
+    "Mistral": (32, 8, 128, 300, False),
+    "Phi-3": (4, 4, 96, 64, False),
+    "alone": (4, 2, 64, 1, True),
+    "two": (6, 2, 64, 2, True),
+}
+"""Query heads, key heads, their size, window, sinks."""
+
+
+def special(name: str, total: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], AttentionKind]:
+    """Query, key, value [·, T, D], what the output is multiplied with [T, H, D], and sinks [H] of about a softmax's sum."""
+    heads, kv_heads, size, window, sinks = SPECIAL[name]
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(heads, total, size), (kv_heads, total, size), (kv_heads, total, size), (total, heads, size)]
+    given = [torch.randn(*s, generator=generator, device=CUDA).bfloat16().to(dtype) for s in shapes]
+    if sinks:
+        given.append((torch.randn(heads, generator=generator, device=CUDA) * 2 + 3).bfloat16().to(dtype))
+    return given, AttentionKind(size**-0.5, window)
+
+
+def special_gradients(layout: PackedLayout, used: int, given: list[Tensor], kind: AttentionKind) -> tuple[Tensor, ...]:
+    """Output and gradients of query, key, value and sinks; nothing is read from padding."""
+    query, key, value, mix, *sinks = (x.detach().requires_grad_() for x in given)
+    mask = (torch.arange(len(mix), device=CUDA) < used)[:, None, None]
+    output = layout.attend(0, query, key, value, replace(kind, sinks_H=sinks[0] if sinks else None))
+    grads = torch.autograd.grad((output * (mix.detach() * mask)).sum(), (query, key, value, *sinks))
+    return output[:used], *grads
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("place", LONG)
+def test_windows_and_sinks_by_flash_are_as_near_to_float64_as_dense_attention(place: str, name: str):
+    branches, root, prompts_first = LONG[place]
+    used = root + sum(branch.tokens for branch in branches)
+    results = {}
+    for which, kernels, dtype in (
+        ("flash", FLASH, torch.bfloat16),
+        ("dense", DENSE, torch.bfloat16),
+        ("exact", DENSE, torch.float64),
+    ):
+        given, kind = special(name, used + 5, dtype)
+        layout = PackedLayout(branches, CUDA, root, prompts_first=prompts_first, kernels=kernels)
+        results[which] = special_gradients(layout, used, given, kind)
+        assert bool(layout._parts) == (which == "flash"), "each takes the path that it is called by"
+        assert all(tensor.isfinite().all() for tensor in results[which])
+        torch.cuda.empty_cache()
+    for part, (flash, dense, truth) in enumerate(
+        zip(results["flash"], results["dense"], results["exact"], strict=True)
+    ):
+        assert distance(flash, truth) < 1.5 * distance(dense, truth) + 4e-3, (part, distance(flash, truth))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss, window", "gpt-oss, full", "Gemma 3 4B"])
+def test_windows_and_sinks_give_the_same_bits_where_updates_shall_be_repeatable(name: str):
+    branches, root, prompts_first = LONG["long"]
+    used = root + sum(branch.tokens for branch in branches)
+    given, kind = special(name, used + 5)
+    layout = PackedLayout(branches, CUDA, root, prompts_first=prompts_first)
+    exact.enable("", on=False, repeatable=True)
+    try:
+        with exact.repeated():
+            first, *others = (special_gradients(layout, used, given, kind) for _ in range(4))
+    finally:
+        exact.enable("", on=False)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss, window", "gpt-oss, full", "Gemma 3 4B"])
+def test_windows_and_sinks_need_no_matrix(name: str):
+    """A prompt of 8192 tokens with 8 replies of 1024: a matrix of one query head would have 134 million pairs."""
+    given, kind = special(name, 16384)
+    layout = PackedLayout([Branch(8192, (1024,) * 8)], CUDA, prompts_first=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    special_gradients(layout, 16384, given, kind)
+    taken, query = torch.cuda.max_memory_allocated() - before, given[0].nbytes
+    # Copies, output, gradients for each query head, an fp32 sum of the query's: a few times the queries.
+    assert taken < 20 * query, taken / query
 
 
 def test_fp32_has_no_flash_and_is_dense():
@@ -154,7 +247,7 @@ def gradients(model: nn.Module, given: Recipe, batch: Batch) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "gemma2", "mistral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "gpt-oss"])
 def test_gradients_are_those_of_the_cpu(family: str, lora: bool, monkeypatch: pytest.MonkeyPatch):
     """bf16 kernels against fp32 on a CPU, and as near to it as the same model in bf16 by plain layers."""
 
@@ -163,7 +256,7 @@ def test_gradients_are_those_of_the_cpu(family: str, lora: bool, monkeypatch: py
         return with_adapters(model) if lora else model
 
     batch = long_batch()
-    if family in ("mistral", "gemma2", "gpt-oss"):  # windows of 8: nothing is gained by length
+    if family in ("mistral", "gemma2", "gemma3", "gpt-oss"):  # windows of 8: nothing is gained by length
         batch = make_batch(0.9)
     truth_metrics, truth = gradients(build(torch.float32, "cpu"), recipe(), batch)
     metrics, gpu = gradients(build(torch.bfloat16, "cuda"), recipe(), batch)

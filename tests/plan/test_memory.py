@@ -151,21 +151,50 @@ def test_scores_that_are_tensors_are_counted(
         assert scores == 0, "they are made in blocks"
 
 
-def test_the_scores_of_gpt_oss_by_hand() -> None:
-    """Two tensors a layer, fp32 and bf16, [64 heads, tokens, 768 keys]; and a model that they alone keep off a GPU is refused."""
-    shape = replace(SMALL, heads=64, layers=24, sinks=True)
-    planned = job(shape, "update.share_prompts=false")
-    found = terms(planned, "train")
-    assert found["attention scores of 16384 tokens"] == 24 * 64 * 16384 * 768 * (4 + 2)
-    assert "attention scores of 16384 tokens" not in terms(job(SMALL), "train")
-    wide = replace(shape, sinks=False, window=1024, windowed=12)
-    assert job(wide).scores.layers == 0, "windows wider than the sequences are none to the kernels"
-    assert job(replace(wide, window=512)).scores.layers == 12
+def test_the_scores_of_a_gpu_by_hand() -> None:
+    """Of caps three tensors a layer, two in fp32 and one in bf16, [64 heads, tokens, 768 keys]; and a model that they alone keep
+    off a GPU is refused. Of sinks none, but in fp32.
+    """
+    shape = replace(SMALL, heads=64, layers=24, softcap=True)
+    alone, kept = "update.share_prompts=false", "attention scores of 16384 tokens"
+    assert terms(job(shape, alone), "train")[kept] == 24 * 64 * 16384 * 768 * (4 + 4 + 2)
+    assert kept not in terms(job(SMALL), "train")
+    gpt_oss = replace(shape, softcap=False, sinks=True, window=128, windowed=12, head_dim=64)
+    assert kept not in terms(job(gpt_oss, alone), "train")
+    assert terms(job(gpt_oss, alone, "model.dtype=fp32"), "train")[kept] == 24 * 64 * 16384 * 768 * 4
+    assert job(replace(gpt_oss, head_dim=320)).scores.layers == 24, "the kernels have no heads of that size"
+    assert job(replace(gpt_oss, cached=5000)).scores.layers == 24, "nor values of another size than keys"
+    wide = replace(shape, softcap=False, window=1024, windowed=12)
+    assert job(wide, "model.dtype=fp32").scores.layers == 0, "windows wider than the sequences are none to the kernels"
+    assert job(replace(wide, window=512), "model.dtype=fp32").scores.layers == 12
     many = load([*GPU, "rollout.max_tokens=8192", "update={recompute: none, share_prompts: false}"])
-    plain = plan_memory(many, replace(shape, sinks=False), "cuda", H200, prompt_tokens=256, passes=False)
+    plain = plan_memory(many, replace(shape, softcap=False, sinks=True), "cuda", H200, prompt_tokens=256, passes=False)
     assert plain.fits
     with pytest.raises(DoesNotFitError, match="attention scores of"):
         plan_memory(many, shape, "cuda", H200, prompt_tokens=256, passes=False)
+
+
+def test_the_copied_keys_of_windowed_layers_by_hand() -> None:
+    """A prompt of 256 with 8 replies of 512: in a window of 128 each reply has 127 of the prompt's keys. Gradients of keys and
+    values are made for each of 12 query heads first.
+    """
+    plain = replace(SMALL, vocab=256)  # the head needs less than a layer
+    shape = replace(plain, window=128, windowed=14)
+    keys = 16384 + 16384 / (256 + 8 * 512) * 8 * 127
+    assert job(shape).own_keys(16384) == pytest.approx(keys)
+    assert job(replace(shape, window=600)).own_keys(16384) == pytest.approx(16384 + 16384 / (256 + 8 * 512) * 8 * 256)
+    for phase, term, a_key in (
+        ("train", "head and layer at work", 2 * (4 * 256 + 2 * 1536)),
+        ("log-probabilities", "forward pass of 16384 tokens", 2 * 2 * 256),
+    ):
+        ours, without = (terms(job(one, passes=True), phase)[term] for one in (shape, plain))
+        assert ours - without == pytest.approx(keys * a_key)
+    multi_head = terms(job(replace(shape, kv_heads=12)), "train")["head and layer at work"]
+    without = terms(job(replace(plain, kv_heads=12)), "train")["head and layer at work"]
+    assert multi_head - without == pytest.approx(keys * 2 * 4 * 1536)
+    assert job(shape, "update.share_prompts=false").own_keys(16384) == 0
+    assert job(replace(shape, window=768)).own_keys(16384) == 0, "no sequence is longer"
+    assert job(plain).own_keys(16384) == job(shape, "model.dtype=fp32").own_keys(16384) == 0
 
 
 @pytest.mark.parametrize(
