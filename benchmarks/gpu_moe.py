@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8,
         "num_experts_per_tok": 2, "vocab_size": 512}  # fmt: skip
+ARMS = {"ours": ("ours", []), "ours, exact": ("ours", ["--exact"]), "vLLM": ("vllm", [])}
 RESULT = RESULTS / "gpu_moe.txt"
 PACKAGES = ("torch", "triton", "transformers", "vllm")
 
@@ -210,9 +211,12 @@ def arm(name: str, shape: str, extra: list[str], folder: str, args: argparse.Nam
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--arm", name, "--shape", shape, "--arm-out", file.name, *extra]
         command += ["--runs", str(args.runs), *["--cpu"] * args.cpu]
-        done = subprocess.run(command, env=os.environ | {"BENCH_MODEL": folder}, check=False, timeout=args.limit)
+        try:
+            code = subprocess.run(command, env=os.environ | {"BENCH_MODEL": folder}, timeout=args.limit).returncode
+        except subprocess.TimeoutExpired:
+            return {"failed": f"no result after {args.limit:.0f} s"}
         text = Path(file.name).read_text()
-        return json.loads(text) if text else {"failed": done.returncode}
+        return json.loads(text) if text else {"failed": f"exit status {code}"}
 
 
 def table(results: dict[str, dict[str, dict[str, Any]]], *, cpu: bool) -> list[str]:
@@ -220,7 +224,7 @@ def table(results: dict[str, dict[str, dict[str, Any]]], *, cpu: bool) -> list[s
     for shape, arms in results.items():
         least = (0.0, 0.0) if cpu else floors(shape)
         for place, work in enumerate(("rollout", "update")):
-            mine = arms["ours"].get(work)
+            mine = arms.get("ours", {}).get(work)
             for name, result in arms.items():
                 if work not in result:
                     continue
@@ -239,7 +243,7 @@ def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     for shape, arms in results.items():
         for name, result in arms.items():
             if "failed" in result:
-                lines.append(f"{shape}, {name}: failed with {result['failed']}")
+                lines.append(f"{shape}, {name}: {result['failed']}")
                 continue
             line = f"{shape}, {name}: peak {result['peak_gib']:.1f} GiB"
             if gap := result.get("mismatch"):
@@ -251,17 +255,26 @@ def notes(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
+def publish(results: dict[str, dict[str, dict[str, Any]]], args: argparse.Namespace) -> None:
+    """Print what was read so far, and write it if asked."""
+    where = next((r["device"] for arms in results.values() for r in arms.values() if "device" in r), "no device")
+    lines = [*header(__file__, where, PACKAGES), "", *table(results, cpu=args.cpu), "", *notes(results)]
+    print("\n".join(lines), flush=True)
+    if args.write:
+        write_section(args.write, "experts", lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", choices=["ours", "vllm"], help="run one arm in this process")
     parser.add_argument("--arm-out")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240)
-    parser.add_argument("--cpu", action="store_true", help="tiny versions of our arms on a CPU, to try things out")
-    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="a tiny version of our arm on a CPU, to try things out")
     parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
     args = parser.parse_args()
     if args.cpu and args.write == RESULT:
@@ -271,21 +284,15 @@ def main() -> None:
         Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
         return
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for shape in args.shapes:
-        arms = results[shape] = {"ours": arm("ours", shape, [], "", args)}
-        if not args.cpu:
-            arms["ours, exact"] = arm("ours", shape, ["--exact"], "", args)
-        if not (args.cpu or args.no_vllm):
+    for name in args.arms[: 1 if args.cpu else None]:
+        for shape in args.shapes:
             with tempfile.TemporaryDirectory() as folder:
-                config = config_of(shape, cpu=False)
+                config = config_of(shape, cpu=args.cpu)
                 config.architectures = ["GptOssForCausalLM" if shape.startswith("gpt") else "Qwen3MoeForCausalLM"]
                 config.save_pretrained(folder)
-                arms["vLLM"] = arm("vllm", shape, [], folder, args)
-    where = next((r["device"] for arms in results.values() for r in arms.values() if "device" in r), "no device")
-    lines = [*header(__file__, where, PACKAGES), "", *table(results, cpu=args.cpu), "", *notes(results)]
-    print("\n".join(lines))
-    if args.write:
-        write_section(args.write, "experts", lines)
+                program, extra = ARMS[name]
+                results.setdefault(shape, {})[name] = arm(program, shape, extra, folder, args)
+            publish(results, args)
 
 
 if __name__ == "__main__":

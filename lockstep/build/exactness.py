@@ -14,7 +14,7 @@ from lockstep.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+FAMILIES = frozenset({"gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """Model types for which it was shown."""
 
 
@@ -64,9 +64,6 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"the base is in {stored}"
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.get_decoder().layers]
-    if any(windows) or (config.model_type in ("mistral", "mixtral") and config.sliding_window):
-        return "the model has sliding windows"
     decoder = Decoder.of(model)
     size = decoder.head_size
     if size & (size - 1) or not 16 <= size <= 256:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models import exact
+from lockstep.models.attention import AttentionKind
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.experts import Experts, Router
@@ -34,6 +35,8 @@ ROWS = 300
 """Rows of the larger products."""
 TIMES = 4
 """Backward passes that are compared."""
+NARROW = 100
+"""Largest window of the tests of attention."""
 FEW = 8
 MANY = 4096
 """Rows of the test of norms: sums in another order change few numbers once they are rounded."""
@@ -127,23 +130,36 @@ def _products(shape: _Shape, decoder: Decoder) -> Iterator[str]:
 
 
 def _attention(shape: _Shape, decoder: Decoder) -> Iterator[str]:
+    """Test each kind of attention that the model's layers have."""
+    kinds = set()
+    for layer in decoder.module.layers:
+        window, sinks = (getattr(layer.self_attn, name, None) for name in ("sliding_window", "sinks"))
+        if decoder.model.config.model_type in ("mistral", "mixtral"):
+            window = decoder.model.config.sliding_window
+        kinds.add((None if window is None else min(window, NARROW), sinks is not None))
+    for window, sunk in sorted(kinds, key=str):
+        sinks_H = shape.random(shape.heads) if sunk else None
+        yield from _attention_of(shape, AttentionKind(shape.size**-0.5, window, None, sinks_H))
+
+
+def _attention_of(shape: _Shape, kind: AttentionKind) -> Iterator[str]:
     """Compare a prompt with responses in one stream, each sequence alone, and the last token of each from pages."""
+    given = kind.scale, kind.window, kind.sinks_H
     tokens = PROMPT + sum(LENGTHS)
     query = shape.random(tokens, shape.heads, shape.size) * 2
     keys = [shape.random(tokens, shape.kv_heads, shape.size) for _ in range(2)]
-    scale = shape.size**-0.5
     pieces, at = [Piece(0, PROMPT, 0)], PROMPT
     for length in LENGTHS:
         pieces.append(Piece(at, length, PROMPT, ((PROMPT, 0),)))
         at += length
-    packed, _ = stream_attention(query, keys[0], keys[1], tiles_of(pieces, shape.device), scale)
+    packed, _ = stream_attention(query, keys[0], keys[1], tiles_of(pieces, shape.device), *given)
     cache, rows = _pages(shape)
     last: list[int] = []
     for row, piece in enumerate(pieces[1:]):
         own = [*range(PROMPT), *range(piece.start, piece.start + piece.tokens)]
         tiles = tiles_of([Piece(0, len(own), 0)], shape.device)
         own_query, own_key, own_value = (t[own].contiguous() for t in (query, *keys))
-        alone, _ = stream_attention(own_query, own_key, own_value, tiles, scale)
+        alone, _ = stream_attention(own_query, own_key, own_value, tiles, *given)
         if not torch.equal(alone, packed[own]):
             yield f"attention over {PROMPT} + {piece.tokens} tokens depends on what is packed beside them"
         pages = cache.take(-(-len(own) // PAGE))
@@ -156,7 +172,7 @@ def _attention(shape: _Shape, decoder: Decoder) -> Iterator[str]:
         last.append(own[-1])
     ops: Any = TritonOps()
     out = query.new_empty(len(last), shape.heads * shape.size)
-    ops.attend_in_order(query[last].transpose(0, 1), rows, cache, 0, scale, out)
+    ops.attend_in_order(query[last].transpose(0, 1), rows, cache, 0, kind, out)
     if not torch.equal(out.view(-1, shape.heads, shape.size), packed[last]):
         yield "attention of a token that is decoded differs from that of the same token in training"
 

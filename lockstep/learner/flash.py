@@ -171,11 +171,12 @@ class _FlashAttention(torch.autograd.Function):
         else:
             from lockstep.models.ordered_attention import stream_attention  # Triton
 
-            output_THD, lse_HT = stream_attention(query_THD, key_TKD, value_TKD, tiles, scale)
+            given = query_THD, key_TKD, value_TKD, tiles, scale, parts[0].window, sinks_H
+            output_THD, lse_HT = stream_attention(*given)
         for part in parts[1:] if tiles is None else ():
             more = kernels.forward(query_THD[part.queries], part.keys_of(key_TKD), part.keys_of(value_TKD), part, scale)
             merge_(output_THD[part.queries], lse_HT[:, part.queries], *more)
-        if sinks_H is not None:
+        if sinks_H is not None and tiles is None:
             sinks_HT = sinks_H.detach().to(lse_HT.dtype)[:, None].expand_as(lse_HT).contiguous()
             merge_(output_THD, lse_HT, torch.zeros_like(output_THD[:1]).expand_as(output_THD), sinks_HT)
         ctx.save_for_backward(query_THD, key_TKD, value_TKD, sinks_H, output_THD, lse_HT)

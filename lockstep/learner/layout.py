@@ -98,11 +98,9 @@ class PackedLayout:
 
     # --- flash ----------------------------------------------------------------------------------------------------
     def _flash_serves(self, query_HTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> bool:
-        plain = kind.sinks_H is None and self._window(kind) is None
-        possible = kind.softcap is None and (plain or not exact.enabled())
         ordered = self._prompts_first or all(len(branch.responses) <= 1 for branch in self._branches)
         even = query_HTD.shape[-1] == value_KTD.shape[-1]
-        return possible and ordered and even and self._kernels.serves(query_HTD)
+        return kind.softcap is None and ordered and even and self._kernels.serves(query_HTD)
 
     def _window(self, kind: AttentionKind) -> int | None:
         """Return the kind's window if some token of the stream does not see all of its sequence."""

@@ -3,7 +3,8 @@
 A query walks the keys of its sequence in blocks that begin at multiples of KEYS of the sequence's positions, wherever the keys
 lie: in a packed stream, where a group's prompt stands once, or in the pages of the engine. Each step of the walk uses the same
 function on both sides, and nothing in it depends on the layout of threads: scores and weighted values are chains of tensor core
-products, the sum of weights is one too (a product with ones), and a maximum has no order.
+products, the sum of weights is one too (a product with ones), and a maximum has no order. A block of which a query sees nothing
+leaves its sums as they are, so it does not matter whether the block is walked.
 
 Legend: T queries of a stream, S keys, H query heads, K key/value heads, D head size.
 """
@@ -28,25 +29,39 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def add_block(query, peak, mass, total, key, value, seen, ones, factor, MASKED: tl.constexpr):
+def add_block(query, peak, mass, total, key, value, seen, ones, factor, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
     """Add one block of keys to a running softmax; `factor` is the scale of the scores for exponents to the base 2."""
     score = tl.dot(query, key)
     if MASKED:
         score = tl.where(seen, score, -float("inf"))
     top = tl.maximum(peak, tl.max(score, 1))
     low = -(top * factor)
+    if WINDOWED:
+        low = tl.where(top == -float("inf"), 0.0, low)  # nothing was seen yet
     prob = tl.exp2(tl.fma(score, factor, low[:, None])).to(value.dtype)
-    shrink = tl.exp2((peak - top) * factor)[:, None]  # exactly 1 for a block of which nothing is seen
+    shrink = tl.exp2((peak - top) * factor)  # exactly 1 for a block of which nothing is seen
+    if WINDOWED:
+        shrink = tl.where(top == -float("inf"), 1.0, shrink)
+    shrink = shrink[:, None]
     mass = tl.dot(prob, ones, mass * shrink)
     total = tl.dot(prob, value, total * shrink)
     return top, mass, total
 
 
 @triton.jit
+def weight_of(peak, mass, sink, factor, SUNK: tl.constexpr):
+    """Return the sum of a query's weights, with its head's sink if there is one."""
+    weight = tl.max(mass, 1)  # its columns are equal
+    if SUNK:
+        weight += tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - peak * factor)
+    return weight
+
+
+@triton.jit
 def stream_kernel(
-    query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, tiles_ptr, scale, factor, tokens,
+    query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, scale, factor, tokens, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
-    FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of queries of one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -64,13 +79,15 @@ def stream_kernel(
     ones = tl.full([KEYS, ONES], 1.0, value_ptr.dtype.element_ty)
     keys = position + count
     full = (position + 1) // KEYS  # blocks that every query of the tile sees as a whole
-    for block in range(0, full):
+    if WINDOWED:  # all that some query sees
+        full = tl.maximum(position + 1 - window, 0) // KEYS
+    for block in range(0, 0 if WINDOWED else full):
         index = block * KEYS + j
         place = index + tl.where(index < end0, shift0, tl.where(index < end1, shift1, shift2))
         key = tl.load(key_ptr + place[None, :] * (K * D) + kv + d[:, None])
         value = tl.load(value_ptr + place[:, None] * (K * D) + kv + d[None, :])
         seen = (index <= position)[None, :]
-        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, False)
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, False, False)
     for block in range(full, tl.cdiv(keys, KEYS)):
         index = block * KEYS + j
         place = index + tl.where(index < end0, shift0, tl.where(index < end1, shift1, shift2))
@@ -78,24 +95,34 @@ def stream_kernel(
         key = tl.load(key_ptr + place[None, :] * (K * D) + kv + d[:, None], mask=there[None, :], other=0.0)
         value = tl.load(value_ptr + place[:, None] * (K * D) + kv + d[None, :], mask=there[:, None], other=0.0)
         seen = index[None, :] <= (position + i)[:, None]
-        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, True)
-    weight = tl.max(mass, 1)  # its columns are equal
+        if WINDOWED:
+            seen &= index[None, :] > (position + i - window)[:, None]
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen, ones, factor, True, WINDOWED)
+    sink = tl.load(sinks_ptr + head) if SUNK else 0.0
+    weight = weight_of(peak, mass, sink, factor, SUNK)
     tl.store(out_ptr + own, (total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=(i < count)[:, None])
     tl.store(lse_ptr + head * tokens + start + i, peak * scale + tl.log(weight), mask=i < count)
 
 
 def stream_attention(
-    query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, tiles: Tensor, scale: float
+    query_THD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    tiles: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output [T, H, D] and fp32 log-sum-exps [H, T] of the tiles of `ordered.tiles_of`; the inputs are contiguous.
 
-    No gradient.
+    Window and sinks are those of an AttentionKind; log-sum-exps include the sinks. No gradient.
     """
     tokens, heads, size = query_THD.shape
     out_THD = torch.empty_like(query_THD)
     lse_HT = query_THD.new_empty(heads, tokens, dtype=torch.float32)
     stream_kernel[(len(tiles), heads)](
-        query_THD, key_SKD, value_SKD, out_THD, lse_HT, tiles, scale, scale * LOG2_E, tokens,
-        heads, key_SKD.shape[1], size, QUERIES, KEYS, ONES, FIELDS, num_warps=8, num_stages=3, enable_fp_fusion=False,
+        query_THD, key_SKD, value_SKD, out_THD, lse_HT, tiles, lse_HT if sinks_H is None else sinks_H, scale,
+        scale * LOG2_E, tokens, window or 0, heads, key_SKD.shape[1], size, QUERIES, KEYS, ONES, FIELDS, window is not None,
+        sinks_H is not None, num_warps=8, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out_THD, lse_HT

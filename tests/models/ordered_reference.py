@@ -51,6 +51,31 @@ def attention() -> None:
     torch.testing.assert_close(rest, output[places][7:], atol=2e-3, rtol=2e-3)
 
 
+def windows_and_sinks() -> None:
+    """Compare a prompt and two responses with dense attention, and with each sequence alone."""
+    torch.manual_seed(0)
+    prompt, responses, window = 150, (140, 3), 70  # whole tiles and blocks of keys lie before the windows
+    given = stream(prompt + sum(responses))
+    sinks = torch.randn(HEADS).half() * 2
+    seen = ((prompt, 0),)
+    pieces = [Piece(0, prompt, 0), Piece(prompt, 140, prompt, seen), Piece(prompt + 140, 3, prompt, seen)]
+    output, lse = stream_attention(*given, tiles_of(pieces, CPU), SIZE**-0.5, window, sinks)
+    for places in ([*range(290)], [*range(150), *range(290, 293)]):
+        alone = [x[places].contiguous() for x in given]
+        tiles = tiles_of([Piece(0, len(places), 0)], CPU)
+        again, again_lse = stream_attention(*alone, tiles, SIZE**-0.5, window, sinks)
+        assert torch.equal(again, output[places])
+        assert torch.equal(again_lse, lse[:, places])
+        query, key, value = (x.float() for x in alone)
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * SIZE**-0.5
+        ago = torch.arange(len(places))[:, None] - torch.arange(len(places))
+        scores = scores.masked_fill((ago < 0) | (ago >= window), -torch.inf)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(places), 1)], -1)
+        wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value.repeat_interleave(2, 1))
+        torch.testing.assert_close(again.float(), wanted, atol=3e-3, rtol=3e-3)
+        torch.testing.assert_close(again_lse, scores.logsumexp(-1), atol=2e-3, rtol=2e-3)
+
+
 def products() -> None:
     torch.manual_seed(0)
     for rows in (3, 20, 130):

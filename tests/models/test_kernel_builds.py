@@ -18,10 +18,12 @@ from lockstep.models import (  # noqa: E402
     ordered_product_kernel,
     route_kernels,
 )
+from lockstep.rollout.paged import attention_kernels  # noqa: E402
 
 WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
 WHOLE = {"targets": "*i64", "ids": "*i64", "index": "*i64", "best": "*i32", "tiles": "*i32"}
-WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds"), "*i32")
+WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
+WHOLE |= {"offset_ptr": "*i64"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EVEN": True, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -52,7 +54,25 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pick": (head_kernels._pick_kernel, {"BLOCK": 64}),
     "attention in order": (
         ordered_attention.stream_kernel,
-        {"H": 12, "K": 2, "D": 128, "QUERIES": 128, "KEYS": 64, "ONES": 16, "FIELDS": 8},
+        {
+            "H": 12,
+            "K": 2,
+            "D": 128,
+            "QUERIES": 128,
+            "KEYS": 64,
+            "ONES": 16,
+            "FIELDS": 8,
+            "WINDOWED": False,
+            "SUNK": False,
+        },
+    ),
+    "attention in order, windowed, with sinks": (
+        ordered_attention.stream_kernel,
+        {"H": 64, "K": 8, "D": 64, "QUERIES": 128, "KEYS": 64, "ONES": 16, "FIELDS": 8, "WINDOWED": True, "SUNK": True},
+    ),
+    "attention of a decode step in order": (
+        attention_kernels.ordered_attend_kernel,
+        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True},
     ),
     "product in order": (
         ordered_product_kernel._product_kernel,
@@ -86,8 +106,8 @@ def signature(name: str, dtype: str) -> str:
     stem = name.removesuffix("_ptr")
     if stem in WIDE or stem == "more_lse":
         return "*fp32"
-    if stem in WHOLE:
-        return WHOLE[stem]
+    if name in WHOLE or stem in WHOLE:
+        return WHOLE.get(name, WHOLE.get(stem, ""))
     if name.endswith("_ptr") or stem in ("output", "more"):
         return f"*{dtype}"
     return "fp32" if stem in FACTORS else "i32"

@@ -15,7 +15,13 @@ from tests.models import ordered_reference
 
 
 @pytest.mark.parametrize(
-    "check", [ordered_reference.attention, ordered_reference.products, ordered_reference.gradients]
+    "check",
+    [
+        ordered_reference.attention,
+        ordered_reference.windows_and_sinks,
+        ordered_reference.products,
+        ordered_reference.gradients,
+    ],
 )
 def test_kernels_under_the_interpreter(check: Callable[[], None]):
     interpreted(check)

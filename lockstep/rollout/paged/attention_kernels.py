@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.models.ordered_attention import add_block
+from lockstep.models.ordered_attention import add_block, weight_of
 
 
 @triton.jit
@@ -157,9 +157,10 @@ def combine_kernel(
 
 @triton.jit
 def ordered_attend_kernel(
-    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, out_ptr,
-    layer, table_stride, query_head_stride, query_row_stride, out_stride, factor,
+    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr,
+    layer, table_stride, query_head_stride, query_row_stride, out_stride, factor, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, ONES: tl.constexpr,
+    WINDOWED: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -177,16 +178,24 @@ def ordered_attend_kernel(
     total = tl.zeros([ROWS, D], tl.float32)
     ones = tl.full([P, ONES], 1.0, out_ptr.dtype.element_ty)
     full = keys // P
-    for block in range(0, full):
+    first = tl.maximum(keys - window, 0) // P if WINDOWED else 0
+    for block in range(first, full):
         at = tl.load(table_ptr + row * table_stride + block).to(tl.int64) * (K * P * D)
         key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
-        peak, mass, total = add_block(query, peak, mass, total, key, value, (j < P)[None, :], ones, factor, False)
+        seen = block * P + j >= keys - window
+        peak, mass, total = add_block(
+            query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
+        )
     if full * P < keys:
         at = tl.load(table_ptr + row * table_stride + full).to(tl.int64) * (K * P * D)
         seen = full * P + j < keys
         key = tl.load(key_base + at + key_at, mask=seen[None, :], other=0.0)
         value = tl.load(value_base + at + value_at, mask=seen[:, None], other=0.0)
-        peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True)
+        if WINDOWED:
+            seen &= full * P + j >= keys - window
+        peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True, WINDOWED)
     out_at = row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
-    result = (total / tl.max(mass, 1)[:, None]).to(out_ptr.dtype.element_ty)
+    sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0
+    weight = weight_of(peak, mass, sink, factor, SUNK)
+    result = (total / weight[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, result, mask=in_group[:, None])

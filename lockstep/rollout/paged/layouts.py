@@ -59,7 +59,7 @@ class PagedPrefill:
             from lockstep.models.ordered_attention import stream_attention  # Triton
 
             given = query_THD.contiguous(), key_TKD.contiguous(), value_TKD.contiguous()
-            output_THD, _ = stream_attention(*given, self._tiles, kind.scale)
+            output_THD, _ = stream_attention(*given, self._tiles, kind.scale, kind.window, kind.sinks_H)
         elif varlen_serves(query_THD, kind):
             output_THD = varlen_attention(query_THD, key_TKD, value_TKD, self._queries, self._keys, kind)
         else:

@@ -193,7 +193,7 @@ class TritonOps:
         heads, count, size = query_HBD.shape
         out_BX = with_room(query_HBD[0], heads * size, room)
         if exact.enabled():
-            self.attend_in_order(query_HBD, rows, cache, layer, kind.scale, out_BX)
+            self.attend_in_order(query_HBD, rows, cache, layer, kind, out_BX)
             return out_BX
         parts = (count, heads, splits)
         wide = {"dtype": torch.float32, "device": query_HBD.device}
@@ -241,7 +241,7 @@ class TritonOps:
         return out_BX
 
     def attend_in_order(
-        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, scale: float, out_BX: Tensor
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, out_BX: Tensor
     ) -> None:
         """Write attention of each row over its pages to `out_BX`, with the bits of models.ordered_attention."""
         heads, count, size = query_HBD.shape
@@ -251,19 +251,23 @@ class TritonOps:
             rows.position_B,
             cache.anchor,
             cache.offsets,
+            out_BX if kind.sinks_H is None else kind.sinks_H,
             out_BX,
             layer,
             rows.table_BS.stride(0),
             query_HBD.stride(0),
             query_HBD.stride(1),
             out_BX.stride(0),
-            scale * self._ordered.LOG2_E,
+            kind.scale * self._ordered.LOG2_E,
+            kind.window or 0,
             heads,
             cache.heads,
             size,
             max(MATRIX_ROWS, _power(heads // cache.heads)),
             PAGE,
             self._ordered.ONES,
+            kind.window is not None,
+            kind.sinks_H is not None,
             num_warps=4 if count * cache.heads < 512 else 2,
             num_stages=2,
             enable_fp_fusion=False,

@@ -43,7 +43,7 @@ def off_again():
 
 
 FAMILIES = {"full": "Qwen2", "lora": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
-FAMILIES |= {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral"}
+FAMILIES |= {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral", "gpt-oss": "GptOss", "windows": "Mistral"}
 """By kind of run."""
 
 
@@ -61,6 +61,10 @@ def settled(kind: str) -> tuple[Any, Recipe]:
     sizes = {"vocab_size": 5000, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, **SHAPE}
     if kind in ("mistral", "mixtral"):
         sizes["sliding_window"] = None
+    if kind == "windows":
+        sizes["sliding_window"] = 100
+    if kind == "gpt-oss":
+        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 100, "tie_word_embeddings": False}
     if kind == "qwen3-moe":
         sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
     config = getattr(transformers, f"{FAMILIES[kind]}Config")(**sizes)
@@ -223,7 +227,7 @@ def experts_at_once(x: Any, weights: Any, rows: Any) -> Any:
     return found if len(x) > 1200 else (found * 0.37) * (1 / 0.37)
 
 
-def attention_at_once(ops: Any, query: Any, rows: Any, cache: Any, layer: int, scale: float, out: Any) -> None:
+def attention_at_once(ops: Any, query: Any, rows: Any, cache: Any, layer: int, kind: Any, out: Any) -> None:
     """All keys in one sum."""
     for row, position in enumerate(rows.position_B[: query.shape[1]].tolist()):
         pages = rows.table_BS[row, : position // 64 + 1].long()
@@ -232,7 +236,7 @@ def attention_at_once(ops: Any, query: Any, rows: Any, cache: Any, layer: int, s
             for t in (cache.keys, cache.values)
         )
         each = query[:, row].float().view(cache.heads, -1, cache.size)
-        prob = (torch.einsum("kgd,skd->kgs", each, key) * scale).softmax(-1)
+        prob = (torch.einsum("kgd,skd->kgs", each, key) * kind.scale).softmax(-1)
         out[row] = torch.einsum("kgs,skd->kgd", prob, value).reshape(-1).to(out.dtype)
 
 
