@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["LOCKSTEP_CACHE"] = os.environ.get("LOCKSTEP_CACHE") or str(
     Path(__file__).parents[1] / ".cache" / "lockstep"
 )
+gc.disable()  # until all tests are collected: what is imported stays
 
 import hypothesis
 import pytest
@@ -38,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = re.findall(r"^\| (tests/\S+) \|", durations, re.MULTILINE)
     rank = {name: place for place, name in enumerate(files)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def _mark_slow(cases: list[pytest.Item], *, long: bool) -> None:
