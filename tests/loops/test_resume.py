@@ -137,7 +137,11 @@ def test_an_edited_recipe_is_refused_before_the_first_checkpoint_too(
         (path / "events.jsonl").unlink()
     text = (path / "recipe.yaml").read_text()
     before = (path / "manifest.json").read_bytes()
-    for old, new in ((r"\n  lr: .*\n", "\n  lr: 0.5\n"), ("\nseed: 5\n", "\nseed: 6\n"), ("\nsteps: 3\n", "\nsteps: 4\n")):
+    for old, new in (
+        (r"\n  lr: .*\n", "\n  lr: 0.5\n"),
+        ("\nseed: 5\n", "\nseed: 6\n"),
+        ("\nsteps: 3\n", "\nsteps: 4\n"),
+    ):
         edited = re.sub(old, new, text)
         assert edited != text
         (path / "recipe.yaml").write_text(edited)
@@ -164,7 +168,9 @@ def test_rows_that_are_not_those_that_were_written_are_refused(tmp_path: Path, t
         changed = "".join(change(content.splitlines(keepends=True)))
         assert changed != content
         file.write_text(changed)
-        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: does not hold the rows .* up to step 2") as caught:
+        with pytest.raises(
+            RunDirectoryError, match=r"metrics\.jsonl: does not hold the rows .* up to step 2"
+        ) as caught:
             resume_run(path)
         assert f"warm_start={path}/checkpoints/step_000002" in caught.value.fix, name
         assert sorted((path / "checkpoints").iterdir()) == kept, name
