@@ -16,7 +16,6 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["LOCKSTEP_CACHE"] = os.environ.get("LOCKSTEP_CACHE") or str(
     Path(__file__).parents[1] / ".cache" / "lockstep"
 )
-gc.disable()  # until all tests are collected: what is imported stays
 
 import hypothesis
 import pytest
@@ -24,6 +23,7 @@ import pytest
 from tests.gallery import Gallery
 from tests.tiny import write_tiny_model
 
+gc.disable()  # until all tests are collected: what is imported stays
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None)  # make test-all
 hypothesis.settings.load_profile("fast")

@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 SILENT = ("hang", "drip", "drip_headers", "continue")
 FAILURES = {
-    **{mode: ("no answer in 1 s", 3) for mode in SILENT},
+    **dict.fromkeys(SILENT, ("no answer in 1 s", 3)),
     "busy": ("HTTP 429", 3),
     "tomorrow": ("HTTP 429", 1),
     "broken": ("HTTP 500", 3),
