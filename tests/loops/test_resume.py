@@ -281,8 +281,15 @@ def test_a_resume_may_keep_the_optimizers_state_elsewhere(tmp_path: Path, tiny_m
     assert run.log_path.read_text().count("masters and moments in main memory") == 1
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over_only_when_asked(tmp_path: Path, tiny_model_dir: Path) -> None:
-    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> RunDirectory:
+    """Four steps in one go."""
+    return trained(tmp_path_factory.mktemp("unbroken"), tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over_only_when_asked(
+    tmp_path: Path, tiny_model_dir: Path, unbroken: RunDirectory
+) -> None:
     path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
     flip(path / "checkpoints" / "step_000003" / "model.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"step_000003: model\.safetensors: its SHA-256") as caught:
@@ -306,8 +313,9 @@ def test_a_damaged_newest_checkpoint_does_not_count_among_those_that_are_kept(
     assert any("set aside as checkpoints/damaged_step_000005" in message for message in events(run, "warning"))
 
 
-def test_checkpoints_that_were_removed_are_no_reason_to_begin_anew(tmp_path: Path, tiny_model_dir: Path) -> None:
-    unbroken = trained(tmp_path, tiny_model_dir, NO_EVAL, "name=unbroken", "steps=4")
+def test_checkpoints_that_were_removed_are_no_reason_to_begin_anew(
+    tmp_path: Path, tiny_model_dir: Path, unbroken: RunDirectory
+) -> None:
     path = stopped(tmp_path, tiny_model_dir, NO_EVAL, "steps=4", step=3)
     shutil.rmtree(path / "checkpoints" / "step_000003")
     with pytest.raises(
