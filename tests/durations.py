@@ -1,7 +1,7 @@
 """CPU and wall seconds of each test, children included, as JSON lines: `pytest -p tests.durations --cpu-times FILE`.
 
-CPU time says the same on a busy machine as on an idle one; wall time does not, but it shows the tests that wait. A child counts when it has been waited for: what a
-long-lived worker process did is told with the test that ended it.
+CPU time says the same on a busy machine as on an idle one; wall time does not, but it shows the tests that wait. A child counts
+when it has been waited for: what a long-lived worker process did is told with the test that ended it.
 
 `python -m tests.durations FILE [FILE2]` prints the files of tests by CPU seconds, as the table of tests/DURATIONS.md.
 `python -m tests.durations --slow FILE` prints the list of tests there that `make test` leaves out.

@@ -24,7 +24,6 @@ from lockstep.errors import (
     RunLockedError,
 )
 from lockstep.evaluation.records import read_score, score_path
-from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.loops.start import resume_run
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
@@ -88,15 +87,6 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
             again, once = (read_score(score_path(r.path, step, mode)) for r in (run, unbroken))
             assert again.results == once.results
             assert again.conditions == once.conditions
-
-
-def test_a_resume_that_forgets_the_optimizer_would_be_noticed(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unbroken = trained(tmp_path, tiny_model_dir, *LONG, NO_EVAL, "name=unbroken")
-    path = stopped(tmp_path, tiny_model_dir, *LONG, NO_EVAL, step=2)
-    monkeypatch.setattr(MasterOptimizer, "restore", lambda self, state: None)
-    assert not same(resume_run(path), unbroken, 5)
 
 
 def test_a_stop_in_the_last_step_leaves_the_evaluation_to_the_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
