@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.build import Objective, build_objective
-from lockstep.algorithms.kl import adapted_coef, kl_penalty, reward_penalties
+from lockstep.algorithms.kl import kl_penalty, reward_penalties
 from lockstep.algorithms.losses import value_loss
 from lockstep.algorithms.overlong import overlong_penalty
 from lockstep.types import TrainSequence
@@ -134,21 +134,6 @@ def test_the_overlong_penalty(tokens: int, most: int, buffer: int, penalty: floa
     buffer = min(buffer, most)
     found = overlong_penalty(tokens, most, buffer=buffer, penalty=penalty)
     assert found == pytest.approx(ref.overlong(tokens, most, buffer=buffer, penalty=penalty), abs=1e-10)
-
-
-@given(
-    coef=st.floats(1e-4, 1),
-    found=st.floats(-0.1, 1),
-    target=st.floats(1e-3, 1),
-    samples=st.integers(1, 1000),
-    horizon=st.integers(1000, 20_000),
-)
-@random_steps
-def test_the_controller(coef: float, found: float, target: float, samples: int, horizon: int):
-    ours = adapted_coef(coef, kl=found, target=target, samples=samples, horizon=horizon)
-    assert ours == pytest.approx(
-        ref.adapted(coef, found=found, target=target, samples=samples, horizon=horizon), rel=1e-12
-    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
