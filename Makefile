@@ -9,6 +9,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# Tests start hundreds of processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
 TORCH := torch==2.13.0
 BIN := .venv/bin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from fnmatch import fnmatch
@@ -22,6 +23,7 @@ import pytest
 from tests.gallery import Gallery
 from tests.tiny import write_tiny_model
 
+gc.disable()  # until all tests are collected: what is imported stays
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None)  # make test-all
 hypothesis.settings.load_profile("fast")
@@ -38,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = re.findall(r"^\| (tests/\S+) \|", durations, re.MULTILINE)
     rank = {name: place for place, name in enumerate(files)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def _mark_slow(cases: list[pytest.Item], *, long: bool) -> None:

@@ -1,7 +1,7 @@
-"""CPU seconds of each test, children included, as JSON lines: `pytest -p tests.durations --cpu-times FILE`.
+"""CPU and wall seconds of each test, children included, as JSON lines: `pytest -p tests.durations --cpu-times FILE`.
 
-CPU time says the same on a busy machine as on an idle one; wall time does not. A child counts when it has been waited for: what a
-long-lived worker process did is told with the test that ended it.
+CPU time says the same on a busy machine as on an idle one; wall time does not, but it shows the tests that wait. A child counts
+when it has been waited for: what a long-lived worker process did is told with the test that ended it.
 
 `python -m tests.durations FILE [FILE2]` prints the files of tests by CPU seconds, as the table of tests/DURATIONS.md.
 `python -m tests.durations --slow FILE` prints the list of tests there that `make test` leaves out.
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +51,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    before = cpu()
+    before, start = cpu(), time.perf_counter()
     result = yield
     slow = item.get_closest_marker("slow") is not None
-    _write(item.config, {"test": item.nodeid, "cpu": round(cpu() - before, 3), "slow": slow})
+    wall = round(time.perf_counter() - start, 3)
+    _write(item.config, {"test": item.nodeid, "cpu": round(cpu() - before, 3), "wall": wall, "slow": slow})
     return result
 
 

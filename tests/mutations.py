@@ -38,9 +38,13 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in table["mutation"]]
 
 
-def place_of(mutation: Mutation, root: Path = ROOT) -> Path:
+def texts_of(root: Path) -> dict[Path, str]:
+    """The package's files."""
+    return {path: path.read_text(encoding="utf-8") for path in sorted((root / "lockstep").rglob("*.py"))}
+
+
+def place_of(mutation: Mutation, texts: dict[Path, str]) -> Path:
     """The one file that holds the text. Raises ValueError if there is none, or if it is there more than once."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "lockstep").rglob("*.py"))}
     places = [path for path, text in texts.items() for _ in range(text.count(mutation.old))]
     if len(places) != 1:
         raise ValueError(f"{mutation.breaks}: its text is in the package {len(places)} times: {mutation.old!r}")
@@ -49,7 +53,7 @@ def place_of(mutation: Mutation, root: Path = ROOT) -> Path:
 
 def caught_by(mutation: Mutation, root: Path) -> str:
     """The first test that fails in the copy at `root` with this mistake; "" if none does."""
-    path = place_of(mutation, root)
+    path = place_of(mutation, texts_of(root))
     text = path.read_text(encoding="utf-8")
     try:
         _write(path, text.replace(mutation.old, mutation.new))
@@ -87,7 +91,7 @@ def _first_failure(root: Path, chosen: str) -> str:
 def main(words: Sequence[str]) -> int:
     chosen = [m for m in mutations() if not words or any(word in f"{m.breaks} {m.tests}" for word in words)]
     for mutation in chosen:
-        place_of(mutation)
+        place_of(mutation, texts_of(ROOT))
     copies: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
         for number in range(WORKERS):

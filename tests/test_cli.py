@@ -162,15 +162,19 @@ def test_a_closed_pipe_ends_quietly(args: str) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+FULL = (">/dev/full", 74, "lockstep: the output cannot be written: No space left on device\n")
+
+
 @pytest.mark.parametrize(
-    ("redirection", "code", "says"),
+    ("words", "redirection", "code", "says"),
     [
-        (">/dev/full", 74, "lockstep: the output cannot be written: No space left on device\n"),
-        (">&-", 0, ""),
-        ("<&- >&-", 0, ""),
+        ("config show smoke", *FULL),
+        ("metrics list", *FULL),
+        ("--version", *FULL),
+        ("config show smoke", ">&-", 0, ""),
+        ("metrics list", "<&- >&-", 0, ""),
     ],
 )
-@pytest.mark.parametrize("words", ["config show smoke", "metrics list", "--version"])
 def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
     words: str, redirection: str, code: int, says: str
 ) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.mutations import ROOT, Mutation, mutations, place_of
+from tests.mutations import ROOT, mutations, place_of, texts_of
 
 
-@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.breaks)
-def test_a_known_mistake_has_its_place_and_tests(mutation: Mutation) -> None:
-    assert mutation.old != mutation.new
-    assert place_of(mutation).is_file()
-    for chosen in mutation.tests:
-        assert (ROOT / "tests" / chosen.partition("::")[0]).exists(), chosen
+def test_known_mistakes_have_their_places_and_tests() -> None:
+    texts = texts_of(ROOT)
+    for mutation in mutations():
+        assert mutation.old != mutation.new
+        assert place_of(mutation, texts).is_file()
+        for chosen in mutation.tests:
+            assert (ROOT / "tests" / chosen.partition("::")[0]).exists(), chosen

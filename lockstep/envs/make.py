@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never, cast
 
-from lockstep.config import schema
+from lockstep.config import task as tasks
+from lockstep.config.openenv import OpenEnvTask
+from lockstep.config.spiel import OpenSpielTask
 from lockstep.envs.guess import GuessNumber
 from lockstep.envs.tool_env import ToolEnv
 from lockstep.envs.tools import build_tools
@@ -32,40 +34,40 @@ class Seeded:
         return self._env.step(reply)
 
 
-def env_maker(settings: schema.Task) -> Make:
+def env_maker(settings: tasks.Task) -> Make:
     """Return the function that makes the environments of a task. Raises TaskError for missing code or games."""
     match settings:
-        case schema.ToolTask():
+        case tasks.ToolTask():
             tools = build_tools(settings.tools)
             return lambda prompt: ToolEnv(tools, settings.format)
-        case schema.GuessNumberTask():
+        case tasks.GuessNumberTask():
             return lambda prompt: GuessNumber(int(prompt.answer), settings.low, settings.high, settings.progress)
-        case schema.EnvTask():
+        case tasks.EnvTask():
             return _own(settings)
-        case schema.GymnasiumTask():
+        case tasks.GymnasiumTask():
             from lockstep.envs.gym_text import gym_maker
 
             return _seeded(gym_maker(settings))
-        case schema.TextArenaTask():
+        case tasks.TextArenaTask():
             from lockstep.envs.textarena import arena_maker
 
             return _seeded(arena_maker(settings))
-        case schema.OpenEnvTask():
+        case OpenEnvTask():
             from lockstep.envs.openenv import openenv_maker
 
             return _seeded(openenv_maker(settings))
-        case schema.OpenSpielTask():
+        case OpenSpielTask():
             from lockstep.envs.spiel.game import spiel_maker
 
             return spiel_maker(settings)
         case (
-            schema.ReasoningGymTask()
-            | schema.FileTask()
-            | schema.PythonTask()
-            | schema.AgentTask()
-            | schema.VerifiersTask()
-            | schema.MixedTask()
-            | schema.NoTask()
+            tasks.ReasoningGymTask()
+            | tasks.FileTask()
+            | tasks.PythonTask()
+            | tasks.AgentTask()
+            | tasks.VerifiersTask()
+            | tasks.MixedTask()
+            | tasks.NoTask()
         ):
             raise TaskError("it has no environment", where=f"task.kind = {settings.kind}", fix="report this")
         case _:
@@ -93,12 +95,12 @@ def own_class(path: str) -> type:
     return made
 
 
-def made_with(made: type, settings: schema.EnvTask) -> object:
+def made_with(made: type, settings: tasks.EnvTask) -> object:
     """Return an object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
     return make_object(made, settings.settings, settings.path)
 
 
-def _own(settings: schema.EnvTask) -> Make:
+def _own(settings: tasks.EnvTask) -> Make:
     made = own_class(settings.path)
     if not is_env_task(made):
         return _seeded(lambda: cast(Env, made_with(made, settings)))

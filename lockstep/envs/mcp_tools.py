@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config import schema
+from lockstep.config import tools as schema
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:

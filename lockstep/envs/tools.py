@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lockstep.config import schema
+from lockstep.config import tools as schema
 from lockstep.envs.calculator import calculator
 from lockstep.envs.calls import BadCall, Call
 from lockstep.envs.mcp_tools import McpServer

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from lockstep.config import schema
+from lockstep.config.task import Task
+from lockstep.config.tools import Turns
 from lockstep.envs.make import env_maker
 from lockstep.envs.turns import fault_of
 from lockstep.types import Env, Turn
@@ -24,7 +25,7 @@ def load(settings: str) -> Callable[[Mapping[str, Any]], Turn | str]:
 
     The first call has the prompt and the seed, the others have a reply.
     """
-    task: schema.Task = TypeAdapter(schema.Task).validate_json(settings)
+    task: Task = TypeAdapter(Task).validate_json(settings)
     make = env_maker(task)
     episode: list[Env] = []
 
@@ -41,9 +42,9 @@ def load(settings: str) -> Callable[[Mapping[str, Any]], Turn | str]:
     return answer
 
 
-def _limit_memory(task: schema.Task) -> None:
+def _limit_memory(task: Task) -> None:
     turns = getattr(task, "turns", None)
-    if isinstance(turns, schema.Turns):
+    if isinstance(turns, Turns):
         size = int(turns.memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 

@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 import httpx
@@ -27,6 +26,8 @@ _LOOK = 0.1
 """Seconds between looks at the deadline and at CANCEL."""
 _AGAIN = (408, 409, 425, 429)
 """And 5xx."""
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
+"""By process: a fork has none."""
 
 
 class Unanswered(Exception):
@@ -113,12 +114,15 @@ class ChatEndpoint:
         return text.replace(self._key, "[key]") if self._key else text
 
 
-@cache
-def _event_loop(_: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of this process's requests, in a thread that ends with it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="lockstep-endpoint", daemon=True).start()
-    return loop
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of this process's requests, in a thread that ends with it; one, however many threads ask first."""
+    if process not in _LOOPS:
+        mine = asyncio.new_event_loop()
+        if _LOOPS.setdefault(process, mine) is mine:
+            threading.Thread(target=mine.run_forever, name="lockstep-endpoint", daemon=True).start()
+        else:
+            mine.close()
+    return _LOOPS[process]
 
 
 def _content(text: str) -> str:

@@ -204,11 +204,6 @@ def kl(own: float, ref: float, estimator: str) -> float:
     return (math.exp(log_r) - 1) - log_r
 
 
-def adapted(coef: float, *, found: float, target: float, samples: int, horizon: int) -> float:
-    """arXiv 1909.08593 §2.2: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon)."""
-    return coef * (1 + bounded(-0.2, found / target - 1, 0.2) * samples / horizon)
-
-
 # --- correction -----------------------------------------------------------------------------------------------------
 def raw_weights(tokens: Sequence[Token], level: str) -> Row:
     """π_old / π_rollout of each token, of the whole sequence (product), or its geometric mean; the same for all its tokens."""

@@ -1,4 +1,4 @@
-"""Every advantage estimator against the loops of `reference.py`: 200 random ragged steps each, to 1e-10."""
+"""Every advantage estimator against the loops of `reference.py`: 50 random ragged steps each, 200 in make test-all, to 1e-10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.build import Objective, build_objective
-from lockstep.algorithms.kl import adapted_coef, kl_penalty, reward_penalties
+from lockstep.algorithms.kl import kl_penalty, reward_penalties
 from lockstep.algorithms.losses import value_loss
 from lockstep.algorithms.overlong import overlong_penalty
 from lockstep.types import TrainSequence
@@ -21,7 +21,7 @@ from tests.algorithms import reference as ref
 from tests.algorithms.ragged import batches, recipe, steps
 from tests.algorithms.reference import Row
 
-random_steps = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+random_steps = settings(max_examples=2 * settings().max_examples, suppress_health_check=list(HealthCheck))
 
 
 @cache
@@ -134,21 +134,6 @@ def test_the_overlong_penalty(tokens: int, most: int, buffer: int, penalty: floa
     buffer = min(buffer, most)
     found = overlong_penalty(tokens, most, buffer=buffer, penalty=penalty)
     assert found == pytest.approx(ref.overlong(tokens, most, buffer=buffer, penalty=penalty), abs=1e-10)
-
-
-@given(
-    coef=st.floats(1e-4, 1),
-    found=st.floats(-0.1, 1),
-    target=st.floats(1e-3, 1),
-    samples=st.integers(1, 1000),
-    horizon=st.integers(1000, 20_000),
-)
-@random_steps
-def test_the_controller(coef: float, found: float, target: float, samples: int, horizon: int):
-    ours = adapted_coef(coef, kl=found, target=target, samples=samples, horizon=horizon)
-    assert ours == pytest.approx(
-        ref.adapted(coef, found=found, target=target, samples=samples, horizon=horizon), rel=1e-12
-    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

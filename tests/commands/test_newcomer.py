@@ -18,6 +18,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
+@pytest.mark.sampled("*column*", "*grade*", "eval.items*", "device*")
 @pytest.mark.parametrize(
     ("mistake", "check", "text"),
     [

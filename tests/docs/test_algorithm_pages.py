@@ -62,7 +62,7 @@ def test_the_metrics_that_a_page_names_are_in_the_catalogue(path: Path) -> None:
         assert explain(name).meaning
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*PAGES, FOLDER.parent / "limits.md"], ids=lambda path: path.stem)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
         assert target.startswith("http") or (path.parent / target).exists(), target

@@ -23,8 +23,3 @@ def test_a_limit_names_tests_that_exist(row: str) -> None:
     for file, test in named:
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, test)
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", PAGE.read_text(encoding="utf-8")):
-        assert (PAGE.parent / target).exists(), target

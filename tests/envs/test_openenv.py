@@ -98,7 +98,7 @@ class Fake:
             case "break":
                 return None
             case "hang":
-                time.sleep(4)
+                time.sleep(1.5)
             case "fail":
                 return {"type": "error", "data": {"message": "it is broken", "code": "EXECUTION_ERROR"}}
             case "refuse":
@@ -187,12 +187,12 @@ def test_a_reply_is_the_whole_action(fake: Fake) -> None:
     [
         ("fail", "EXECUTION_ERROR: it is broken"),
         ("break", "the connection to the server broke"),
-        ("hang", "longer than 1 s"),
+        ("hang", "longer than 0.5 s"),
     ],
 )
 def test_a_failure_is_no_score(fake: Fake, action: str, why: str) -> None:
     fake.sessions = 2
-    task = episodes(settings(fake, turns=schema.Turns(step_seconds=1.0)))
+    task = episodes(settings(fake, turns=schema.Turns(step_seconds=0.5 if action == "hang" else 20.0)))
     (prompt,) = task.batch(0, 1)
     before = len(fake.resets)
     (fault,) = played(task, prompt, [action])

@@ -176,7 +176,7 @@ def test_a_restored_optimizer_continues_bit_by_bit(own: Path, kind: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["muon", "python"])
+@pytest.mark.parametrize("kind", ["8bit", "muon", "python"])
 def test_a_gradient_that_is_not_finite_changes_nothing(own: Path, kind: str, dtype: torch.dtype):
     given = parameters(dtype)
     optimizer = MasterOptimizer(given, kinds(own)[kind])

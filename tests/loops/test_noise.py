@@ -49,7 +49,7 @@ def test_samples_are_of_the_noisy_model_and_proofs_of_the_clean_one(run: RunDire
 
 
 def test_the_first_step_is_that_of_a_run_without_noise(run: RunDirectory, tmp_path: Path, tiny_model_dir: Path) -> None:
-    plain = trained(tmp_path, tiny_model_dir, "steps=6", NO_EVAL)
+    plain = trained(tmp_path, tiny_model_dir, NO_EVAL)
     assert fingerprints(plain)[2] == fingerprints(run)[2]
     assert fingerprints(plain)[3] != fingerprints(run)[3]
 
@@ -61,8 +61,9 @@ def test_the_log_says_what_is_noisy(run: RunDirectory) -> None:
     assert "rollout log-probabilities are those of the noisy model" in log
 
 
-@pytest.mark.parametrize("adapter", [(), LORA])
-@pytest.mark.parametrize("transport", ["shared", "copy"])
+@pytest.mark.parametrize(
+    ("adapter", "transport"), [((), "copy"), (LORA, "shared"), pytest.param(LORA, "copy", marks=pytest.mark.slow)]
+)
 def test_every_transport_and_adapter_gives_the_same_noise(
     run: RunDirectory, adapter: tuple[str, ...], transport: str, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -72,9 +73,10 @@ def test_every_transport_and_adapter_gives_the_same_noise(
         assert fingerprints(other)[6] == fingerprints(run)[6]
 
 
-def test_a_run_that_is_resumed_goes_on_in_its_stage(run: RunDirectory, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_run_that_is_resumed_goes_on_in_its_stage(run: RunDirectory, tmp_path: Path) -> None:
     """The run as it was after step 3, amid a stage: what follows is drawn again, and is the same."""
-    other = trained(tmp_path, tiny_model_dir, *NOISE)
+    shutil.copytree(run.path, tmp_path / "run")
+    other = RunDirectory.open(tmp_path / "run")
     for step in (4, 5, 6):
         shutil.rmtree(other.checkpoints_path / f"step_{step:06d}")
     again = resume_run(other.path, allow_fallback=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -46,10 +44,9 @@ def test_numbers_depend_on_seed_and_name_alone() -> None:
     assert abs(float(many.std()) - 1) < 0.01
 
 
-def test_another_process_draws_the_same() -> None:
-    code = "from lockstep.noise.apply import noise_vector as n; print(n(7, 'model.norm.weight', 3).tolist())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600).stdout
-    assert said.strip() == str(noise_vector(7, "model.norm.weight", 3).tolist())
+def test_every_process_draws_the_same() -> None:
+    known = [-1.0146151781082153, 0.3991695046424866, -0.709139883518219]  # of another process, on another day
+    assert noise_vector(7, "model.norm.weight", 3).tolist() == pytest.approx(known, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -114,6 +114,7 @@ def test_any_number_of_slots_and_any_order(name: str, slots: int):
     assert finish(engine(name, slots), shuffled(slots)) == expected(name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_alone(name: str):
     # Of each group, one sample alone in a fresh engine and one alone in an engine with room for many.
@@ -123,6 +124,7 @@ def test_alone(name: str):
         assert finish(engine(name, 64), [wanted]) == {wanted.id: expected(name)[wanted.id]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_that_arrive_while_others_are_read(name: str):
     waiting = sorted(shuffled(99), key=lambda r: -len(r.prompt_ids))  # the longest last: room is made while others run

@@ -36,8 +36,16 @@ def own(mode: str = "good", delay: float = 0.0, **turns: object) -> SeededEpisod
     return made
 
 
-def test_every_prompt_continues_the_ids_that_are_there_and_only_sampled_ids_are_trained(tiny_model_dir: Path) -> None:
-    task, chat = own(), chat_of(tiny_model_dir)
+@pytest.fixture(scope="module")
+def good() -> SeededEpisodes:
+    """A task that several tests share: whatever became of the episodes of one, those of the next are as if it had been alone."""
+    return own()
+
+
+def test_every_prompt_continues_the_ids_that_are_there_and_only_sampled_ids_are_trained(
+    tiny_model_dir: Path, good: SeededEpisodes
+) -> None:
+    task, chat = good, chat_of(tiny_model_dir)
     played = play(engine_of(tiny_model_dir), chat, task, task.batch(0, 3))
     for one in played.values():
         rollout = one.rollout
@@ -125,9 +133,13 @@ class Tampered(NativeEngine):
     ],
 )
 def test_an_engine_that_answers_something_else_is_refused(
-    tiny_model_dir: Path, change: Callable[[Completion], list[Completion]], error: type[Exception], why: str
+    tiny_model_dir: Path,
+    good: SeededEpisodes,
+    change: Callable[[Completion], list[Completion]],
+    error: type[Exception],
+    why: str,
 ) -> None:
-    task = own()
+    task = good
     engine = Tampered(tiny_model_dir, change)
     with pytest.raises(error, match=why):
         make_rollouts(
@@ -135,9 +147,9 @@ def test_an_engine_that_answers_something_else_is_refused(
         )
 
 
-def test_samples_depend_on_neither_slots_nor_delays_nor_company(tiny_model_dir: Path) -> None:
+def test_samples_depend_on_neither_slots_nor_delays_nor_company(tiny_model_dir: Path, good: SeededEpisodes) -> None:
     chat = chat_of(tiny_model_dir)
-    quick, slow = own(), own(delay=0.05)
+    quick, slow = good, own(delay=0.05)
     prompts = quick.batch(0, 4)
     many = play(engine_of(tiny_model_dir, slots=8), chat, quick, prompts)
     few = play(engine_of(tiny_model_dir, slots=2), chat, slow, prompts)
@@ -146,11 +158,11 @@ def test_samples_depend_on_neither_slots_nor_delays_nor_company(tiny_model_dir: 
         assert one.rollout == few[key].rollout
     for key, one in alone.items():
         assert one.rollout == many[key].rollout
-    assert len({one.rollout.ids for one in many.values()}) == len(many)
+    assert len({one.replies[0].ids for one in many.values()}) == len(many)  # before any observation
 
 
-def test_the_paged_engine_plays_the_same_episodes(tiny_model_dir: Path) -> None:
-    chat, task = chat_of(tiny_model_dir), own()
+def test_the_paged_engine_plays_the_same_episodes(tiny_model_dir: Path, good: SeededEpisodes) -> None:
+    chat, task = chat_of(tiny_model_dir), good
     prompts = task.batch(0, 3)
     plain = play(engine_of(tiny_model_dir, slots=2), chat, task, prompts)
     paged = play(engine_of(tiny_model_dir, slots=2, kind=PagedEngine), chat, task, prompts)
@@ -198,6 +210,7 @@ def test_only_the_episode_whose_process_is_killed_is_lost(tiny_model_dir: Path) 
     assert all(played[key].rollout == one.rollout for key, one in whole.items() if key != victim)
 
 
+@pytest.mark.sampled("none", "inf")
 @pytest.mark.parametrize("what", ["none", "text", "inf", "assistant", "no_reason"])
 def test_what_is_no_turn_is_named_and_not_scored(tiny_model_dir: Path, what: str) -> None:
     settings = schema.EnvTask(path=f"{OWN}:Returns", settings={"what": what}, seeds=2, turns=LIMITS)
@@ -207,13 +220,13 @@ def test_what_is_no_turn_is_named_and_not_scored(tiny_model_dir: Path, what: str
     assert (one.rollout.grade.error or "").startswith("environment: it")
 
 
-def test_budgets_end_an_episode_and_keep_what_it_earned(tiny_model_dir: Path) -> None:
+def test_budgets_end_an_episode_and_keep_what_it_earned(tiny_model_dir: Path, good: SeededEpisodes) -> None:
     chat, engine = chat_of(tiny_model_dir), engine_of(tiny_model_dir)
     task = own(limit=2)
     for one in play(engine, chat, task, task.batch(0, 1)).values():
         assert (one.rollout.turns, one.rollout.cut, one.rollout.finish) == (2, "turns", FinishReason.STOP)
         assert one.rollout.grade.reward == 0.5
-    task = own()
+    task = good
     whole = play(engine, chat, task, task.batch(0, 1))
     for key, one in play(engine, chat, task, task.batch(0, 1), budget=40).items():
         assert len(one.rollout.ids) <= 40

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.types import Completion, FinishReason, Sampling
 from tests.learner.models import logits_of, logprobs_of, plain, tokens, twin
+from tests.rollout.contract import filtered
 from tests.rollout.engines import engine_over, finish, request
 
 LENGTHS = (1, 2, 16, 17, 33, 90)
@@ -49,22 +50,6 @@ def distributions(done: Completion) -> np.ndarray:
     logits_TV = logits_of(model(), (*prompt, *done.ids))
     rows: np.ndarray = logits_TV[len(prompt) - 1 : -1].double().numpy()
     return rows
-
-
-def filtered(logits_V: np.ndarray, s: Sampling) -> np.ndarray:
-    """Log-probabilities after temperature, top_k, top_p and min_p, -inf where cut."""
-    scaled = logits_V / s.temperature
-    order = np.argsort(-scaled, kind="stable")
-    if s.top_k:
-        order = order[: s.top_k]
-    probs = np.exp(scaled[order] - scaled[order[0]])
-    probs /= probs.sum()
-    count = 1 + int(np.searchsorted(np.cumsum(probs)[:-1], s.top_p)) if s.top_p < 1 else len(order)
-    order, probs = order[:count], probs[:count]
-    kept = order[probs >= s.min_p * probs[0]]
-    result = np.full(len(scaled), -math.inf)
-    result[kept] = scaled[kept] - np.logaddexp.reduce(scaled[kept])
-    return result
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,28 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "asserts"])
-@pytest.mark.parametrize("name", ENDS)
+WAITS = {
+    "a second of processor time left": "calls",
+    "sleeps, then has no processor time left": "scripts",
+    "is killed by its timer": "an expected exception",
+    "is stopped by its timer": "",
+    "is ended by its timer": "",
+    "closes everything": "calls",
+    "sleeps": "an expected exception",
+    "sleeps until a next sandbox starts": "calls",
+    "writes without end": "scripts",
+}
+"""Ends that take all the time there is, each with the form in which it is tried by the fast tests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=[pytest.mark.slow] if WAITS.get(name, form) != form else [])
+        for name in ENDS
+        for form in ("calls", "an expected exception", "scripts")
+    ],
+)
 def test_however_a_program_ends_it_is_wrong_and_scored(code: Code, name: str, form: str) -> None:
     tests, last = FORMS[form]
     grade = graded(code, tests, ENDS[name] + last)

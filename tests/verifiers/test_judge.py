@@ -67,35 +67,42 @@ def server() -> Iterator[Server]:
     made.process.wait()
 
 
-@pytest.mark.parametrize(
-    ("mode", "reason", "asked"),
-    [
-        ("busy", "HTTP 429", 3),
-        ("tomorrow", "HTTP 429", 1),
-        ("broken", "HTTP 500", 3),
-        ("naive_date", "HTTP 429", 3),
-        ("hang", "no answer in 1 s", 3),
-        ("drip", "no answer in 1 s", 3),
-        ("drip_headers", "no answer in 1 s", 3),
-        ("continue", "no answer in 1 s", 3),
-        ("garbage", "no chat completion", 3),
-        ("half", "no chat completion", 3),
-        ("cut", "RemoteProtocolError", 3),
-        ("flood", "too long", 3),
-        ("null", "no text", 3),
-        ("chatty", "no verdict in the form", 3),
-        ("unmarked", "no verdict in the form", 3),
-        ("twelve", "no verdict in the form", 3),
-        ("takes_back", "no verdict in the form", 3),
-        ("echo", "HTTP 401", 1),
-        ("moved", "HTTP 302", 1),
-    ],
-)
-def test_a_judge_that_fails_leaves_the_reply_unscored(server: Server, mode: str, reason: str, asked: int) -> None:
-    grade = server.judge(patience_seconds=20).grade(PROMPT, f"mode:{mode}")
-    assert grade.reward is None
-    assert reason in (grade.error or "")
-    assert len(server.asked(mode)) == asked
+SILENT = ("hang", "drip", "drip_headers", "continue")
+FAILURES = {
+    **dict.fromkeys(SILENT, ("no answer in 1 s", 3)),
+    "busy": ("HTTP 429", 3),
+    "tomorrow": ("HTTP 429", 1),
+    "broken": ("HTTP 500", 3),
+    "naive_date": ("HTTP 429", 3),
+    "garbage": ("no chat completion", 3),
+    "half": ("no chat completion", 3),
+    "cut": ("RemoteProtocolError", 3),
+    "flood": ("too long", 3),
+    "null": ("no text", 3),
+    "chatty": ("no verdict in the form", 3),
+    "unmarked": ("no verdict in the form", 3),
+    "twelve": ("no verdict in the form", 3),
+    "takes_back": ("no verdict in the form", 3),
+    "echo": ("HTTP 401", 1),
+    "moved": ("HTTP 302", 1),
+}
+"""What the server may do, with the error of the reply and the number of requests."""
+
+
+def test_a_judge_that_fails_leaves_the_reply_unscored(server: Server) -> None:
+    """All failures at once: most of their time is waiting."""
+    hasty, patient = (server.judge(patience_seconds=60, seconds=seconds) for seconds in (1, 20))
+    with ThreadPoolExecutor(len(FAILURES)) as threads:
+        grades = list(
+            threads.map(
+                lambda mode: (hasty if mode in SILENT else patient).grade(PROMPT, f"mode:{mode}"),
+                FAILURES,
+            )
+        )
+    for (mode, (reason, asked)), grade in zip(FAILURES.items(), grades, strict=True):
+        assert grade.reward is None, mode
+        assert reason in (grade.error or ""), mode
+        assert len(server.asked(mode)) == asked, mode
 
 
 def test_a_judge_that_is_not_there_leaves_the_reply_unscored(server: Server) -> None:
