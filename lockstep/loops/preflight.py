@@ -103,7 +103,7 @@ def start_checks(recipe: Recipe) -> list[Check]:
     """Make the same checks for the doctor. Each source is read once; nothing is fetched or written."""
     path = Path(recipe.runs_dir) / recipe.name
     sinks = [sink.name for sink in recipe.track.sinks]
-    found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
+    found = [_tried("run folder", lambda: refuse_taken(path, recipe.paths.checkpoints), f"{path} is free")]
     found.append(
         _tried(
             "trackers",

@@ -230,7 +230,9 @@ def _save(parts: Parts, recipe: Recipe) -> float:
     proof = parts.sync.push(parts.learner, parts.engine)
     if parts.learner.describe().trained * 16 > LARGEST:
         return 0.0
-    with tempfile.TemporaryDirectory(dir=existing(Path(recipe.runs_dir)), prefix=".lockstep-timing-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=existing(recipe.paths.disk(recipe.runs_dir)), prefix=".lockstep-timing-"
+    ) as folder:
         return _seconds(lambda: save_checkpoint(Path(folder), parts, recipe, 1, proof, None))
 
 
