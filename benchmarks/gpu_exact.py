@@ -66,7 +66,7 @@ class Arm:
 
         from lockstep.build.exactness import settle_exactness
         from lockstep.learner.adapters import attach
-        from lockstep.learner.device import prepare_process
+        from lockstep.device import prepare_process
         from lockstep.learner.learner import TorchLearner
         from lockstep.models import exact
         from lockstep.models.attention import NAME

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.schema import PythonOptimizer, Recipe
+from lockstep.device import choose_device
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.learner.device import choose_device
 from lockstep.models import resolve
 from lockstep.plan.disk import (
     DiskPlan,

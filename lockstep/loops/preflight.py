@@ -13,11 +13,11 @@ from lockstep.algorithms.build import build_objective
 from lockstep.build.build import prepare_for_engine
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device
 from lockstep.doctor.check import Check
 from lockstep.errors import LockstepError
 from lockstep.evaluation.plan import eval_plan
 from lockstep.evaluation.runner import heldout_items
-from lockstep.learner.device import choose_device
 from lockstep.loops.checks import check_purity
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts

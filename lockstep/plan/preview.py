@@ -240,10 +240,11 @@ def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Litera
         name = f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"
         return "cuda", gpu_gib * GIB, gpu_gib * GIB, name
     import psutil
-    import torch
 
-    if recipe.device != "cpu" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return "cuda", float(free), float(total), torch.cuda.get_device_name()
+    from lockstep.device import gpu_memory, gpus, has_gpu
+
+    if recipe.device != "cpu" and has_gpu():
+        free, total, _ = gpu_memory()
+        return "cuda", free, total, gpus()[0].name
     memory = psutil.virtual_memory()
     return "cpu", float(memory.available), float(memory.total), "this machine's CPU"

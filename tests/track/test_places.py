@@ -19,7 +19,9 @@ def made(tmp_path: Path, name: str = "run", runs: str = "runs") -> tuple[Path, P
     (tmp_path / "disk").mkdir(exist_ok=True)
     run = tmp_path / runs / name
     RunDirectory.create(run, "name: run\n", {}, str(tmp_path / "disk")).close()
-    (run / "metrics.jsonl").write_text('{"step": 1, "attempt": 1, "time": "2026-01-01T00:00:00Z", "metrics": {}, "proof": null}\n')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "attempt": 1, "time": "2026-01-01T00:00:00Z", "metrics": {}, "proof": null}\n'
+    )
     folder = checkpoints_of(run)
     for step in (1, 2, 3):
         (folder / f"step_{step:06d}").mkdir()
