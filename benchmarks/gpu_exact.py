@@ -65,8 +65,8 @@ class Arm:
         from random_model import random_model
 
         from lockstep.build.exactness import settle_exactness
+        from lockstep.device import prepare_process
         from lockstep.learner.adapters import attach
-        from lockstep.learner.device import prepare_process
         from lockstep.learner.learner import TorchLearner
         from lockstep.models import exact
         from lockstep.models.attention import NAME

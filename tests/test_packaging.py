@@ -149,6 +149,30 @@ def test_files_and_functions_are_short() -> None:
     assert long == []
 
 
+FOR_CUDA = (
+    "lockstep/device.py",
+    "lockstep/doctor/gpu.py",  # tells builds, architectures and drivers of CUDA apart
+    "lockstep/doctor/exercise.py",
+    "lockstep/learner/offload.py",  # streams and events
+    "lockstep/models/exact.py",
+    "lockstep/models/varlen.py",
+    "lockstep/rollout/paged/",
+    "lockstep/rollout/vllm/",
+    "lockstep/sync/kernels.py",
+)
+"""Modules that speak of torch.cuda: the device layer, and what is written for CUDA alone."""
+
+
+def test_cuda_is_asked_in_one_place() -> None:
+    said = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if re.search(r"\btorch\.cuda\b|\.cuda\(", path.read_text("utf-8"))
+    }
+    assert [name for name in sorted(said) if not name.startswith(FOR_CUDA)] == []
+    assert [name for name in FOR_CUDA if not any(one.startswith(name) for one in said)] == []
+
+
 RUNS_PROGRAMS = Path("lockstep/verifiers/sandbox/child.py")
 READS_TORCH_FILES = "lockstep/models/torch_files.py"
 """The one module with a torch.load, of other trainers' shards, which takes plain data alone."""

@@ -18,12 +18,12 @@ from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device, prepare_process
 from lockstep.envs.programs import MODEL
 from lockstep.errors import ConfigError
 from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import adopt_starts, attach
 from lockstep.learner.critic import build_critic
-from lockstep.learner.device import choose_device, prepare_process
 from lockstep.learner.learner import TorchLearner, base_model
 from lockstep.learner.rounding import rounding_gap
 from lockstep.models import exact, load_model, load_tokenizer, resolve, resolve_dtype

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.schema import PythonOptimizer, Recipe
+from lockstep.device import choose_device
 from lockstep.errors import CheckpointError, ModelError
-from lockstep.learner.device import choose_device
 from lockstep.models import resolve
 from lockstep.plan.disk import (
     DiskPlan,
+    Share,
     beside_bytes,
     disk_lines,
     free_bytes,
     judge_first,
     plan_disk,
     require_room,
+    shares,
     size,
 )
 from lockstep.plan.memory import GIB
 from lockstep.plan.model_shape import read_shape
+from lockstep.track.places import checkpoints_of
 from lockstep.types import Metrics
 
 
@@ -43,7 +47,7 @@ def checkpoint_gib(recipe: Recipe, model: Path) -> float:
 
 
 def disk_metrics(run: Path) -> Metrics:
-    return {"memory/disk_free_gib": free_bytes(run) / GIB}
+    return {"memory/disk_free_gib": min(free_bytes(run), free_bytes(checkpoints_of(run))) / GIB}
 
 
 def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
@@ -51,12 +55,16 @@ def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
     plan = forecast(recipe, resolve(recipe.model).path)
     if plan is None:
         return
-    own = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
-    free = free_bytes(run) + own
-    for line in disk_lines(plan, free):
+    disks = [replace(one, free=one.free + _own(one)) for one in shares(plan, run, checkpoints_of(run))]
+    for line in disk_lines(plan, disks):
         say(line)
     if "disk" not in recipe.allow:
-        require_room(plan, free, run)
+        require_room(plan, disks)
+
+
+def _own(share: Share) -> int:
+    files = {path for folder in share.folders for path in folder.rglob("*") if path.is_file()}
+    return sum(path.stat().st_size for path in files)
 
 
 def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:

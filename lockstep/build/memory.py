@@ -10,8 +10,8 @@ import torch
 from lockstep.algorithms.build import Objective
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device, gpu_memory, gpu_peak
 from lockstep.errors import ModelError
-from lockstep.learner.device import choose_device
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
@@ -74,8 +74,8 @@ def available_bytes(device: torch.device) -> float:
     """Return the bytes available to this process: free memory, and on a GPU also the memory that torch holds already."""
     if device.type != "cuda":
         return float(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(device)
-    return float(free + torch.cuda.memory_reserved(device))
+    free, _, kept = gpu_memory(device)
+    return free + kept
 
 
 def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
@@ -87,7 +87,8 @@ def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
 
 def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
     """Return prediction and error of a GPU's peak so far, and a warning if the plan is off. `trained`: steps since the start."""
-    if plan is None or plan.job.device != "cuda" or trained < CHECKED_STEP:
+    peaks = gpu_peak()
+    if plan is None or plan.job.device != "cuda" or trained < CHECKED_STEP or peaks is None:
         return {}, ""
-    peak = torch.cuda.max_memory_allocated()
+    peak = peaks[0]
     return memory_metrics(plan, peak), plan_warning(plan, peak) if trained == CHECKED_STEP else ""

@@ -19,7 +19,7 @@ from lockstep.build.adapter_folder import find_adapter
 from lockstep.build.warm_start import Parent, find_parent, load_base
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.manifest import COMMIT
-from lockstep.checkpoint.store import FOLDER, CheckpointInfo, open_checkpoint, verify_checkpoint
+from lockstep.checkpoint.store import CheckpointInfo, open_checkpoint, verify_checkpoint
 from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.config.schema import Chat, Recipe
@@ -32,6 +32,7 @@ from lockstep.rollout.build import native_engine
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.mixed import Mixed
 from lockstep.tasks.open_spiel import SpielGames
+from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Completion, Message, Request, RolloutEngine, Sampling
 
@@ -131,10 +132,9 @@ def find_opponent(name: str) -> Place:
         raise TaskError(what, where=f"{WHERE} = {name}", fix="name a run with an adapter, or an adapter's folder")
     if info is None:
         return Place(found.path, str(path))
-    run = info.path.resolve().parent.parent
-    of_run = info.path.resolve().parent.name == FOLDER and (run / "manifest.json").is_file()
-    recipe = load([str(RunDirectory.open(run).recipe_path)]) if of_run else None
-    return Place(found.path, f"{run if of_run else path} at step {info.step}", recipe)
+    run = run_of(info.path.resolve())
+    recipe = load([str(RunDirectory.open(run).recipe_path)]) if run is not None else None
+    return Place(found.path, f"{run or path} at step {info.step}", recipe)
 
 
 def _require_model(place: Place, recipe: Recipe) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.state import CheckpointState, read_state
-from lockstep.checkpoint.store import FOLDER, CheckpointInfo, open_checkpoint, verify_checkpoint
+from lockstep.checkpoint.store import PLACE, CheckpointInfo, open_checkpoint, verify_checkpoint
 from lockstep.config.load import load
 from lockstep.config.schema import Adapter, Recipe
 from lockstep.errors import CheckpointError
 from lockstep.learner.adapter_files import live_tensors, read_base
 from lockstep.models.weights import load_weights, named_weights
 from lockstep.sync.fingerprint import fingerprint
+from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory, is_run
 
 WHERE = "warm_start"
@@ -79,7 +80,7 @@ def find_checkpoint(name: str) -> CheckpointInfo:
         return verify_checkpoint(path)
     if is_run(path):
         return open_checkpoint(path)
-    gone = path.parent.name == FOLDER
+    gone = PLACE.match(path.name) is not None
     raise CheckpointError(
         "the checkpoint that this run starts from is missing" if gone else "neither a run nor a checkpoint",
         where=f"{WHERE} = {name}",
@@ -98,8 +99,8 @@ def find_parent(recipe: Recipe) -> Parent | None:
 
 def _read(name: str) -> Parent:
     info = find_checkpoint(name)
-    run = info.path.parent.parent
-    if info.path.parent.name != FOLDER or not is_run(run):
+    run = run_of(info.path)
+    if run is None:
         return Parent(info, None, None)
     recipe = load([str(RunDirectory.open(run).recipe_path)])
     over = info.meta["adapter"] != "none" and recipe.warm_start is not None

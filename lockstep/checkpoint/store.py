@@ -1,4 +1,4 @@
-"""The folder checkpoints/ of a run: save atomically, list, open verified, prune. Loads no torch.
+"""The checkpoints of a run, beside it or on another disk: save atomically, list, open verified, prune. Loads no torch.
 
 A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so `step_000010` is
 complete or absent, whenever the process dies. Hidden folders that a killed process left behind:
@@ -27,10 +27,10 @@ from lockstep.checkpoint.manifest import commit, read_manifest, verify
 from lockstep.config.schema import Json
 from lockstep.errors import CheckpointError, CorruptCheckpointError
 from lockstep.track.files import sync_to_disk
+from lockstep.track.places import checkpoints_of
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
 STATE = "state.json"
 LARGEST_STATE = 64 << 20
 SPARE = 16 << 20
@@ -76,7 +76,7 @@ def save(
     intact checkpoint of the same step is replaced only with `overwrite`, a damaged one always. Raises CheckpointError; whatever
     happens, the other checkpoints stay as they were and nothing half-written is left.
     """
-    folder = run_dir / FOLDER
+    folder = checkpoints_of(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     clean(run_dir)
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
@@ -110,14 +110,14 @@ def check_space(folder: Path, bytes_needed: int) -> None:
         raise CheckpointError(
             f"need {_gib(bytes_needed + SPARE)}, {_gib(free)} free",
             where=str(folder),
-            fix="free space, lower save.keep_last, or put runs_dir on a larger disk",
+            fix="free space, lower save.keep_last, or put runs_dir or paths.checkpoints on a larger disk",
         )
 
 
 def clean(run_dir: Path) -> tuple[str, ...]:
     """Remove the remains of killed saves and deletions, and finish an interrupted replacement. Returns the actions."""
     done = []
-    for path in sorted((run_dir / FOLDER).glob(".*-step_*")):
+    for path in sorted((checkpoints_of(run_dir)).glob(".*-step_*")):
         kind, step = _place(path.name)
         target = path.with_name(step_name(step))
         if kind == ".old-" and not target.exists():
@@ -143,7 +143,7 @@ def set_aside(run_dir: Path, after: int) -> list[str]:
                 name += "_again"
             info.path.rename(info.path.with_name(name))
             names.append(name)
-    sync_to_disk(run_dir / FOLDER)
+    sync_to_disk(checkpoints_of(run_dir))
     return names
 
 
@@ -157,7 +157,9 @@ def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[i
     clean(run_dir)
     complete = [info for info in list_checkpoints(run_dir) if info.complete]
     if keep_best is not None and keep_best not in {info.step for info in complete}:
-        raise CheckpointError(f"the best checkpoint, step {keep_best}, is not there", where=str(run_dir / FOLDER))
+        raise CheckpointError(
+            f"the best checkpoint, step {keep_best}, is not there", where=str(checkpoints_of(run_dir))
+        )
     doomed = [info for info in complete[:-keep_last] if info.step != keep_best]
     for info in doomed:
         trash = info.path.with_name(f".trash-{step_name(info.step)}")
@@ -199,7 +201,7 @@ def _state(step: int, meta: Mapping[str, Json]) -> str:
 # --- read -----------------------------------------------------------------------------------------------------------
 def list_checkpoints(run_dir: Path) -> list[CheckpointInfo]:
     """Return all checkpoints by step, also incomplete ones and remains of killed saves, with their `problem`."""
-    infos = [_inspect(path) for path in (run_dir / FOLDER).glob("*") if PLACE.match(path.name)]
+    infos = [_inspect(path) for path in (checkpoints_of(run_dir)).glob("*") if PLACE.match(path.name)]
     return sorted(infos, key=lambda info: (info.step, info.complete))
 
 
@@ -215,11 +217,11 @@ def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool
     steps = sorted({info.step for info in places}, reverse=True)
     if step is not None and step not in steps:
         there = f"saved are steps {', '.join(map(str, reversed(steps)))}" if steps else "none is saved"
-        raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(run_dir / FOLDER))
+        raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(checkpoints_of(run_dir)))
     if not steps:
         unfinished = "".join(f"; {_passed_over(info)}" for info in infos)
         raise CheckpointError(
-            f"no checkpoint{unfinished}", where=str(run_dir / FOLDER), fix="start the run from the beginning"
+            f"no checkpoint{unfinished}", where=str(checkpoints_of(run_dir)), fix="start the run from the beginning"
         )
     wanted = steps[0] if step is None else step
     notes = [_passed_over(info) for info in infos if info not in places and info.step >= wanted]

@@ -27,8 +27,8 @@ from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
 from lockstep.cluster.samplers import Samplers
 from lockstep.config.schema import Colocated, Local, Recipe, Split
+from lockstep.device import choose_device
 from lockstep.errors import SyncError
-from lockstep.learner.device import choose_device
 from lockstep.models import load_tokenizer, resolve
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask

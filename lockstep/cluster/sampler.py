@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lockstep.build.build import adopt, build_engine, build_policy
@@ -22,7 +21,7 @@ from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows
 from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
-from lockstep.learner.device import choose_device
+from lockstep.device import choose_device, gpu_memory, use_gpu
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.sync.control import Falsified
@@ -40,8 +39,8 @@ class Sampler:
 
     def available(self) -> float:
         """Return the bytes that this worker's GPU has free."""
-        torch.cuda.set_device(self._place.rank)
-        return float(torch.cuda.mem_get_info()[0])
+        use_gpu(self._place.rank)
+        return gpu_memory()[0]
 
     def build(self, recipe: str, weights: bool) -> Plain:
         """Build model and engine. `weights`: a file of the folder replaces the start's."""
@@ -54,7 +53,7 @@ class Sampler:
         self._recipe: Recipe = load_mapping(json.loads(recipe))
         self._device = choose_device(self._recipe.device)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._place.rank)
+            use_gpu(self._place.rank)
         self._here = self._recipe.model_copy(update={"threads": self._recipe.threads or self._place.threads})
 
     def _load(self, policy: Policy, weights: bool) -> None:

@@ -162,6 +162,7 @@ def _shortened(recipe: Recipe, steps: int, folder: str) -> Recipe:
     updates = (steps - (critic.warmup_steps if critic else 0)) * recipe.updates_per_step
     warmup = min(recipe.optimizer.warmup(recipe.policy_updates), updates - 1)
     tree |= {"runs_dir": folder, "steps": steps, "eval": {"enabled": False}, "save": {"every": steps}, "track": {}}
+    tree["paths"] |= {"checkpoints": None}
     tree["optimizer"] |= {"warmup_steps": warmup, "warmup_ratio": 0.0}
     tree["allow"] = [*get_args(Allowable)]  # the recipe itself was judged
     if noise is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
@@ -17,6 +18,13 @@ class Paths(Section):
     cache: str | None = None
     """Folder of all caches: models and data of the hub, converted models, compiled kernels. Variables that are set win (HF_HOME,
     LOCKSTEP_CACHE, VLLM_CACHE_ROOT, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR)."""
+    checkpoints: str | None = None
+    """Folder, on another disk for example, in which the checkpoints of each run get a folder of their own, called by the run's
+    name and a random id; the run's checkpoints.json names it. It must be there. Without it they lie in the run's own folder."""
+
+    def disk(self, runs_dir: str) -> Path:
+        """Return the folder on whose disk checkpoints are written."""
+        return Path(runs_dir) if self.checkpoints is None else Path(self.checkpoints).expanduser()
 
 
 class Save(Section):

@@ -138,7 +138,7 @@ def check_recipe(recipe: Recipe) -> list[Check]:
     if "memory" not in names:
         checks.append(_memory_plan(preview))
     if "disk" not in names and preview.disk is not None:
-        line = disk_lines(preview.disk, preview.free)[0].removeprefix("disk: ")
+        line = disk_lines(preview.disk, preview.disks)[0].removeprefix("disk: ")
         checks.append(Check("disk plan", "ok", line))
     return checks
 

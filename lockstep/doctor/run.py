@@ -27,6 +27,8 @@ def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
         *exercise.exercises(gpu=False),
         *machine.machine_checks(folder, extras, None if wanted is None else wanted.threads, _through_memory(wanted)),
     ]
+    if wanted is not None and wanted.paths.checkpoints is not None:
+        checks.append(("disk", lambda: machine.check_disk(wanted.paths.disk(wanted.runs_dir))))
     if wanted is not None:
         checks += [
             ("extras", lambda: recipe.check_extras(wanted)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import tempfile
@@ -11,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.build.build import build_policy
@@ -21,6 +19,7 @@ from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.codec import from_json
 from lockstep.config.adapter import Lora
+from lockstep.device import free_memory
 from lockstep.errors import ConfigError, ExportError
 from lockstep.export.cache import RECORD, Place, hashes, look, made_of, making_alone
 from lockstep.export.card import Source, model_card, source_of
@@ -122,7 +121,7 @@ def _make(target: Target, place: Place, kind: Kind, key: dict[str, Any], shard_b
     ):
         written = _write(target, folder, adapter=adapter, shard_bytes=shard_bytes)
         written = replace(written, expected=_with_base(written.expected, target, written.request))
-        _free()
+        free_memory()
         expected, request = written.expected, written.request
         if kind == "gguf":
             expected, request = into_gguf(folder, Path(back), expected, request)
@@ -260,12 +259,6 @@ def _with_base(expected: Expected, target: Target, request: Request) -> Expected
         tied=is_tied(base),
         base=wide_logprobs(base, request.sequences),
     )
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------

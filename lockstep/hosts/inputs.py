@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.manifest import COMMIT
-from lockstep.checkpoint.store import FOLDER, list_checkpoints
+from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.load import built_in
 from lockstep.config.text import parse, read, to_yaml
 from lockstep.errors import ConfigError, HostError
 from lockstep.models.cache import cache_root, sha256_of
 from lockstep.track.files import write_atomic
-from lockstep.track.rundir import is_run
+from lockstep.track.places import FOLDER, is_run, run_of
 from lockstep.user_code import code_files
 
 SECRET = (
@@ -88,6 +88,8 @@ class _Search:
         if equals and not Path(word).exists():
             if head == "runs_dir":
                 return f"{head}={self._runs(value)}"
+            if head.startswith("paths."):
+                return f"{head}=null"
             if head.rpartition(".")[2] in OWN_WORDS:
                 return word
             if self._path(value) is not None:
@@ -96,7 +98,7 @@ class _Search:
                 tree = parse(value, "").value
             except ConfigError:
                 return word  # the command itself says what is wrong
-            said = self.tree(tree) if isinstance(tree, dict | list) else tree
+            said = self.tree(tree, head) if isinstance(tree, dict | list) else tree
             return word if said == tree else f"{head}={json.dumps(said)}"
         if before != "--out" and word in built_in() and not Path(word).exists():
             return word
@@ -104,6 +106,8 @@ class _Search:
 
     def tree(self, value: Any, key: str = "") -> Any:
         """Return settings in which paths are those of the other machine."""
+        if isinstance(value, dict) and key == "paths":  # disks of this machine, whose content is not meant
+            return dict.fromkeys(value)
         if isinstance(value, dict):
             return {name: self.tree(inner, str(name)) for name, inner in value.items()}
         if isinstance(value, list):
@@ -118,10 +122,8 @@ class _Search:
         if path is None:
             return text
         spec = text[len(str(path)) :] if text.startswith(str(path)) else ""  # the object of file.py:object
-        run = path.resolve().parent.parent
-        if path.resolve().parent.name == FOLDER and is_run(run):
-            inner = f"{FOLDER}/{path.resolve().name}"
-            return f"{self._run(run, path.parent.parent, [path])}/{inner}"
+        if (run := run_of(path)) is not None:
+            return f"{self._run(run, run, [path])}/{FOLDER}/{path.resolve().name}"
         return self._place(path, recipe=recipe) + spec
 
     def _path(self, text: str) -> Path | None:

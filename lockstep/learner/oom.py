@@ -4,7 +4,6 @@ error that says which setting to change.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.device import free_memory
 from lockstep.errors import LearnerError
 from lockstep.learner.packing import Packed
 
@@ -123,9 +123,7 @@ def _attempt(run: Callable[[Packed], T], packed: Packed) -> T | _NoRoom:
             raise
         found = _NoRoom(str(error).splitlines()[0])
     # The tensors of the exception's traceback are free only after the exception is gone.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return found
 
 

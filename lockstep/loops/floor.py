@@ -10,8 +10,8 @@ import torch
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device, wait
 from lockstep.errors import LockstepError
-from lockstep.learner.device import choose_device
 from lockstep.plan.floors import Machine, Update, Work, step_floor
 from lockstep.plan.job import offloaded_bytes
 from lockstep.plan.model_shape import read_shape
@@ -75,16 +75,15 @@ def measured_rates(device: str, dtype: torch.dtype) -> Machine:
     size, count = PRODUCT[device], COPIED[device]
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     source, target = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
-    product, copy = _best(lambda: torch.mm(a, b), device), _best(lambda: target.copy_(source), device)
+    product, copy = _best(lambda: torch.mm(a, b)), _best(lambda: target.copy_(source))
     return Machine(device, 2.0 * size**3 / product, 2.0 * count / copy)
 
 
-def _best(work: Callable[[], object], device: str) -> float:
+def _best(work: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - start)
     return min(times)

@@ -13,11 +13,11 @@ from lockstep.algorithms.build import build_objective
 from lockstep.build.build import prepare_for_engine
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device
 from lockstep.doctor.check import Check
 from lockstep.errors import LockstepError
 from lockstep.evaluation.plan import eval_plan
 from lockstep.evaluation.runner import heldout_items
-from lockstep.learner.device import choose_device
 from lockstep.loops.checks import check_purity
 from lockstep.loops.rollouts import check_pool, check_prompts
 from lockstep.loops.sampling import round_prompts
@@ -103,7 +103,7 @@ def start_checks(recipe: Recipe) -> list[Check]:
     """Make the same checks for the doctor. Each source is read once; nothing is fetched or written."""
     path = Path(recipe.runs_dir) / recipe.name
     sinks = [sink.name for sink in recipe.track.sinks]
-    found = [_tried("run folder", lambda: refuse_taken(path), f"{path} is free")]
+    found = [_tried("run folder", lambda: refuse_taken(path, recipe.paths.checkpoints), f"{path} is free")]
     found.append(
         _tried(
             "trackers",

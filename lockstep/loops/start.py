@@ -54,11 +54,11 @@ def _start(recipe: Recipe) -> RunDirectory:
     check_installed(recipe.track)
     warned = require_machine(recipe)
     allowed = [refusal.line for refusal in require_allowed(recipe)]
-    refuse_taken(Path(recipe.runs_dir) / recipe.name)
+    refuse_taken(Path(recipe.runs_dir) / recipe.name, recipe.paths.checkpoints)
     recipe = with_known_steps(pinned_opponents(pinned(recipe)))
     ready = preflight(recipe)  # a failure here costs no run directory
     facts = {**manifest_facts(), "recipe": recipe_hash(recipe)} | ({"allowed": allowed} if allowed else {})
-    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts)
+    run = RunDirectory.create(Path(recipe.runs_dir) / recipe.name, dump(recipe), facts, recipe.paths.checkpoints)
     with run:
         _run(run, recipe, None, warned, ready)
     return run
@@ -163,7 +163,7 @@ def _run(
         for note in info.notes if info else ():
             logger.warn(note)
         for name in set_aside(run.path, start) if info else ():
-            logger.warn(f"a checkpoint after step {start} was set aside as checkpoints/{name}: its steps are repeated")
+            logger.warn(f"a checkpoint after step {start} was set aside as {name}: its steps are repeated")
         ready = ready or preflight(recipe)
         material = ready.material
         parts = _build(recipe, logger, info, ready, stack)

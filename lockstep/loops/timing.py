@@ -23,10 +23,10 @@ from lockstep.build.build import build_parts
 from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
+from lockstep.device import choose_device, gpus, wait
 from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
 from lockstep.evaluation.plan import replies_in_all
-from lockstep.learner.device import choose_device
 from lockstep.loops.preflight import ready_items
 from lockstep.loops.rollouts import sample_groups
 from lockstep.loops.sampling import mixed, round_prompts
@@ -230,21 +230,22 @@ def _save(parts: Parts, recipe: Recipe) -> float:
     proof = parts.sync.push(parts.learner, parts.engine)
     if parts.learner.describe().trained * 16 > LARGEST:
         return 0.0
-    with tempfile.TemporaryDirectory(dir=existing(Path(recipe.runs_dir)), prefix=".lockstep-timing-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=existing(recipe.paths.disk(recipe.runs_dir)), prefix=".lockstep-timing-"
+    ) as folder:
         return _seconds(lambda: save_checkpoint(Path(folder), parts, recipe, 1, proof, None))
 
 
 def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
 def _path(recipe: Recipe) -> Path:
     """Return where the seconds of this recipe on this machine are stored."""
-    device = torch.cuda.get_device_name() if choose_device(recipe.device).type == "cuda" else cpu_facts()
+    device = gpus()[0].name if choose_device(recipe.device).type == "cuda" else cpu_facts()
     machine = [platform.node(), device, torch.__version__, recipe.threads or torch.get_num_threads()]
     settings = recipe.model_dump(mode="json", exclude=ASIDE)
     key = hashlib.sha256(json.dumps([machine, settings], sort_keys=True, default=str).encode()).hexdigest()[:16]

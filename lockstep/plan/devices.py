@@ -54,7 +54,9 @@ def worker_lines(recipe: Recipe) -> list[str]:
 
 def require_devices(recipe: Recipe) -> None:
     """Raise ConfigError, with a table, if a run on GPUs needs more of them than there are, or frees memory of one without any."""
-    if recipe.optimizer.offload == "cpu" and not _cuda_here():
+    from lockstep.device import has_gpu
+
+    if recipe.optimizer.offload == "cpu" and not has_gpu():
         what = "optimizer.offload = cpu frees memory of a GPU, and torch sees none on this machine"
         raise ConfigError([what], fix="leave it out here, or run it where a GPU is")
     needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
@@ -64,9 +66,3 @@ def require_devices(recipe: Recipe) -> None:
     what = f"{needed} workers need a GPU each, and this machine has {len(here)}"
     fix = "set placement to what is there; on a CPU, device=cpu" if here else "run it where the GPUs are, or device=cpu"
     raise ConfigError([what, *device_table(recipe, here)], fix=fix)
-
-
-def _cuda_here() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -7,6 +7,7 @@ moments. At once there are save.keep_last of them, one for save.keep_best, and t
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -148,9 +149,31 @@ def beside_bytes(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(not_taken))
 
 
-def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Part of a plan that goes to one disk. Bytes."""
+
+    folders: tuple[Path, ...]
+    needs: float
+    free: float
+
+
+def shares(plan: DiskPlan, run: Path, checkpoints: Path) -> list[Share]:
+    """Divide a plan between the disks of a run and of its checkpoints; the folders need not exist."""
+    saved = plan.kept * plan.checkpoint
+    if _existing(run).stat().st_dev == _existing(checkpoints).stat().st_dev:
+        return [Share((run, checkpoints), plan.total, free_bytes(run))]
+    return [
+        Share((run,), plan.total - saved, free_bytes(run)),
+        Share((checkpoints,), saved, free_bytes(checkpoints)),
+    ]
+
+
+def disk_lines(plan: DiskPlan, disks: Sequence[Share]) -> list[str]:
     """Return the forecast as text, for the log and `lockstep plan`."""
-    left = "" if free is None else f", {size(free)} are free"
+    left = f", {size(disks[0].free)} are free" if disks else ""
+    if len(disks) > 1:
+        left = "; " + ", ".join(f"{size(one.needs)} of {size(one.free)} free in {one.folders[0]}" for one in disks)
     return [
         f"disk: a checkpoint is {size(plan.checkpoint)} (weights {size(plan.weights)}, optimizer {size(plan.optimizer)}); "
         f"up to {plan.kept} at once, rollouts at most {size(plan.rollouts)}, scores {size(plan.scores)}: "
@@ -160,20 +183,24 @@ def disk_lines(plan: DiskPlan, free: float | None) -> list[str]:
 
 def free_bytes(folder: Path) -> float:
     """Return the free bytes of the disk that `folder` will be on; it need not exist."""
+    return float(shutil.disk_usage(_existing(folder)).free)
+
+
+def _existing(folder: Path) -> Path:
     place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return float(shutil.disk_usage(place).free)
+    return next(path for path in (place, *place.parents) if path.exists())
 
 
-def require_room(plan: DiskPlan, free: float, where: Path) -> None:
-    """Raise DoesNotFitError if the run would fill the disk."""
-    if plan.total + SPARE > free:
-        raise DoesNotFitError(
-            [f"the run needs {size(plan.total + SPARE)} of disk, {size(free)} are free"],
-            where=str(where),
-            fix=f"free space, put runs_dir on a larger disk, or keep fewer checkpoints (save.keep_last, now {plan.kept} at once)",
-        )
+def require_room(plan: DiskPlan, disks: Sequence[Share]) -> None:
+    """Raise DoesNotFitError if the run would fill a disk."""
+    for one in disks:
+        if one.needs + SPARE > one.free:
+            raise DoesNotFitError(
+                [f"the run needs {size(one.needs + SPARE)} of disk, {size(one.free)} are free"],
+                where=str(one.folders[0]),
+                fix="free space, put runs_dir or paths.checkpoints on a larger disk, or keep fewer checkpoints "
+                f"(save.keep_last, now {plan.kept} at once)",
+            )
 
 
 Verdict: TypeAlias = Literal["fine", "off", "leak"]

@@ -15,7 +15,7 @@ from lockstep.models.cache import cache_root
 from lockstep.models.resolve import HUB_ID, hub_config
 from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
 from lockstep.plan.devices import worker_lines, workers_of
-from lockstep.plan.disk import DiskPlan, beside_bytes, disk_lines, free_bytes, plan_disk
+from lockstep.plan.disk import DiskPlan, Share, beside_bytes, disk_lines, plan_disk, shares
 from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
 from lockstep.plan.job import GIB, adapter_size, offloaded_bytes
@@ -42,8 +42,8 @@ class Preview:
     name: str
     disk: DiskPlan | None
     """None if the size of the adapter or of the optimizer's state cannot be told."""
-    free: float
-    """Free bytes of the disk of runs_dir."""
+    disks: list[Share]
+    """Parts of it for the disks of runs_dir and paths.checkpoints."""
     host: float | None = None
     """Free bytes of main memory; None if the device is of another machine."""
 
@@ -60,8 +60,9 @@ class Preview:
         disk = None
         if recipe.adapter.kind != "peft" and recipe.optimizer.kind != "python":
             disk = plan_disk(recipe, shape, device, beside_bytes(folder))
-        free, host = free_bytes(Path(recipe.runs_dir)), free_main_memory() if gpu_gib is None else None
-        return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, free, host)
+        disks = [] if disk is None else shares(disk, Path(recipe.runs_dir), recipe.paths.disk(recipe.runs_dir))
+        host = free_main_memory() if gpu_gib is None else None
+        return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, disks, host)
 
     def memory(self) -> MemoryPlan:
         """Return the memory plan with prompts of an assumed length. Raises DoesNotFitError on a GPU without room."""
@@ -99,7 +100,7 @@ def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:
     workers = worker_lines(recipe)
     where = f"each worker: {preview.name}" if workers else preview.name
     head = f"on {where}, with {trained}prompts of {ASSUMED_PROMPT} tokens and replies of {recipe.rollout.max_tokens}"
-    disk = disk_lines(preview.disk, preview.free) if preview.disk is not None else []
+    disk = disk_lines(preview.disk, preview.disks) if preview.disk is not None else []
     try:
         plan = preview.memory()
     except DoesNotFitError as error:
@@ -239,10 +240,11 @@ def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Litera
         name = f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"
         return "cuda", gpu_gib * GIB, gpu_gib * GIB, name
     import psutil
-    import torch
 
-    if recipe.device != "cpu" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return "cuda", float(free), float(total), torch.cuda.get_device_name()
+    from lockstep.device import gpu_memory, gpus, has_gpu
+
+    if recipe.device != "cpu" and has_gpu():
+        free, total, _ = gpu_memory()
+        return "cuda", free, total, gpus()[0].name
     memory = psutil.virtual_memory()
     return "cpu", float(memory.available), float(memory.total), "this machine's CPU"

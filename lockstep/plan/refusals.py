@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lockstep.config.adapter import Lora
@@ -272,8 +271,7 @@ def _routing(recipe: Recipe, model: PreTrainedModel) -> None:
 # --- room -----------------------------------------------------------------------------------------------------------
 def _disk(recipe: Recipe, preview: Preview) -> None:
     if preview.disk is not None:
-        where = Path(recipe.runs_dir)
         try:
-            require_room(preview.disk, preview.free, where)
+            require_room(preview.disk, preview.disks)
         except DoesNotFitError as error:
             raise ConfigError(error.mistakes, fix=error.fix) from None  # runs_dir is not what is wrong

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psutil
-import torch
 
 from lockstep.config.schema import Recipe
+from lockstep.device import gpu_peak, wait
 from lockstep.health.spikes import Spike
 from lockstep.track.console import Console
 from lockstep.track.jsonl import JsonlFile
@@ -164,8 +164,7 @@ class Clock:
         start = time.perf_counter()
         with self._around(phase):
             yield
-            if torch.cuda.is_initialized():  # a driver of workers has no GPU of its own
-                torch.cuda.synchronize()
+            wait()
         name = f"time/{phase}"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -189,9 +188,8 @@ class Clock:
         if (trained := times["time/step"] - times.get("time/evaluate", 0.0)) > 0 and "time/grade" in times:
             times["time/grade_share"] = times["time/grade"] / trained
         times["memory/rss_gib"] = psutil.Process().memory_info().rss / 2**30
-        if torch.cuda.is_initialized():
-            times["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            times["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        if (peak := gpu_peak()) is not None:
+            times |= {"memory/gpu_gib": peak[0] / 2**30, "memory/gpu_reserved_gib": peak[1] / 2**30}
         for name, count, phase in (
             ("throughput/rollout_tokens_per_s", "batch/tokens_generated", "time/rollout"),
             ("throughput/train_tokens_per_s", "batch/tokens_trained", "time/update"),

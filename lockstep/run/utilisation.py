@@ -55,16 +55,15 @@ class Utilisation:
 
 def gpu_reader() -> Callable[[], Sequence[Reading]] | None:
     """Return a function that reads the visible GPUs; None without a GPU or without nvidia-ml-py."""
-    import torch
+    from lockstep.device import gpus
 
-    if not torch.cuda.is_available():
+    if not (found := gpus()):
         return None
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        names = [torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count())]
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{name}") for name in names]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}") for gpu in found]
     except Exception:  # not installed, or a driver without it
         return None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
 from lockstep.checkpoint.manifest import COMMIT
-from lockstep.checkpoint.store import FOLDER, CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
+from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
 from lockstep.config.load import load, load_run
 from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
@@ -29,6 +29,7 @@ from lockstep.errors import (
     EvaluationError,
     LearnerError,
 )
+from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory, is_run
 
 if TYPE_CHECKING:
@@ -91,10 +92,9 @@ def find_target(
     """
     path = Path(name)
     place = STEP_NAME.fullmatch(path.resolve().name)
-    run = path.resolve().parent.parent
-    if place and path.resolve().parent.name == FOLDER and is_run(run):
+    if place and (run := run_of(path)) is not None:
         _refuse_step(name, step)
-        return _of_run(path.parent.parent if path.parent.name == FOLDER else run, recipes, overrides, int(place[1]))
+        return _of_run(run, recipes, overrides, int(place[1]))
     if is_run(path):
         return _of_run(path, recipes, overrides, step)
     if (path / COMMIT).is_file():

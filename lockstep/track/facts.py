@@ -170,10 +170,10 @@ def _secret(name: str, value: str) -> bool:
 def _torch() -> dict[str, Any]:
     import torch
 
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
-    properties = [torch.cuda.get_device_properties(device) for device in devices]
+    from lockstep.device import gpus
+
     return {
         "threads": torch.get_num_threads(),
-        "gpu": [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in properties],
+        "gpu": [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in gpus()],
         "cuda": torch.version.cuda,
     }

@@ -9,8 +9,9 @@ from shutil import rmtree
 from typing import Any
 
 from lockstep.config.text import read
-from lockstep.errors import LockstepError, RunLockedError
+from lockstep.errors import CheckpointError, LockstepError, RunLockedError
 from lockstep.track.lock import Lock
+from lockstep.track.places import checkpoints_of, drop_empty, twin_of
 from lockstep.track.rundir import LOCK, RunDirectory, is_run, never_began
 from lockstep.track.state import state_of
 from lockstep.track.writer import StepRecord, read_metrics
@@ -92,6 +93,7 @@ class Removable:
     """A folder that is of no more use."""
 
     path: Path
+    run: Path
     why: str
     bytes: int
 
@@ -100,24 +102,32 @@ def removable(folder: Path) -> Iterator[Removable]:
     """Yield starts that failed, and the checkpoints of archived runs except their newest. Nothing of a run that goes on."""
     for run in list_runs(folder):
         if run.state == "never began":
-            yield Removable(run.path, "stopped before its first step", _size(run.path))
+            yield Removable(run.path, run.path, "stopped before its first step", _size(run.path))
         if run.archived and run.state != "running":
-            saved = sorted((run.path / "checkpoints").glob("step_*"))
-            for checkpoint in saved[:-1]:
-                yield Removable(checkpoint, "checkpoint of an archived run", _size(checkpoint))
+            for checkpoint in _own(run.path)[:-1]:
+                yield Removable(checkpoint, run.path, "checkpoint of an archived run", _size(checkpoint))
+
+
+def _own(run: Path) -> list[Path]:
+    """Return the checkpoints that are a run's alone; none if they are on a disk that is not there, or its copy has them too."""
+    try:
+        return sorted(checkpoints_of(run).glob("step_*")) if twin_of(run) is None else []
+    except CheckpointError:
+        return []
 
 
 def remove(one: Removable) -> bool:
     """Delete a folder, unless its run is being written; returns whether it was deleted."""
-    run = next(path for path in (one.path, *one.path.parents) if is_run(path))
     try:
-        lock = Lock(run / LOCK)
+        lock = Lock(one.run / LOCK)
     except RunLockedError:
         return False
     try:
+        if one.run == one.path:
+            drop_empty(one.run)
         rmtree(one.path)
     finally:
-        if run != one.path:
+        if one.run != one.path:
             lock.release()
     return True
 

@@ -2,7 +2,7 @@
 
     runs/<name>/  recipe.yaml (resolved)  manifest.json (code, packages, machine, attempts, …)  run.lock
       metrics.jsonl  events.jsonl  spikes.jsonl  stall.txt  log.txt  report.html
-      rollouts/step_000012.parquet  scores/*.json  checkpoints/step_000010/
+      rollouts/step_000012.parquet  scores/*.json  checkpoints/step_000010/ (or checkpoints.json, which says where they are)
       code/ (copies of the user's files)  trackers/NAME.json  wandb/  tensorboard/
 
 One process writes (create, resume); any number read (open). `run.lock` names the writer.
@@ -23,20 +23,32 @@ from lockstep.track.facts import manifest_facts
 from lockstep.track.files import read_plain, remove_temporary, require_plain, write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.lock import Holder, Lock
+from lockstep.track.places import (
+    FOLDER,
+    MANIFEST,
+    RECORD,
+    checkpoints_of,
+    claim,
+    drop_empty,
+    is_empty,
+    is_run,
+    put_apart,
+    require_root,
+)
 
 __all__ = ["RunDirectory", "is_run", "manifest_facts"]
 
 FORMAT = 1
 """Version of the layout; a directory of a newer one is refused."""
-LOCK, MANIFEST = "run.lock", "manifest.json"
-FOLDERS = ("rollouts", "scores", "checkpoints")
+LOCK = "run.lock"
+FOLDERS = ("rollouts", "scores", FOLDER)
 CODE = "code"
 """Copies of the user's files, which a run that stopped before its first step leaves, too."""
 FOREIGN = frozenset({"wandb", "tensorboard", "trackers"})
 """Folders of trackers; W&B keeps links in its own. A run that stopped before its first step leaves them, too."""
-LEFT = (MANIFEST, "recipe.yaml", "events.jsonl", "stall.txt", "log.txt", "report.html")
+LEFT = (MANIFEST, RECORD, "recipe.yaml", "events.jsonl", "stall.txt", "log.txt", "report.html")
 """Files of a run that stopped before its first step."""
-UNFINISHED = {LOCK, "recipe.yaml"}
+UNFINISHED = {LOCK, RECORD, "recipe.yaml"}
 """Files that a killed creation may have left, besides empty folders; manifest.json is written last."""
 
 
@@ -52,14 +64,16 @@ class RunDirectory:
         """A start that had failed before its first step was in this place."""
 
     @classmethod
-    def create(cls, path: str | Path, recipe_yaml: str, manifest: Mapping[str, object]) -> RunDirectory:
-        """Make the directory of a new run and lock it.
+    def create(
+        cls, path: str | Path, recipe_yaml: str, manifest: Mapping[str, object], checkpoints: str | None = None
+    ) -> RunDirectory:
+        """Make the directory of a new run and lock it; `checkpoints`: the folder below which its checkpoints are kept.
 
         A run that stopped before its first step and kept nothing is replaced; `replaced` says so. Raises RunDirectoryError
         where a run, or anything else, is already; RunLockedError if one is being made there.
         """
         path = Path(path)
-        refuse_taken(path)
+        refuse_taken(path, checkpoints)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -69,12 +83,15 @@ class RunDirectory:
         try:
             refuse_taken(path)  # again: another process may have finished creating it before this one got the lock
             replaced = is_run(path)
+            drop_empty(path)
             for name in LEFT if replaced else ():
                 (path / name).unlink(missing_ok=True)
             for name in (CODE, *FOREIGN) if replaced else ():
                 rmtree(path / name, ignore_errors=True)
-            for folder in FOLDERS:
+            for folder in FOLDERS if checkpoints is None else FOLDERS[:-1]:
                 (path / folder).mkdir(exist_ok=True)
+            if checkpoints is not None:
+                put_apart(path, checkpoints)
             write_atomic(path / "recipe.yaml", recipe_yaml)
             run = cls(path, lock, attempt=1)
             run.replaced = replaced
@@ -105,6 +122,7 @@ class RunDirectory:
         cls.open(path)
         lock = Lock(path / LOCK)
         try:
+            claim(path)
             current = _read_manifest(path)
             run = cls(path, lock, attempt=len(current["attempts"]) + 1)
             for folder in (path, *(path / name for name in FOLDERS)):
@@ -154,7 +172,7 @@ class RunDirectory:
 
     @property
     def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
+        return checkpoints_of(self.path)
 
     @property
     def report_path(self) -> Path:
@@ -259,14 +277,9 @@ def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:
     return {"attempt": number, **kept}
 
 
-def is_run(path: Path) -> bool:
-    """Return True if a run was started there. `RunDirectory.open` says whether it can be read."""
-    return (path / MANIFEST).is_file()
-
-
 def never_began(path: Path) -> bool:
     """Return True if a run stopped before its first step and left its recipe and messages alone: no number, score, checkpoint."""
-    if not is_run(path):
+    if not is_run(path) or not is_empty(path):
         return False
     kept = [
         entry
@@ -277,9 +290,11 @@ def never_began(path: Path) -> bool:
     return not kept and not (metrics.exists() and metrics.stat().st_size)
 
 
-def refuse_taken(path: Path) -> None:
+def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
     """Raise RunDirectoryError if no new run can be made at `path`: a run with results, a file or foreign files are there, or
-    the folder above cannot be written."""
+    the folder above cannot be written, or that for its checkpoints is not there."""
+    if checkpoints is not None:
+        require_root(checkpoints)
     if (path / MANIFEST).exists() and not never_began(path):
         fix = f"continue it with `lockstep train --resume {path}`, or give the new run another name: name=NAME"
         raise RunDirectoryError("a run is already there", where=str(path), fix=fix)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import AdamW, Lora, Recipe
+from lockstep.device import prepare_process
 from lockstep.learner import learner
 from lockstep.learner.adapters import attach
-from lockstep.learner.device import prepare_process
 from lockstep.learner.flash import FLASH, Kernels
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.learner.learner import TorchLearner

@@ -9,7 +9,7 @@ import pytest
 from lockstep.build.disk import check_first, forecast
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import CheckpointError, DoesNotFitError
-from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, judge_first, require_room
+from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, Share, judge_first, require_room
 from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
 CASES = {
@@ -44,9 +44,9 @@ def test_checkpoints_are_as_large_as_forecast(case: str, tiny_model_dir: Path, t
 
 def test_a_run_that_would_fill_the_disk_does_not_start() -> None:
     plan = DiskPlan(weights=8e9, optimizer=24e9, files=1e6, kept=3, rollouts=1e9, scores=1e8)
-    require_room(plan, plan.total + SPARE, Path("runs"))
+    require_room(plan, [Share((Path("runs"),), plan.total, plan.total + SPARE)])
     with pytest.raises(DoesNotFitError, match=r"needs 97\.37 GB of disk, 50\.00 GB are free"):
-        require_room(plan, 50e9, Path("runs"))
+        require_room(plan, [Share((Path("runs"),), plan.total, 50e9)])
 
 
 def test_the_first_checkpoint_is_judged(tiny_model_dir: Path, tmp_path: Path) -> None:

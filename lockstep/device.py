@@ -1,11 +1,12 @@
-"""Choosing the device and setting the process up for it."""
+"""The device of a process: which there is, its memory, waiting for it. Code for CUDA alone asks torch itself."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,12 +15,52 @@ from lockstep.errors import ConfigError
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
 
 
+def gpus() -> list[Any]:
+    """Return torch's properties of the visible GPUs: name, total_memory (bytes), uuid."""
+    return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def use_gpu(rank: int) -> None:
+    """Make the GPU of this number the one of this process."""
+    torch.cuda.set_device(rank)
+
+
+def gpu_memory(device: torch.device | None = None) -> tuple[float, float, float]:
+    """Return the bytes of a GPU: free, all, and those that torch keeps of it for this process."""
+    free, total = torch.cuda.mem_get_info(device)
+    return float(free), float(total), float(torch.cuda.memory_reserved(device))
+
+
+def gpu_peak() -> tuple[int, int] | None:
+    """Return the most bytes in use and kept on the GPU so far; None for a process that has used none, as a driver of workers."""
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def wait() -> None:
+    """Wait until the GPU has done what it was given, if this process has used one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more, to the GPU too."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Choose the device; auto is the GPU if there is one. Raises ConfigError for a missing GPU."""
-    if setting == "cuda" and not torch.cuda.is_available():
+    if setting == "cuda" and not has_gpu():
         raise ConfigError(["device = 'cuda': torch sees no GPU on this machine"], fix="use device=auto or device=cpu")
     if setting == "auto":
-        setting = "cuda" if torch.cuda.is_available() else "cpu"
+        setting = "cuda" if has_gpu() else "cpu"
     return torch.device(setting)
 
 

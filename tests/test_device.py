@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from lockstep.device import choose_device, prepare_process
 from lockstep.errors import ConfigError
-from lockstep.learner.device import choose_device, prepare_process
 
 
 def test_the_device_that_is_asked_for():
@@ -28,7 +28,7 @@ def test_a_prepared_process():
     """Threads, deterministic kernels, floats as ever; and a freed block is used again instead of being faulted in anew."""
     code = """
 import resource, torch
-from lockstep.learner.device import prepare_process
+from lockstep.device import prepare_process
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
