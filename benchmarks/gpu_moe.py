@@ -80,7 +80,7 @@ def floors(shape: str) -> tuple[float, float]:
     from lockstep.plan.floors import H200, Work, generation
     from lockstep.plan.modules import shape_of_model
 
-    sizes = shape_of_model(random_model(shape, "meta", "sdpa", cpu=False))
+    sizes = shape_of_model(random_model(shape, "meta", "eager", cpu=False))
     active = sizes.body + sizes.head
     rollout = sum(generation(sizes, Work.equal(PROMPTS, SAMPLES, PROMPT, REPLY), H200))
     return rollout, 4.0 * active * ROWS * ROW / H200.flops

@@ -145,8 +145,8 @@ def main() -> int:
                 warm = ask(server.address, question)[0]
                 slowest = max(slowest, cpu if question.startswith("rollouts") else 0.0)
                 print(f"{cold:6.3f} s, CPU {cpu:.3f} s, again {warm:6.3f} s  {question}")
-            for every in (1.0, 5.0):
-                share = follow(server, path, 40.0, every)
+            for every, seconds in ((1.0, 40.0), (5.0, 120.0)):
+                share = follow(server, path, seconds, every)
                 print(
                     f"CPU while a run stores a step every {every:g} s and a page shows its curves: {share:.2%} of one core"
                 )

@@ -243,7 +243,7 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
 
 
 def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
-    """Compare the experts of few tokens, of some, and of so many that they are computed as in training."""
+    """Compare the experts of few tokens, of some, and of as many as are computed in training."""
     modules = list(decoder.module.layers[0].modules())
     experts = next((found for found in map(Experts.of, modules) if found is not None), None)
     router = next((found for found in map(Router.of, modules) if found is not None), None)

@@ -24,7 +24,7 @@ from lockstep.models.route_kernels import Sorted
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How gate and up become the inner state: gate · sigmoid(alpha · gate) · up."""
+    """The function of gate and up that is the inner state: gate · sigmoid(alpha · gate) · up."""
 
     paired: bool = False
     """Gate and up alternate, and are clamped; 1 is added to up (gpt-oss). Else all gates come first."""
@@ -34,7 +34,7 @@ class Activation:
 
 # --- products -------------------------------------------------------------------------------------------------------
 def gate_up_tile(each: float) -> Tile:
-    """Return a fast tile of `gate_up` for so many rows an expert, on average. It does not change a bit."""
+    """Return a fast tile of `gate_up` for this many rows of an expert, on average. It does not change a bit."""
     if each <= 8:
         return Tile(16, 64, 128, 4, 4)
     if each <= 24:

@@ -30,7 +30,7 @@ class Sorted:
     expert_R: Tensor
     """Expert of each row."""
     bounds_E: Tensor
-    """Where the rows of each expert begin, [E + 1]."""
+    """First row of each expert, and the number of rows, [E + 1]."""
     top: int
 
     @property

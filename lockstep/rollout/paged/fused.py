@@ -12,7 +12,7 @@ Legend: B rows, X features, H query heads, O outputs, R ranks of the adapters of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,13 +25,12 @@ from lockstep.models.attention import AttentionKind
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
+from lockstep.rollout.paged.joined import joined, same_place, side_by_side, slices
 from lockstep.rollout.paged.ops import Ops
 from lockstep.rollout.paged.state import PageCache, Rows
 
 log = logging.getLogger(__name__)
 
-ALIGNED = 64
-"""A row of weights with adapters beside it is padded to a multiple of this many numbers: 128 bytes in bf16."""
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "gpt_oss"})
 """Model types whose blocks are known to compute as below."""
 
@@ -219,7 +218,7 @@ class FusedDecoder:
         torch's count of its writes stays valid.
         """
         place = self.fused.get(name, parameter)
-        return parameter if _same(place, parameter) else place
+        return parameter if same_place(place, parameter) else place
 
 
 def fuse_or_log(base: Any, positions: int) -> FusedDecoder | None:
@@ -321,78 +320,16 @@ def _gated(mlp: Any, names: dict[int, str], fused: dict[str, Tensor]) -> _Gated:
 def _matrix(linears: Sequence[Any], names: dict[int, str], fused: dict[str, Tensor]) -> _Matrix:
     plain = [_plain(linear) for linear in linears]
     weights = [p.weight for p in plain]
-    bias = None if plain[0].bias is None else _joined([p.bias for p in plain], names, fused)
+    bias = None if plain[0].bias is None else joined([p.bias for p in plain], names, fused)
     if not hasattr(linears[0], "lora_A"):
-        return _Matrix(tuple(plain), _joined(weights, names, fused), bias, None)
-    down = _joined([linear.lora_A["default"].weight for linear in linears], names, fused)
+        return _Matrix(tuple(plain), joined(weights, names, fused), bias, None)
+    down = joined([linear.lora_A["default"].weight for linear in linears], names, fused)
     ups = [linear.lora_B["default"].weight for linear in linears]
-    wide = _side_by_side(weights, ups, names, fused) if down.dtype.itemsize == 2 else None
-    weight = _joined(weights, names, fused) if wide is None else wide[:, : down.shape[1]]
-    outputs, ranks = _slices([w.shape[0] for w in weights]), _slices([up.shape[1] for up in ups])
+    wide = side_by_side(weights, ups, names, fused) if down.dtype.itemsize == 2 else None
+    weight = joined(weights, names, fused) if wide is None else wide[:, : down.shape[1]]
+    outputs, ranks = slices([w.shape[0] for w in weights]), slices([up.shape[1] for up in ups])
     parts = tuple(zip(outputs, ranks, ups, strict=True))
     return _Matrix(tuple(plain), weight, bias, _Adapter(down, parts, tuple(linear.scaling for linear in linears), wide))
-
-
-def _side_by_side(
-    weights: Sequence[nn.Parameter], ups: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]
-) -> Tensor:
-    """Return one tensor with the weights [O, X] one below the other, and to the right of each its up matrix [O, R] in its own
-    columns; elsewhere it is 0. The parameters become parts of it, unless they are already.
-    """
-    size = weights[0].shape[1]
-    outputs, ranks = _slices([w.shape[0] for w in weights]), _slices([up.shape[1] for up in ups])
-    columns = size + ranks[-1].stop
-    first = weights[0].data
-    stride = -(-columns // ALIGNED) * ALIGNED
-    shape = (outputs[-1].stop, columns)
-    room = first.storage_offset() + shape[0] * stride <= first.untyped_storage().nbytes() // first.element_size()
-    kept = first.as_strided(shape, (stride, 1)) if first.stride() == (stride, 1) and room else None
-
-    def places(wide_OY: Tensor) -> list[Tensor]:
-        below = [wide_OY[rows, :size] for rows in outputs]
-        return below + [wide_OY[rows, size + r.start : size + r.stop] for rows, r in zip(outputs, ranks, strict=True)]
-
-    parameters = [*weights, *ups]
-    if kept is not None and all(_same(p.data, place) for p, place in zip(parameters, places(kept), strict=True)):
-        wide = kept
-    else:
-        wide = first.new_zeros(shape[0], stride)[:, :columns]
-        for parameter, place in zip(parameters, places(wide), strict=True):
-            place.copy_(parameter.data)
-    for parameter, place in zip(parameters, places(wide), strict=True):
-        parameter.data = place
-        fused[names[id(parameter)]] = place
-    return wide
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-
-
-def _joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dict[str, Tensor]) -> Tensor:
-    """Return one tensor whose parts the parameters are; it is made now unless they are adjacent already."""
-    if len(parameters) == 1:
-        return parameters[0]
-    whole = _already_joined(parameters)
-    if whole is None:
-        whole = torch.cat([p.data for p in parameters])
-    for parameter, part in zip(parameters, _slices([p.shape[0] for p in parameters]), strict=True):
-        parameter.data = whole[part]
-        fused[names[id(parameter)]] = whole[part]
-    return whole
-
-
-def _already_joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    first = parameters[0].data
-    end = first.data_ptr()
-    for parameter in parameters:
-        data = parameter.data
-        same = data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and data.is_contiguous() and data.data_ptr() == end):
-            return None
-        end += data.numel() * data.element_size()
-    shape = (sum(p.shape[0] for p in parameters), *first.shape[1:])
-    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
@@ -410,14 +347,3 @@ def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
 
 def _plain(linear: Any) -> Any:
     return linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
-
-
-def _slices(sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(_consecutive(sizes))
-
-
-def _consecutive(sizes: Sequence[int]) -> Iterator[slice]:
-    start = 0
-    for size in sizes:
-        yield slice(start, start + size)
-        start += size

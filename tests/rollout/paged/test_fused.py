@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lockstep.learner.adapter_files import saved_tensors
 from lockstep.learner.adapters import attach
 from lockstep.learner.learner import TorchLearner
 from lockstep.models.weights import named_weights
-from lockstep.rollout.paged.fused import ALIGNED
+from lockstep.rollout.paged.joined import ALIGNED
 from lockstep.sync.fingerprint import Fingerprinter, fingerprint
 from lockstep.types import Batch, WeightStream
 from tests.learner.batches import make_batch
@@ -52,8 +53,8 @@ def test_a_second_engine_reads_the_same_tensor():
     assert first._fused is not None
     assert second._fused is not None
     for one, other in zip(first._fused.blocks, second._fused.blocks, strict=True):
-        for name in ("qkv", "out", "gate_up", "down"):
-            mine, yours = getattr(one, name).adapter, getattr(other, name).adapter
+        for place in ("qkv", "out", "mlp.gate_up", "mlp.down"):
+            mine, yours = attrgetter(place)(one).adapter, attrgetter(place)(other).adapter
             assert mine.wide_OY.data_ptr() == yours.wide_OY.data_ptr()
             assert mine.wide_OY.stride(0) % ALIGNED == 0
     for name, tensor in named_weights(model):
