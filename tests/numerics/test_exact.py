@@ -43,7 +43,8 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
         ("llama-tied", {"adapter": {"kind": "lora", "base": "nf4"}}, "nf4"),
         ("llama-tied", {"noise": {}}, "noise"),
         ("qwen3", {}, ""),
-        ("mistral", {}, "sliding windows"),
+        ("mistral", {}, ""),
+        ("gpt-oss", {}, ""),
         ("gemma3", {}, "not for gemma3"),
     ],
 )
