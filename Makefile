@@ -16,7 +16,8 @@ TORCH := torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
-WORKERS ?= 2
+# One more than two cores: tests wait for processes of their own.
+WORKERS ?= 3
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
