@@ -11,6 +11,7 @@ from lockstep.config.schema import Recipe
 from lockstep.learner.learner import base_model
 from lockstep.models import exact
 from lockstep.models.decoder import Decoder
+from lockstep.models.known import kind_of_experts
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,10 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"the base is in {stored}"
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"
+    if recipe.update.replay_routing:
+        return "update.replay_routing has the model's own routers choose; exact ones choose the same experts without it"
+    if any(type(m).__name__.endswith("Experts") and kind_of_experts(m) is None for m in base.modules()):
+        return "its experts are of a form that our kernels do not know"
     decoder = Decoder.of(model)
     size = decoder.head_size
     if size & (size - 1) or not 16 <= size <= 256:

@@ -244,7 +244,7 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
 
 def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     """Compare the experts of few tokens, of some, and of as many as are computed in training."""
-    modules = list(decoder.module.layers[0].modules())
+    modules = list(decoder.module.modules())  # the first layer may have none
     experts = next((found for found in map(Experts.of, modules) if found is not None), None)
     router = next((found for found in map(Router.of, modules) if found is not None), None)
     if experts is None or router is None:

@@ -10,7 +10,7 @@ Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from lockstep.models.expert_kernels import (
     outer,
     product,
 )
-from lockstep.models.known import reference, same
+from lockstep.models.known import kind_of_experts, reference, same
 from lockstep.models.route_kernels import Sorted, choose, sort_rows
 
 MANY = 128
@@ -45,16 +45,17 @@ class Experts:
     @staticmethod
     def of(module: Any) -> Experts | None:
         """Return those of a module of transformers; None for a form that is not known here."""
-        both, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if not (isinstance(both, Tensor) and isinstance(down, Tensor) and both.dim() == down.dim() == 3):
-            return None
-        if type(module).__name__ == "GptOssExperts":
-            activation = Activation(True, float(module.limit), float(module.alpha))
-            biases = module.gate_up_proj_bias, module.down_proj_bias
-            return Experts(both.transpose(1, 2), down.transpose(1, 2), activation, *biases)
-        silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-        known = silu and both.shape[1] == 2 * down.shape[2] and not hasattr(module, "gate_up_proj_bias")
-        return Experts(both, down, Activation()) if known else None
+        match kind_of_experts(module):
+            case "paired":
+                activation = Activation(True, float(module.limit), float(module.alpha))
+                both, down = (weight.transpose(1, 2) for weight in (module.gate_up_proj, module.down_proj))
+                return Experts(both, down, activation, module.gate_up_proj_bias, module.down_proj_bias)
+            case "gated":
+                return Experts(module.gate_up_proj, module.down_proj, Activation())
+            case None:
+                return None
+            case other:
+                assert_never(other)
 
     def __call__(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum over its experts, [T, H]; differentiable."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 
 @cache
@@ -18,6 +19,30 @@ def same(one: Any, other: Any) -> bool:
     """Return whether two functions are equal up to names of locals and texts."""
     codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
     return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
+
+
+def kind_of_experts(module: Any) -> Literal["gated", "paired"] | None:
+    """Return which known form the experts of a mixture have: that of Qwen3-MoE and most others, or gpt-oss's. None for another
+    one, such as gates that are clamped (DeepSeek V4).
+    """
+    if not all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in ("gate_up_proj", "down_proj")):
+        return None
+    forward = _own_forward(type(module))
+    if forward is None:
+        return None
+    oss = reference("gpt_oss", "GptOssExperts")
+    if same(forward, _own_forward(oss)):
+        return "paired" if same(type(module)._apply_gate, oss._apply_gate) else None
+    plain = same(forward, _own_forward(reference("qwen3_moe", "Qwen3MoeExperts")))
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return "gated" if plain and silu else None
+
+
+def _own_forward(layer: type) -> Any:
+    """Return the forward that a class's own file defines, without decorators; None if none is found behind them."""
+    owner = next(base for base in layer.__mro__ if "forward" in vars(base))
+    forward = inspect.unwrap(vars(owner)["forward"])
+    return forward if getattr(forward, "__globals__", {}).get("__name__") == owner.__module__ else None
 
 
 def _meaning(code: CodeType | None) -> tuple[object, ...]:

@@ -175,7 +175,7 @@ def _layer(shape: ModelShape, layers: Layers, recompute: Recompute) -> float:
 
 def _grouped(shape: ModelShape, layers: Layers) -> bool:
     """Return whether experts run by models.experts."""
-    return layers.fused and shape.experts > 0
+    return layers.fused and shape.grouped
 
 
 def _copies(shape: ModelShape, layers: Layers) -> float:

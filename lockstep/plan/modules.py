@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.models.decoder import even_heads
+from lockstep.models.known import kind_of_experts
 from lockstep.models.states import first_state, state_layers
 from lockstep.plan.shapes import EXPERT_NAMES, Linear, ModelShape, number_of_experts, windows_of
 
@@ -42,6 +43,7 @@ def shape_of_model(model: Any) -> ModelShape:
         linears=layers[0] if alike else tuple(reversed(names.values())),
         experts=experts,
         experts_per_token=int(words.get("num_experts_per_tok") or words.get("top_k_experts") or 1) if experts else 0,
+        grouped=any(kind_of_experts(module) for module in modules.values()),
         qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name in modules),
         window=window,
         windowed=windowed,

@@ -45,6 +45,8 @@ class ModelShape:
     experts: int = 0
     """Experts of a layer; 0 is a dense MLP."""
     experts_per_token: int = 0
+    grouped: bool = False
+    """On a GPU they run by models.experts."""
     qk_norm: bool = False
     """Queries and keys are normalised per head (Qwen3, Gemma 3)."""
     window: int | None = None
@@ -209,6 +211,7 @@ def _sizes(config: Mapping[str, Any], family: _Family) -> ModelShape:
         linears=tuple(linears),
         experts=number_of_experts(config) if family.experts else 0,
         experts_per_token=int(config["num_experts_per_tok"]) if family.experts else 0,
+        grouped=family.experts,
         qk_norm=family.qk_norm,
         window=window,
         windowed=windowed,

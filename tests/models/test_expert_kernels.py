@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.models.known import kind_of_experts
 from tests.interpreter import interpreted
 from tests.learner.models import plain
 
@@ -126,6 +127,26 @@ def equal_logits() -> None:
     assert index.tolist()[0] == [1, 2]
     assert weight.tolist()[0] == [0.5, 0.5]
     assert all(0 <= one < 5 for one in index.tolist()[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "kind"),
+    [
+        ("qwen3_moe", "Qwen3Moe", "gated"), ("mixtral", "Mixtral", "gated"), ("olmoe", "Olmoe", "gated"),
+        ("gpt_oss", "GptOss", "paired"), ("deepseek_v4", "DeepseekV4", None), ("llama4", "Llama4Text", None),
+    ],
+)  # fmt: skip
+def test_experts_are_known_by_their_code_and_activation(family: str, name: str, kind: str | None):
+    """The shapes of DeepSeek V4's are those of Qwen3-MoE's, but its gates are clamped."""
+    layer = getattr(pytest.importorskip(f"transformers.models.{family}.modeling_{family}"), f"{name}Experts")
+    module: Any = layer.__new__(layer)
+    nn.Module.__init__(module)
+    module.gate_up_proj, module.down_proj = (nn.Parameter(torch.empty(4, *size)) for size in ((8, 6), (6, 4)))
+    module.act_fn = nn.SiLU()
+    assert kind_of_experts(module) == kind
+    if kind == "gated":
+        module.act_fn = nn.GELU()
+        assert kind_of_experts(module) is None
 
 
 @pytest.mark.slow
