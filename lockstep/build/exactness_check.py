@@ -247,7 +247,10 @@ def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     modules = list(decoder.module.modules())  # the first layer may have none
     experts = next((found for found in map(Experts.of, modules) if found is not None), None)
     router = next((found for found in map(Router.of, modules) if found is not None), None)
-    if experts is None or router is None:
+    if experts is None:
+        return
+    if router is None:
+        yield "the router is of a form that our kernel does not know"
         return
     x = shape.random(MANY, shape.hidden)
     with exact.on_trial():
