@@ -39,7 +39,8 @@ def main(words: list[str]) -> int:
         print(f"step: {timing.step:.2f} s planned, {median(steps):.2f} s in the middle of {len(steps)}")
         whole = ("time/step", "time/save")
         found = sum(row.metrics.get(name, 0.0) for row in read_metrics(run) for name in whole if row.step)
-        found += sum(row.metrics.get("time/evaluate", 0.0) for row in read_metrics(run) if not row.step)
+        first = ("time/evaluate", "time/validate")
+        found += sum(row.metrics.get(name, 0.0) for row in read_metrics(run) for name in first if not row.step)
         planned = timing.run(recipe, timing.step)
         print(f"run: {planned:.1f} s planned, {found:.1f} s measured in steps, evaluations and checkpoints")
     off = planned / found - 1

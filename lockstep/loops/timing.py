@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -26,11 +26,11 @@ from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpus, wait
 from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
-from lockstep.evaluation.plan import replies_in_all
+from lockstep.evaluation.plan import evaluation_steps, replies_in_all
 from lockstep.loops.preflight import ready_items
 from lockstep.loops.rollouts import sample_groups
 from lockstep.loops.sampling import mixed, round_prompts
-from lockstep.loops.sft_data import read_material, sft_batch, tokenised
+from lockstep.loops.sft_data import read_material, sft_batch, tokenised, validation_metrics, validation_steps
 from lockstep.loops.update import improve
 from lockstep.models.cache import cache_root
 from lockstep.plan.disk import saves
@@ -46,7 +46,9 @@ BUDGET = 15.0
 TOKENS = {"cpu": 64, "cuda": 512}
 """Longest reply that is sampled; longer ones are extrapolated."""
 ITEMS = 8
-"""Held-out items that are timed."""
+"""Held-out items that are timed first; more if they fit the budget."""
+UPDATES = 4
+"""Updates of SFT that are timed: the first ones are slower."""
 LARGEST = 4e9
 """Bytes of a checkpoint that is written to see how long it takes."""
 ASIDE = {"name", "runs_dir", "steps", "epochs", "seed", "allow", "save", "track", "health", "warm_start"}
@@ -64,11 +66,15 @@ class Timing:
     live: float
     """Share of the samples that train: those of groups with unequal rewards."""
     sync: float
-    """Proof that the engine has the new weights, with a probe of log-probabilities, as at the first steps."""
+    """Proof that the engine has the new weights, with a probe of log-probabilities, as at the first steps. SFT makes it before
+    an evaluation or a checkpoint, not after every step.
+    """
     probe: float
     """Seconds of the probe in it, which most steps of a long run do not make."""
     item: float
     """One reply of an evaluation."""
+    validate: float
+    """One validation loss of SFT."""
     save: float
     tokens: float
     """Mean length of a reply."""
@@ -77,23 +83,31 @@ class Timing:
 
     @property
     def step(self) -> float:
-        return self.sample + self.live * self.update + self.sync
+        return self.sample + self.live * self.update + self._sync
 
     @property
     def most(self) -> float:
         """Seconds of a step whose replies are as long as they may be and all train."""
-        return self.longest * (self.sample + self.update) + self.sync
+        return self.longest * (self.sample + self.update) + self._sync
+
+    @property
+    def _sync(self) -> float:
+        return self.sync if self.sample else 0.0
 
     def run(self, recipe: Recipe, step: float) -> float:
         """Return the seconds of the whole run, with `step` seconds a step that probes."""
+        seconds = recipe.steps * step + replies_in_all(recipe) * self.item + saves(recipe) * self.save
+        if recipe.loop == "sft":
+            validated = validation_steps(recipe)
+            saved = range(recipe.save.every, recipe.steps, recipe.save.every)
+            return (
+                seconds
+                + len({*evaluation_steps(recipe), *validated, *saved}) * self.sync
+                + len(validated) * self.validate
+            )
         every, first = recipe.sync.probe_every, max(0, min(recipe.steps, recipe.sync.probe_first - 1))
         probed = first + recipe.steps // every - first // every  # push 0 is before the first step
-        return (
-            recipe.steps * step
-            - (recipe.steps - probed) * self.probe
-            + replies_in_all(recipe) * self.item
-            + saves(recipe) * self.save
-        )
+        return seconds - (recipe.steps - probed) * self.probe
 
 
 def timing_lines(timing: Timing, recipe: Recipe) -> list[str]:
@@ -139,38 +153,71 @@ def measure_timing(recipe: Recipe) -> Timing:
 def _measured(recipe: Recipe) -> Timing:
     task = build_task(recipe.task, recipe.seed)
     load_opponents(task, recipe)
-    cap = min(recipe.rollout.max_tokens, TOKENS[choose_device(recipe.device).type])
     every_other = recipe.sync.model_copy(update={"probe_first": 0, "probe_every": 2})
-    short = recipe.rollout.model_copy(update={"max_tokens": cap})
-    quick = recipe.model_copy(update={"rollout": short, "sync": every_other})
-    held = ready_items(recipe, task)[:ITEMS]
+    quick = _shortened(recipe.model_copy(update={"sync": every_other}), recipe.rollout.max_tokens)
+    held = ready_items(recipe, task)
     parts = build_parts(quick, task)
     parts.sync.push(parts.learner, parts.engine)
-    sample, update, groups = _sft_step(parts, recipe) if recipe.loop == "sft" else _rl_step(parts, quick)
+    validate = 0.0
+    if recipe.loop == "sft":
+        (update, validate), sample, groups = _sft_step(parts, recipe), 0.0, list[Group]()
+    else:
+        sample, update, groups = _rl_step(parts, quick)
     proofs: list[Proof] = []
     pushes = [_seconds(lambda: proofs.append(parts.sync.push(parts.learner, parts.engine))) for _ in range(2)]
     plain, sync = (
         seconds for _, seconds in sorted((proof.probe is not None, s) for proof, s in zip(proofs, pushes, strict=True))
     )
-    alone = quick.model_copy(update={"samples_per_prompt": 1})
-    item = _sampled(parts, alone, held)[0] / len(held) if held else 0.0
-    lengths = [len(one.ids) for group in groups for one in group.rollouts]
-    ended = [
-        recipe.rollout.max_tokens if len(one.ids) >= cap else len(one.ids) for group in groups for one in group.rollouts
-    ]
-    longer = sum(ended) / max(1, sum(lengths)) if lengths else 1.0
-    tokens = fmean(ended) if ended else 0.0
+    longer, tokens = _lengths(groups, recipe.rollout.max_tokens)
     return Timing(
         sample=sample * longer,
         update=update * longer,
         live=_live(groups) if groups and recipe.update.drop_zero_advantage else 1.0,
         sync=sync,
         probe=max(0.0, sync - plain),
-        item=item * longer,
+        item=_item(parts, recipe, held) if held else 0.0,
+        validate=validate,
         save=_save(parts, recipe),
         tokens=tokens,
         longest=recipe.rollout.max_tokens / tokens if tokens else 1.0,
     )
+
+
+def _shortened(recipe: Recipe, longest: int) -> Recipe:
+    """Return the recipe with replies that are sampled in seconds."""
+    cap = min(longest, TOKENS[choose_device(recipe.device).type])
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": cap})})
+
+
+def _lengths(groups: list[Group], longest: int) -> tuple[float, float]:
+    """Return how many times longer the replies would have been without the cap, and their mean length then.
+
+    A reply that was cut off counts as one of `longest` tokens.
+    """
+    replies = [one for group in groups for one in group.rollouts]
+    if not replies:
+        return 1.0, 0.0
+    ended = [longest if one.finish == "length" else len(one.ids) for one in replies]
+    return sum(ended) / max(1, sum(len(one.ids) for one in replies)), fmean(ended)
+
+
+def _item(parts: Parts, recipe: Recipe, held: list[Prompt]) -> float:
+    """Return the seconds of one reply among as many as the engine samples side by side."""
+    longest = recipe.eval.max_tokens or recipe.rollout.max_tokens
+    alone = _shortened(recipe.model_copy(update={"samples_per_prompt": 1}), longest)
+    together, few = min(len(held), recipe.slots(choose_device(recipe.device).type)), min(len(held), ITEMS)
+    _sampled(parts, alone, held[:few])  # allocates, compiles
+    first, groups = _sampled(parts, alone, held[:few])
+    count = max(few, min(together, int(BUDGET / first * few)))
+    whole, groups = _sampled(parts, alone, held[:count]) if count > few else (first, groups)
+    return _line(few, first, count, whole, together) / together * _lengths(groups, longest)[0]
+
+
+def _line(few: int, first: float, count: int, seconds: float, together: int) -> float:
+    """Return the seconds of `together` things where `few` took `first` and `count` took `seconds`: a straight line."""
+    if count == few:
+        return seconds * together / count
+    return seconds + max(0.0, seconds - first) * (together - count) / (count - few)
 
 
 def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
@@ -197,22 +244,23 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
     fits = int(BUDGET / (first[0] + first[1])) * least
     count = min(together, max(least, fits))
     half, full = (first, first) if count <= least else (step(max(least, count // 2)), step(count))
-    rest, few = together - count, max(least, count // 2)
+    few = min(count, max(least, count // 2))
     sample, update = (
-        (b + max(0.0, b - a) * rest / (count - few) if count > few else b * together / count) * len(prompts) / together
-        for a, b in zip(half[:2], full[:2], strict=True)
+        _line(few, a, count, b, together) * len(prompts) / together for a, b in zip(half[:2], full[:2], strict=True)
     )
     return sample, update, full[2]
 
 
-def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
+def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float]:
+    """Return the seconds of an update and of a validation."""
     assert recipe.sft is not None
     rows = tokenised(read_material(recipe, recipe.sft), parts.policy.chat, recipe.sft, parts.policy.context)
-    times = [
-        _seconds(lambda step=step: parts.learner.update(sft_batch(parts, recipe, rows, step), parts.objective.loss))  # type: ignore[misc]
-        for step in range(2)
-    ]
-    return 0.0, times[-1], []
+    times: list[float] = []
+    while len(times) < UPDATES and (len(times) < 2 or sum(times) < BUDGET):
+        batch = sft_batch(parts, recipe, rows, len(times))
+        times.append(_seconds(lambda batch=batch: parts.learner.update(batch, parts.objective.loss)))  # type: ignore[misc]
+    validate = _seconds(lambda: validation_metrics(parts, rows)) if rows.validation else 0.0
+    return median(times[1:]), validate
 
 
 def _live(groups: list[Group]) -> float:

@@ -102,9 +102,11 @@ class Session:
         self._logger.console.start(self._recipe.steps, self._start, evaluation_steps(self._recipe))
         metrics: Metrics = {}
         for measure in self._due(self._start):
-            with self._watchdog.phase(measure.phase):
+            with self.clock(measure.phase):
                 metrics |= measure.run()
         if metrics:
+            if not self._start:  # a trained step has times of its own
+                metrics |= self.clock.seconds
             self._logger.at_start(self._start, metrics, self._proof)
             self._monitor.note(self._start, metrics)
             if self._start:  # the base has no checkpoint to keep

@@ -12,7 +12,9 @@ from lockstep.loops.timing import Timing, measure_timing, stored_timing, timing_
 from tests.loops.runs import recipe
 from tests.loops.sft_runs import recipe as sft_recipe
 
-HAND = Timing(sample=4.0, update=2.0, live=0.5, sync=0.25, probe=0.2, item=0.1, save=3.0, tokens=16.0, longest=4.0)
+HAND = Timing(
+    sample=4.0, update=2.0, live=0.5, sync=0.25, probe=0.2, item=0.1, validate=0.5, save=3.0, tokens=16.0, longest=4.0
+)
 
 
 def test_a_run_is_its_steps_evaluations_and_checkpoints() -> None:
@@ -50,5 +52,17 @@ def test_a_supervised_step_is_an_update(tmp_path: Path, tiny_model_dir: Path, mo
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     found = measure_timing(sft_recipe(tmp_path, tiny_model_dir))
     assert found.sample == 0
-    assert found.update > 0
+    assert min(found.update, found.sync, found.item, found.validate) > 0
     assert found.live == 1
+
+
+def test_a_supervised_run_proves_its_weights_only_before_it_measures_or_saves(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    hand = replace(HAND, sample=0.0, live=1.0)
+    assert hand.step == 2.0
+    words = ["steps=10", "eval={every: 5, items: 3, at_start: true}", "sft.validate_every=4", "save.every=3"]
+    modes = "eval.modes=[{name: greedy}]"
+    run = sft_recipe(tmp_path, tiny_model_dir, *words, modes)
+    # evaluated at 0, 5, 10; validated at 0, 4, 8, 10; saved at 3, 6, 9, 10: proven at 0, 3, 4, 5, 6, 8, 9, 10
+    assert hand.run(run, hand.step) == pytest.approx(10 * 2.0 + 3 * 3 * 0.1 + 4 * 3.0 + 8 * 0.25 + 4 * 0.5)
