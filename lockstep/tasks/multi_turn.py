@@ -201,10 +201,11 @@ class SeededEpisodes(BuiltTask):
         self.name, self._settings, self._seed = name, settings, seed
         self._where = f"task {name}"
         self._runner = ProcessRunner(settings, settings.turns.step_seconds, most)
-        seeds = [self._seed_of("heldout", index) for index in range(OPENINGS)]
-        first = self._openings(seeds)
-        if self._openings(seeds[:1]) != first[:1]:
-            raise TaskError("a seed opens differently each time", where=self._where, fix="have it draw from the seed")
+        try:
+            first = self._first_openings()
+        except BaseException:
+            self._runner.close()
+            raise
         self._by_opening = len({question_digest(prompt.messages) for prompt in first}) > 1
 
     @property
@@ -251,6 +252,14 @@ class SeededEpisodes(BuiltTask):
 
     def _seed_of(self, stream: str, index: int) -> int:
         return seed_for("episode", self.name, stream, index) % 2**31
+
+    def _first_openings(self) -> list[Prompt]:
+        """Return some openings. Raises TaskError if a seed does not open alike each time."""
+        seeds = [self._seed_of("heldout", index) for index in range(OPENINGS)]
+        first = self._openings(seeds)
+        if self._openings(seeds[:1]) != first[:1]:
+            raise TaskError("a seed opens differently each time", where=self._where, fix="have it draw from the seed")
+        return first
 
     def _openings(self, seeds: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these seeds, from the environments themselves. Raises TaskError if one does not start."""

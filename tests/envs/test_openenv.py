@@ -231,8 +231,12 @@ def test_a_session_that_is_freed_late_is_waited_for_and_one_that_never_is_is_sai
 
 def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: Path, tiny_model_dir: Path) -> None:
     def refused(why: str, **more: Any) -> None:
-        with pytest.raises(TaskError, match=why):
+        with pytest.raises(TaskError, match=why) as caught:
             build_task(settings(fake, **more), 0)
+        until = time.monotonic() + 60
+        while fake.open and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not fake.open, f"a session is still open after {caught.value}"
 
     refused("cannot be its word: the action has text, metadata and requires text", action="word")
     refused(r"its observation has text, metadata, no board", observation="board")
