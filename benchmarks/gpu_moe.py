@@ -5,7 +5,8 @@
 
 Shapes of Qwen3-30B-A3B and gpt-oss-20b with random bf16 weights. Rollouts: 64 prompts of 128 tokens x 8 samples of 256, end
 tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates: LoRA of rank 16 on attention, 64
-sequences of 512 tokens. Arms: ours; ours with numerics.exact; vLLM with the settings of gpu_rollout.py and weights of its own.
+sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in MXFP4 (adapter.base = mxfp4);
+vLLM with the settings of gpu_rollout.py and weights of its own, in bf16.
 Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
 reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8,
         "num_experts_per_tok": 2, "vocab_size": 512}  # fmt: skip
-ARMS = {"ours": ("ours", []), "ours, exact": ("ours", ["--exact"]), "vLLM": ("vllm", [])}
+ARMS = {
+    "ours": ("ours", []),
+    "ours, exact": ("ours", ["--exact"]),
+    "ours, experts in MXFP4": ("ours", ["--packed"]),
+    "ours, experts in MXFP4, exact": ("ours", ["--packed", "--exact"]),
+    "vLLM": ("vllm", []),
+}
 RESULT = RESULTS / "gpu_moe.txt"
 PACKAGES = ("torch", "triton", "transformers", "vllm")
 
@@ -58,14 +66,37 @@ def config_of(shape: str, *, cpu: bool) -> Any:
     return kind(**sizes, max_position_embeddings=8192, bos_token_id=None, eos_token_id=2, pad_token_id=0)
 
 
-def random_model(shape: str, device: str, attention: str, *, cpu: bool) -> Any:
+def random_model(shape: str, device: str, attention: str, *, cpu: bool, packed: bool = False) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         config, dtype = config_of(shape, cpu=cpu), torch.float32 if cpu else torch.bfloat16
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        if packed:
+            keep_in_four_bits(model)
+        return model
+
+
+def keep_in_four_bits(model: Any) -> None:
+    """Replace the experts by random ones in MXFP4, and let the dense ones go."""
+    import torch
+
+    from lockstep.models.mxfp4 import Packed
+    from lockstep.models.mxfp4_experts import Mxfp4Experts
+
+    def drawn(parameter: Any) -> Packed:
+        experts, inputs, outputs = parameter.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        return Packed(blocks, torch.randint(117, 121, blocks.shape[:3], dtype=torch.uint8))
+
+    for layer in model.model.layers:
+        dense = layer.mlp.experts
+        layer.mlp.experts = Mxfp4Experts(dense, drawn(dense.gate_up_proj), drawn(dense.down_proj))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def work_of(number: int, *, cpu: bool) -> tuple[list[list[int]], int, int]:
@@ -75,12 +106,15 @@ def work_of(number: int, *, cpu: bool) -> tuple[list[list[int]], int, int]:
     return [[draw.randrange(10, 500) for _ in range(PROMPT)] for _ in range(count)], samples, reply
 
 
-def floors(shape: str) -> tuple[float, float]:
+def floors(shape: str, arm: str) -> tuple[float, float]:
     """Least seconds of a rollout and of an update on an H200."""
     from lockstep.plan.floors import H200, Work, generation
     from lockstep.plan.modules import shape_of_model
+    from lockstep.plan.shapes import PACKED_BYTES
 
     sizes = shape_of_model(random_model(shape, "meta", "eager", cpu=False))
+    if "MXFP4" in arm:
+        sizes = replace(sizes, expert_bytes=PACKED_BYTES)
     active = sizes.body + sizes.head
     rollout = sum(generation(sizes, Work.equal(PROMPTS, SAMPLES, PROMPT, REPLY), H200))
     return rollout, 4.0 * active * ROWS * ROW / H200.flops
@@ -98,7 +132,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.rollout.paged.engine import PagedEngine
     from lockstep.types import Request, Sampling
 
-    model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu)
+    model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu, packed=args.packed)
     if not args.cpu:
         fuse_layers(model)
     adapter = {"kind": "lora", "rank": RANK, "targets": "attention"}
@@ -222,7 +256,7 @@ def arm(name: str, shape: str, extra: list[str], folder: str, args: argparse.Nam
 def table(results: dict[str, dict[str, dict[str, Any]]], *, cpu: bool) -> list[str]:
     lines = ["| shape | work | arm | seconds | tokens/s | share of the floor | ours / it |", "| --- " * 7 + "|"]
     for shape, arms in results.items():
-        least = (0.0, 0.0) if cpu else floors(shape)
+        least = {name: (1.0, 1.0) if cpu else floors(shape, name) for name in arms}
         for place, work in enumerate(("rollout", "update")):
             mine = arms.get("ours", {}).get(work)
             for name, result in arms.items():
@@ -232,7 +266,7 @@ def table(results: dict[str, dict[str, dict[str, Any]]], *, cpu: bool) -> list[s
                 ratio = "other work"
                 if mine is not None and mine["tokens"] == result[work]["tokens"]:
                     ratio = f"{seconds / statistics.median(mine['seconds']):.2f}x"
-                share = "" if cpu else f"{least[place] / seconds:.0%}"
+                share = "" if cpu else f"{least[name][place] / seconds:.0%}"
                 rate = result[work]["tokens"] / seconds
                 lines.append(f"| {shape} | {work} | {name} | {seconds:.2f} | {rate:,.0f} | {share} | {ratio} |")
     return lines
@@ -272,6 +306,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
+    parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240)
     parser.add_argument("--cpu", action="store_true", help="a tiny version of our arm on a CPU, to try things out")
@@ -284,8 +319,11 @@ def main() -> None:
         Path(args.arm_out or "/dev/stdout").write_text(json.dumps(result))
         return
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in args.arms[: 1 if args.cpu else None]:
+    asked = [one for one in args.arms if not args.cpu or one != "vLLM"]
+    for name in asked:
         for shape in args.shapes:
+            if "MXFP4" in name and not shape.startswith("gpt"):
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 config = config_of(shape, cpu=args.cpu)
                 config.architectures = ["GptOssForCausalLM" if shape.startswith("gpt") else "Qwen3MoeForCausalLM"]

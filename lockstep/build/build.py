@@ -84,7 +84,8 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     dtype = resolve_dtype(recipe.model.dtype, device)
     empty = meta_model(resolved.path, resolved.trust_remote_code)
     require_family(type(empty), empty.config)  # before weights are read
-    base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION)
+    packed = recipe.adapter.kind == "lora" and recipe.adapter.base == "mxfp4"
+    base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION, packed=packed)
     load_base(base, parent)
     if device.type == "cuda":
         fuse_layers(base)  # for every user of the model: an evaluation without a learner must round as training does

@@ -15,7 +15,7 @@ from lockstep.errors import ModelError
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
-from lockstep.plan.model_shape import read_shape
+from lockstep.plan.model_shape import recipe_shape
 from lockstep.types import Metrics, Task
 
 CHECKED_STEP = 2
@@ -33,7 +33,7 @@ def plan_run(
     device = choose_device(recipe.device)
     resolved = resolve(recipe.model)
     try:
-        shape = read_shape(resolved.path)
+        shape = recipe_shape(recipe, resolved.path)
     except ModelError as error:
         say(f"no memory plan: {error}")
         return None

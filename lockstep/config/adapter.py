@@ -67,9 +67,10 @@ class Lora(_Adapted):
     largest singular values of each weight and olora (arXiv 2406.01775) with its QR decomposition, and the base keeps the rest;
     orthogonal draws both factors so that their product is zero."""
 
-    base: Literal["full", "nf4"] = "full"
-    """Precision of the frozen layers under the adapters. nf4 keeps them in 4.25 bits a weight (QLoRA, arXiv 2305.14314): a
-    quarter of the memory, a slower, slightly different model, which is the one trained and sampled. Native engine only."""
+    base: Literal["full", "nf4", "mxfp4"] = "full"
+    """Form of the frozen weights. nf4 keeps the layers under adapters in 4.25 bits a weight (QLoRA, arXiv 2305.14314): a
+    quarter of the memory, a slower, slightly different model, which is the one trained and sampled. mxfp4 keeps the experts of
+    an MXFP4 checkpoint (gpt-oss) as they are stored, also in 4.25 bits: the same model. Native engine only."""
 
     @property
     def scaling(self) -> float:
@@ -82,7 +83,7 @@ class Lora(_Adapted):
         name = "rsLoRA" if self.rslora else "LoRA"
         starts = {"pissa": "PiSSA", "olora": "OLoRA", "gaussian": "gaussian", "orthogonal": "orthogonal", "default": ""}
         start = f", {starts[self.init]} start" if starts[self.init] else ""
-        packed = "Q" if self.base == "nf4" else ""
+        packed = "" if self.base == "full" else "Q"
         return f"{packed}{name}{' with DoRA' if self.dora else ''}{start}"
 
     @model_validator(mode="after")
@@ -117,8 +118,10 @@ def vllm_refuses(adapter: Adapter) -> str:
     """Return why vLLM, which gets adapters merged into the weights, cannot serve this one; "" if it can."""
     if isinstance(adapter, OtherPeft):
         return f"rollout.engine = vllm serves LoRA and its relatives, not adapter.method = {adapter.method}; use native"
-    if isinstance(adapter, Lora) and adapter.base == "nf4":
-        return "rollout.engine = vllm needs merged weights, which adapter.base = nf4 does not have; use native"
+    if isinstance(adapter, Lora) and adapter.base != "full":
+        return (
+            f"rollout.engine = vllm needs merged weights, which adapter.base = {adapter.base} does not have; use native"
+        )
     return ""
 
 

@@ -25,8 +25,9 @@ from lockstep.config.adapter import RESIDUAL_INITS, Adapter, Lora
 from lockstep.errors import ModelError
 from lockstep.learner.adapter_start import START_A, START_B, lora_layers, start_of
 from lockstep.models.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
+from lockstep.models.mxfp4 import dense_weights
 from lockstep.models.weights import named_weights
-from lockstep.sync.fingerprint import dtype_name, fingerprint
+from lockstep.sync.fingerprint import fingerprint
 from lockstep.types import WeightStream
 
 CONFIG, TENSORS, BASE = ADAPTER_CONFIG, ADAPTER_TENSORS, "adapter_base.json"
@@ -51,8 +52,9 @@ class Base:
     @staticmethod
     def of(model: nn.Module, name: str) -> Base:
         """Describe `model`, which has no adapters."""
-        weights = dict(named_weights(model))
-        return Base(name, fingerprint(iter(weights.items())).combined, dtype_name(next(iter(weights.values()))))
+        dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        weights = dense_weights(named_weights(model), dtype)  # kept in MXFP4 or not, it is the same base
+        return Base(name, fingerprint(weights).combined, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from lockstep.learner.adapter_start import (
 )
 from lockstep.learner.adapter_targets import Chosen, choose_targets
 from lockstep.models.nf4 import Nf4Linear
+from lockstep.models.stored import weights_of
 from lockstep.models.weights import clean_name, load_weights
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def facts_of(model: torch.nn.Module) -> Facts | None:
 
 def describe(adapter: Adapter, model: torch.nn.Module) -> str:
     """Return a line for the log: the trained part, its scaling, and notes from attaching it."""
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(weights_of(n, p.numel(), packed=p.dtype == torch.uint8) for n, p in model.named_parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"
     match adapter:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.models.mxfp4 import dense_weights
 from lockstep.models.nf4 import Nf4Linear
 from lockstep.models.weights import active_adapter, clean_name, named_weights, stored_buffers
 from lockstep.sync.merged import merged
@@ -44,7 +45,8 @@ def merged_weights(model: nn.Module) -> WeightStream:
 def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
     """Yield the stream with the layers stored in 4 bits replaced by the weights that they stand for."""
     packed = {name for name, layer in layers.items() if isinstance(layer.get_base_layer(), Nf4Linear)}
-    for name, tensor in named_weights(model):
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    for name, tensor in dense_weights(named_weights(model), dtype):
         layer, _, part = name.rpartition(".")
         if layer not in packed or part not in ("codes", "scales"):
             yield name, tensor

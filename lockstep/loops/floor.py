@@ -14,7 +14,7 @@ from lockstep.device import choose_device, wait
 from lockstep.errors import LockstepError
 from lockstep.plan.floors import Machine, Update, Work, step_floor
 from lockstep.plan.job import offloaded_bytes
-from lockstep.plan.model_shape import read_shape
+from lockstep.plan.model_shape import recipe_shape
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Group, Metrics
 
@@ -32,7 +32,7 @@ class StepFloor:
         self._recipe, self._parts = recipe, parts
         self._shape: ModelShape | None = None
         try:
-            self._shape = read_shape(parts.policy.resolved.path)
+            self._shape = recipe_shape(recipe, parts.policy.resolved.path)
         except LockstepError:  # a family that the plan does not know either
             return
         device = choose_device(recipe.device).type

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.mxfp4 import Packed
+from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.route_kernels import Sorted
 
@@ -153,8 +155,13 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def gate_up(x_TH: Tensor, weight_EOX: Tensor, bias_EO: Tensor | None, rows: Sorted, activation: Activation) -> Tensor:
+def gate_up(
+    x_TH: Tensor, weight_EOX: Tensor | Packed, bias_EO: Tensor | None, rows: Sorted, activation: Activation
+) -> Tensor:
     """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and activation."""
+    if isinstance(weight_EOX, Packed):
+        assert bias_EO is not None
+        return packed_gate_up(x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, _precision(x_TH))
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), rows.experts)](
@@ -166,8 +173,10 @@ def gate_up(x_TH: Tensor, weight_EOX: Tensor, bias_EO: Tensor | None, rows: Sort
     return out_RI
 
 
-def product(x_RX: Tensor, weight_EOX: Tensor, rows: Sorted) -> Tensor:
+def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     """Return sorted rows times the matrix of their expert, [R, O]."""
+    if isinstance(weight_EOX, Packed):
+        return packed_product(x_RX, weight_EOX, rows, _precision(x_RX))
     x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), rows.experts)](

@@ -26,6 +26,8 @@ from lockstep.models.expert_kernels import (
     product,
 )
 from lockstep.models.known import kind_of_experts, reference, same
+from lockstep.models.mxfp4 import Packed
+from lockstep.models.mxfp4_kernels import opened
 from lockstep.models.route_kernels import Sorted, choose, sort_rows
 
 MANY = 128
@@ -34,10 +36,12 @@ MANY = 128
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The tensors of a layer's experts: matrices [E, outputs, inputs] in any order in memory, and how they are activated."""
+    """The tensors of a layer's experts: matrices [E, outputs, inputs] in any order in memory, or kept in MXFP4, and how they are
+    activated.
+    """
 
-    gate_up_EOX: Tensor
-    down_EOX: Tensor
+    gate_up_EOX: Tensor | Packed
+    down_EOX: Tensor | Packed
     activation: Activation
     bias_EO: Tensor | None = None
     down_bias_EO: Tensor | None = None
@@ -50,6 +54,9 @@ class Experts:
                 activation = Activation(True, float(module.limit), float(module.alpha))
                 both, down = (weight.transpose(1, 2) for weight in (module.gate_up_proj, module.down_proj))
                 return Experts(both, down, activation, module.gate_up_proj_bias, module.down_proj_bias)
+            case "packed":
+                activation = Activation(True, float(module.limit), float(module.alpha))
+                return Experts(module.gate_up, module.down, activation, module.gate_up_proj_bias, module.down_proj_bias)
             case "gated":
                 return Experts(module.gate_up_proj, module.down_proj, Activation())
             case None:
@@ -59,38 +66,48 @@ class Experts:
 
     def __call__(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum over its experts, [T, H]; differentiable."""
-        if torch.is_grad_enabled() or index_TK.numel() >= MANY * len(self.gate_up_EOX):
+        gate_up_EOX, down_EOX = self.gate_up_EOX, self.down_EOX
+        experts = gate_up_EOX.experts if isinstance(gate_up_EOX, Packed) else len(gate_up_EOX)
+        if torch.is_grad_enabled() or index_TK.numel() >= MANY * experts:
             function: Any = _Mixture
-            tensors = (self.gate_up_EOX, self.down_EOX, self.bias_EO, self.down_bias_EO)
-            result: Tensor = function.apply(x_TH, index_TK, weight_TK, *tensors, self.activation)
+            biases = self.bias_EO, self.down_bias_EO
+            result: Tensor = function.apply(
+                x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, *biases, self.activation, experts
+            )
             return result
-        rows = sort_rows(index_TK, len(self.gate_up_EOX))
-        inner_RI = gate_up(x_TH, self.gate_up_EOX, self.bias_EO, rows, self.activation)
-        return combine(product(inner_RI, self.down_EOX, rows), self.down_bias_EO, rows, weight_TK)
+        rows = sort_rows(index_TK, experts)
+        inner_RI = gate_up(x_TH, gate_up_EOX, self.bias_EO, rows, self.activation)
+        return combine(product(inner_RI, down_EOX, rows), self.down_bias_EO, rows, weight_TK)
 
 
 class _Mixture(torch.autograd.Function):
-    """Keeps the inputs and the products with gate and up; everything else is computed again."""
+    """Keeps the inputs and the products with gate and up; everything else is computed again.
+
+    Matrices in MXFP4 are dequantised for one product at a time.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EOX: Tensor, down_EOX: Tensor,
-        bias_EO: Tensor | None, down_bias_EO: Tensor | None, activation: Activation,
+        ctx: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EOX: Tensor | Packed, down_EOX: Tensor | Packed,
+        bias_EO: Tensor | None, down_bias_EO: Tensor | None, activation: Activation, experts: int,
     ) -> Tensor:  # fmt: skip
-        rows = sort_rows(index_TK, len(gate_up_EOX))
-        both_RO = _grouped(x_TH[_tokens(rows)], gate_up_EOX, rows)
+        rows = sort_rows(index_TK, experts)
+        both_RO = _grouped(x_TH[_tokens(rows)], _dense(gate_up_EOX, x_TH), rows)
         inner_RI = activate(both_RO, bias_EO, rows, activation)
-        out_TH = combine(_grouped(inner_RI, down_EOX, rows), down_bias_EO, rows, weight_TK)
-        ctx.save_for_backward(x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, bias_EO, down_bias_EO, both_RO)
+        out_TH = combine(_grouped(inner_RI, _dense(down_EOX, x_TH), rows), down_bias_EO, rows, weight_TK)
+        matrices = [None if isinstance(one, Packed) else one for one in (gate_up_EOX, down_EOX)]
+        ctx.save_for_backward(x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO)
+        ctx.packed = tuple(one if isinstance(one, Packed) else None for one in (gate_up_EOX, down_EOX))
         ctx.rows, ctx.activation = rows, activation
         return out_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, bias_EO, down_bias_EO, both_RO = ctx.saved_tensors
+        x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO = ctx.saved_tensors
+        gate_up_EOX, down_EOX = (packed or dense for packed, dense in zip(ctx.packed, matrices, strict=True))
         rows, need, activation = ctx.rows, ctx.needs_input_grad, ctx.activation
         grad_TH, token_R = grads[0].contiguous(), _tokens(rows)
-        inner_grad_RI = _grouped(grad_TH[token_R], down_EOX.transpose(1, 2), rows)
+        inner_grad_RI = _grouped(grad_TH[token_R], _dense(down_EOX, x_TH).transpose(1, 2), rows)
         both_grad_RO, share_R = activate_back(both_RO, bias_EO, rows, activation, inner_grad_RI, weight_TK)
         del inner_grad_RI
         share_TK = share_R.view_as(weight_TK)
@@ -98,7 +115,9 @@ class _Mixture(torch.autograd.Function):
             share_TK = share_TK + (grad_TH @ down_bias_EO.T).gather(1, index_TK)
         x_grad_TH = None
         if need[0]:
-            x_grad_TH = combine(_grouped(both_grad_RO, gate_up_EOX.transpose(1, 2), rows), None, rows, None)
+            x_grad_TH = combine(
+                _grouped(both_grad_RO, _dense(gate_up_EOX, x_TH).transpose(1, 2), rows), None, rows, None
+            )
         both_grad = outer(both_grad_RO, x_TH[token_R], rows) if need[3] else None
         bias_grad = _by_expert(both_grad_RO, bias_EO, rows) if need[5] else None
         down_grad = down_bias_grad = None
@@ -107,7 +126,11 @@ class _Mixture(torch.autograd.Function):
             down_grad = outer(grad_RH, activate(both_RO, bias_EO, rows, activation), rows) if need[4] else None
             down_bias_grad = _by_expert(grad_RH, down_bias_EO, rows) if need[6] else None
         weight_grad_TK = share_TK.to(weight_TK.dtype) if need[2] else None
-        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, None
+        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, None, None
+
+
+def _dense(matrix: Tensor | Packed, like: Tensor) -> Tensor:
+    return opened(matrix, like.dtype) if isinstance(matrix, Packed) else matrix
 
 
 def _tokens(rows: Sorted) -> Tensor:

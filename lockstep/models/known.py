@@ -8,6 +8,8 @@ from functools import cache
 from types import CodeType
 from typing import Any, Literal
 
+from lockstep.models.mxfp4_experts import Mxfp4Experts
+
 
 @cache
 def reference(family: str, layer: str) -> Any:
@@ -21,10 +23,12 @@ def same(one: Any, other: Any) -> bool:
     return one is other or (all(codes) and _meaning(codes[0]) == _meaning(codes[1]))
 
 
-def kind_of_experts(module: Any) -> Literal["gated", "paired"] | None:
-    """Return which known form the experts of a mixture have: that of Qwen3-MoE and most others, or gpt-oss's. None for another
-    one, such as gates that are clamped (DeepSeek V4).
+def kind_of_experts(module: Any) -> Literal["gated", "paired", "packed"] | None:
+    """Return which known form the experts of a mixture have: that of Qwen3-MoE and most others, or gpt-oss's, dense or kept in
+    MXFP4. None for another one, such as gates that are clamped (DeepSeek V4).
     """
+    if isinstance(module, Mxfp4Experts):
+        return "packed"
     if not all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in ("gate_up_proj", "down_proj")):
         return None
     forward = _own_forward(type(module))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ModelError
 from lockstep.models.folder import IMPLEMENTATIONS
-from lockstep.models.mxfp4 import is_mxfp4, read_weights
+from lockstep.models.mxfp4 import is_mxfp4, read_packed, read_weights
 from lockstep.models.resolve import ResolvedModel
 from lockstep.models.stored import stored_parameters
 
@@ -68,11 +68,17 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    resolved: ResolvedModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+    resolved: ResolvedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "sdpa",
+    packed: bool = False,
 ) -> PreTrainedModel:
     """Load the model with all parameters in `dtype` on `device`, in evaluation mode; buffers keep their own precision.
 
-    `attention` is a name of transformers' attention interface: eager, sdpa, flash_attention_2, or a registered one.
+    `attention` is a name of transformers' attention interface: eager, sdpa, flash_attention_2, or a registered one. With
+    `packed`, experts of an MXFP4 checkpoint stay as they are stored.
 
     Raises:
         ModelError: it cannot be read, or the files lack parameters, which would otherwise be random.
@@ -86,7 +92,7 @@ def load_model(
             _refuse_absurd(resolved, sum(parameter.numel() for parameter in empty.parameters()))
             source: dict[str, Any] = {"pretrained_model_name_or_path": resolved.path}
             if is_mxfp4(resolved.path):
-                weights = dict(read_weights(resolved.path, dtype))
+                weights = dict(read_weights(resolved.path, dtype, packed=packed))
                 source = {"pretrained_model_name_or_path": None, "state_dict": weights}
             kind: Any = type(empty)  # its annotations do not know output_loading_info
             model, report = kind.from_pretrained(
@@ -110,12 +116,26 @@ def load_model(
         log.warning("%s: %s in the files belong to no parameter of the model", resolved.name, _some(unused))
     for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
+    if packed:
+        _pack_experts(model, resolved.path)
     if is_mxfp4(resolved.path) and (generation := _generation(resolved)) is not None:
         model.generation_config = generation
     placed: PreTrainedModel = model.to(device).eval()
     if attention == ATTENTION:
         follow_layouts(placed)  # its copies do so, too
     return placed
+
+
+def _pack_experts(model: PreTrainedModel, folder: Path) -> None:
+    """Replace the experts of a model that was read without them."""
+    from lockstep.models.known import kind_of_experts
+    from lockstep.models.mxfp4_experts import Mxfp4Experts
+
+    packed = read_packed(folder)
+    for name, module in list(model.named_modules()):
+        if kind_of_experts(module) == "paired":
+            parts = packed[f"{name}.gate_up_proj"], packed[f"{name}.down_proj"]
+            model.set_submodule(name, Mxfp4Experts(module, *parts))
 
 
 def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Checkpoints with MXFP4 weights (gpt-oss), read into plain tensors: expert by expert, all in one dtype.
+"""Checkpoints with MXFP4 weights (gpt-oss), read into plain tensors, expert by expert and all in one dtype; or as they are.
 
 Such a checkpoint stores a parameter X of shape [experts, inputs, outputs] as X_blocks, uint8 [experts, outputs, inputs / 32, 16],
 and X_scales, uint8 [experts, outputs, inputs / 32]. A byte holds two E2M1 codes, the earlier number in its low four bits; a scale
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = 32
 """Numbers in one block."""
 NAN_SCALE = 255
+LARGEST_SCALE = 240
+"""Largest scale of weights that are kept in MXFP4: 2^113. Models have scales of about 2^-8."""
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
 
 
@@ -36,33 +39,98 @@ def is_mxfp4(folder: Path) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == MXFP4
 
 
-def read_weights(folder: Path, dtype: torch.dtype) -> WeightStream:
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One parameter [experts, inputs, outputs] as it is stored."""
+
+    blocks: Tensor
+    """uint8 [experts, outputs, inputs / 32, 16]."""
+    scales: Tensor
+    """uint8 [experts, outputs, inputs / 32]."""
+
+    @property
+    def experts(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def outputs(self) -> int:
+        return self.blocks.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        return self.blocks.shape[2] * NUMBERS
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return one expert's matrix [inputs, outputs]."""
+        return dequantise(self.blocks[expert], self.scales[expert], dtype)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the parameter, made one expert at a time."""
+        import torch
+
+        result = torch.empty(self.experts, self.inputs, self.outputs, dtype=dtype, device=self.blocks.device)
+        for expert in range(self.experts):
+            result[expert] = self.matrix(expert, dtype)
+        return result
+
+
+def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> WeightStream:
     """Yield every parameter of a checkpoint once, on the CPU, in `dtype`; MXFP4 weights are dequantised.
 
-    At most one expert is in memory besides what was yielded. Raises ModelError for blocks without scales, another layout, or a
-    scale that is NaN.
+    At most one expert is in memory besides what was yielded. With `packed`, MXFP4 weights are not read: a zero that takes no
+    memory is yielded for each. Raises ModelError for blocks without scales, another layout, or a scale that is NaN.
     """
-    from safetensors import SafetensorError, safe_open
+    import torch
 
     with ExitStack() as stack:
-        places: dict[str, Any] = {}
-        for path in _files(folder):
-            try:
-                file: Any = stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"cannot be read: {error}", where=str(path), fix="fetch the model again") from error
-            places |= dict.fromkeys(file.keys(), file)
+        places = _places(folder, stack)
         for name in sorted(places):
             base = name.removesuffix(BLOCKS)
             if name.endswith(BLOCKS) and base + SCALES in places:
-                scales = places[base + SCALES].get_tensor(base + SCALES)
-                yield base, _read(base, places[name].get_slice(name), scales, dtype)
+                if packed:
+                    experts, outputs, blocks, _ = places[name].get_slice(name).get_shape()
+                    yield base, torch.zeros((), dtype=dtype).expand(experts, blocks * NUMBERS, outputs)
+                else:
+                    yield base, _read(base, places, dtype)
             elif name.endswith(BLOCKS) or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS not in places):
                 raise ModelError(
                     "blocks without scales or scales without blocks", where=name, fix="fetch the model again"
                 )
             elif not name.endswith(SCALES):
                 yield name, places[name].get_tensor(name).to(dtype)
+
+
+def read_packed(folder: Path) -> dict[str, Packed]:
+    """Return the parameters that are stored in MXFP4, as they are. Raises ModelError as read_weights does."""
+    with ExitStack() as stack:
+        places, found = _places(folder, stack), {}
+        for name in sorted(places):
+            base = name.removesuffix(BLOCKS)
+            if name.endswith(BLOCKS):
+                scales = places[base + SCALES].get_tensor(base + SCALES)
+                _check_layout(base, places[name].get_slice(name), scales)
+                if (scales > LARGEST_SCALE).any():
+                    raise ModelError(
+                        f"a scale is above {LARGEST_SCALE}", where=base + SCALES, fix="set adapter.base=full"
+                    )
+                found[base] = Packed(places[name].get_tensor(name), scales)
+        return found
+
+
+def dense_weights(weights: WeightStream, dtype: torch.dtype) -> WeightStream:
+    """Yield a stream in which parameters that are kept in MXFP4 have the names and values of their dense form."""
+    import torch
+
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        base = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        if base == name or tensor.dtype != torch.uint8:
+            yield name, tensor
+        elif base not in waiting:
+            waiting[base] = tensor
+        else:
+            blocks, scales = sorted((waiting.pop(base), tensor), key=lambda one: -one.ndim)
+            yield base, Packed(blocks, scales).dense(dtype)
 
 
 def dequantise(blocks_ORG: Tensor, scales_OR: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,8 +141,21 @@ def dequantise(blocks_ORG: Tensor, scales_OR: Tensor, dtype: torch.dtype) -> Ten
     return matrix
 
 
-def _read(name: str, stored: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read the parameter [experts, inputs, outputs], one expert at a time."""
+def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open a checkpoint's files; returns the file of each tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    places: dict[str, Any] = {}
+    for path in _files(folder):
+        try:
+            file: Any = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot be read: {error}", where=str(path), fix="fetch the model again") from error
+        places |= dict.fromkeys(file.keys(), file)
+    return places
+
+
+def _check_layout(name: str, stored: Any, scales: Tensor) -> None:
     import torch
 
     shape, kind = list(stored.get_shape()), stored.get_dtype()
@@ -88,7 +169,15 @@ def _read(name: str, stored: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
         )
     if (scales == NAN_SCALE).any():
         raise ModelError("a scale is NaN", where=name + SCALES, fix="fetch the model again")
-    experts, outputs, blocks, _ = shape
+
+
+def _read(name: str, places: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """Read the parameter [experts, inputs, outputs], one expert at a time."""
+    import torch
+
+    stored, scales = places[name + BLOCKS].get_slice(name + BLOCKS), places[name + SCALES].get_tensor(name + SCALES)
+    _check_layout(name, stored, scales)
+    experts, outputs, blocks, _ = stored.get_shape()
     result = torch.empty(experts, blocks * NUMBERS, outputs, dtype=dtype)
     for expert in range(experts):
         result[expert] = dequantise(stored[expert : expert + 1][0], scales[expert], dtype)

@@ -42,7 +42,11 @@ def _elements(path: Path) -> int:
 
 def _numbers(name: str, entry: Mapping[str, Any]) -> int:
     """Return the parameters in one stored tensor: MXFP4 packs two into a byte, and its scales do not count."""
-    count: int = math.prod(entry["shape"])
-    if entry.get("dtype") == "U8" and name.endswith((BLOCKS, SCALES)):
+    return weights_of(name, math.prod(entry["shape"]), packed=entry.get("dtype") == "U8")
+
+
+def weights_of(name: str, count: int, *, packed: bool) -> int:
+    """Return the parameters that `count` numbers of a tensor are, which are bytes if it is `packed`."""
+    if packed and name.endswith((BLOCKS, SCALES)):
         return 2 * count if name.endswith(BLOCKS) else 0
     return count

@@ -128,10 +128,10 @@ def generation(shape: ModelShape, work: Work, machine: Machine) -> tuple[float, 
     prefill += sum(4 * shape.query_size * attended(shape, prompt) for prompt in prompts)
     linear = attention = 0.0
     for running, keys in _decode_steps(shape, samples):
-        weights = shape.body_read(running) + shape.head
+        weights = shape.body_bytes(running) + 2 * shape.head
         linear += max(
             2 * (shape.body + shape.head) * running / machine.flops,
-            2 * weights / machine.bandwidth,
+            weights / machine.bandwidth,
         )
         key_bytes = shape.kv_bytes() / shape.layers
         attention += keys * max(key_bytes / machine.bandwidth, 4 * shape.query_size / machine.flops)

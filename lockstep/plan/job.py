@@ -288,6 +288,8 @@ def packed_parameters(adapter: Adapter, shape: ModelShape) -> int:
     """Parameters of the base that are kept in 4 bits."""
     if not isinstance(adapter, Lora) or adapter.base == "full":
         return 0
+    if adapter.base == "mxfp4":
+        return shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate
     return shape.layers * sum(linear.inputs * linear.outputs for linear in targeted(adapter.targets, shape))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, copied_keys, per_token
 from lockstep.plan.job import GIB as GIB
 from lockstep.plan.job import Job
+from lockstep.plan.shapes import PACKED_BYTES
 
 LOGITS_BYTES = 2**31
 """A GPU's head makes logits in tiles of this many bytes (models.head_kernels.TILE_BYTES)."""
@@ -32,8 +33,6 @@ WORKSPACE = 96 * 2**20
 """Work space of the matrix libraries, which torch's allocator holds."""
 VLLM_BYTES = 2.5 * GIB
 """Bytes that vLLM takes beside weights, keys and values: activations of a profile run, samplers, graphs."""
-NF4_BYTES = 0.5 + 2 / 64
-"""Bytes of a weight in 4 bits with its share of a scale (models.nf4.BYTES)."""
 OUTSIDE = {"cuda": 1.25 * GIB, "cpu": 0.5 * GIB}
 """Context, libraries and kernels of the process, outside torch's allocator."""
 
@@ -115,7 +114,7 @@ def pass_tokens(job: Job, budget: int) -> int:
 def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """Return what loading makes, and what the first step adds for the rest of the run."""
     shape, element = job.shape, job.element
-    weights = element * (shape.parameters - job.packed) + NF4_BYTES * job.packed
+    weights = element * (shape.parameters - job.packed) + PACKED_BYTES * job.packed
     critic = critic_trained(job)
     here = 0 if job.offload else 1
     terms = [Term("weights", weights + element * job.added), Term("fp32 masters", here * job.masters)]
@@ -134,6 +133,8 @@ def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ..
     terms.append(Term("engine's buffers", engine))
     if job.device == "cuda":
         terms.append(Term("work space", WORKSPACE))
+    if job.device == "cuda" and job.packed and shape.expert_bytes < 2:
+        terms.append(Term("gate and up of a layer, dequantised", element * job.packed * 2 / 3 / shape.layers))
     present = tuple(term for term in terms if term.bytes)
     return present, tuple(term for term in state if term.bytes)
 

@@ -6,13 +6,24 @@ files disagree with the count, the meta device decides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ModelError
 from lockstep.models.folder import read_json
 from lockstep.models.stored import stored_parameters
-from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.shapes import PACKED_BYTES, ModelShape, shape_of
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Recipe
+
+
+def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
+    """Return the shape of the model in a folder as the recipe's run holds it. Raises ModelError as `read_shape` does."""
+    shape = read_shape(folder)
+    packed = recipe.adapter.kind == "lora" and recipe.adapter.base == "mxfp4"
+    return replace(shape, expert_bytes=PACKED_BYTES) if packed else shape
 
 
 def read_shape(folder: Path) -> ModelShape:

@@ -19,7 +19,7 @@ from lockstep.plan.disk import DiskPlan, Share, beside_bytes, disk_lines, plan_d
 from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
 from lockstep.plan.job import GIB, adapter_size, offloaded_bytes
-from lockstep.plan.model_shape import meta_model, read_shape
+from lockstep.plan.model_shape import meta_model, read_shape, recipe_shape
 from lockstep.plan.shapes import ModelShape
 
 ASSUMED_PROMPT = 512
@@ -53,7 +53,7 @@ class Preview:
         folder = config_folder(recipe.model)
         if folder is None:
             return None
-        shape = read_shape(folder)
+        shape = recipe_shape(recipe, folder)
         device, available, total, name = planned_device(recipe, gpu_gib)
         if device == "cpu":  # its workers share it
             available, total = available / workers_of(recipe), total / workers_of(recipe)

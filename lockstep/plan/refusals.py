@@ -214,9 +214,26 @@ def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     adapter = recipe.adapter
     if adapter.kind == "none":
         return
+    if isinstance(adapter, Lora) and adapter.base == "mxfp4":
+        _require_mxfp4(recipe)
     chosen = choose_targets(model, adapter.targets)
     if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") and not adapter.start:
         refuse_small({name: model.get_parameter(f"{name}.weight") for name in chosen.layers}, adapter.rank)
+
+
+def _require_mxfp4(recipe: Recipe) -> None:
+    """Raise ConfigError if a base is to stay in MXFP4 that is not stored so, or that another run has trained."""
+    from lockstep.models.mxfp4 import is_mxfp4
+
+    folder, fix = config_folder(recipe.model), "set adapter.base=full"
+    if folder is not None and not is_mxfp4(folder):
+        raise ConfigError(
+            [f"adapter.base = mxfp4, but the weights of {recipe.model.path} are not stored in MXFP4"], fix=fix
+        )
+    if recipe.warm_start is not None:
+        raise ConfigError(
+            ["adapter.base = mxfp4 takes the weights of a published checkpoint, not of warm_start"], fix=fix
+        )
 
 
 def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:

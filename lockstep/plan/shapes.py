@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+PACKED_BYTES = 0.5 + 1 / 32
+"""Bytes of a weight in 4 bits with its share of a scale, in NF4 (models.nf4.BYTES) as in MXFP4."""
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -45,6 +48,8 @@ class ModelShape:
     experts: int = 0
     """Experts of a layer; 0 is a dense MLP."""
     experts_per_token: int = 0
+    expert_bytes: float = 2.0
+    """Bytes of a weight of theirs that decoding reads; of the MLP, if it is dense."""
     grouped: bool = False
     """On a GPU they run by models.experts."""
     qk_norm: bool = False
@@ -96,11 +101,12 @@ class ModelShape:
         router = self.layers * self.hidden * self.experts
         return self.attention_body + router + self.layers * active * 3 * self.hidden * self.intermediate
 
-    def body_read(self, tokens: float) -> float:
-        """Parameters of the layers' matrices that a step over `tokens` tokens reads: of experts, as many as they can reach."""
+    def body_bytes(self, tokens: float) -> float:
+        """Bytes of the layers' matrices that a step over `tokens` tokens reads: of experts, as many as they can reach."""
         reached = min(self.experts, tokens * self.experts_per_token) if self.experts else 1
         router = self.layers * self.hidden * self.experts
-        return self.attention_body + router + self.layers * reached * 3 * self.hidden * self.intermediate
+        read = self.layers * reached * 3 * self.hidden * self.intermediate
+        return 2.0 * (self.attention_body + router) + self.expert_bytes * read
 
     def kv_bytes(self, element: int = 2) -> int:
         """Bytes of keys and values of one token, all layers."""

@@ -90,3 +90,15 @@ def decoded(blocks: Tensor, scales: Tensor) -> Tensor:
                         number = VALUES[code & 7] * (-1 if code & 8 else 1) * 2.0 ** (powers[e][o][g] - 127)
                         result[e, 32 * g + 2 * byte + half, o] = number
     return result
+
+
+def keep_in_four_bits(model: Any) -> None:
+    """Give a gpt-oss random experts that stay in MXFP4, in place of its own."""
+    from lockstep.models.mxfp4 import Packed
+    from lockstep.models.mxfp4_experts import Mxfp4Experts
+
+    for layer in model.model.layers:
+        dense = layer.mlp.experts
+        parts = [random_blocks(tuple(one.shape)) for one in (dense.gate_up_proj, dense.down_proj)]
+        device = dense.gate_up_proj.device
+        layer.mlp.experts = Mxfp4Experts(dense, *(Packed(*(half.to(device) for half in part)) for part in parts))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.models.known import kind_of_experts
 from tests.interpreter import interpreted
 from tests.learner.models import plain
+from tests.models.mxfp4_files import random_blocks
 
 pytest.importorskip("triton")
 
@@ -129,6 +130,34 @@ def equal_logits() -> None:
     assert all(0 <= one < 5 for one in index.tolist()[1])
 
 
+def in_four_bits() -> None:
+    """Experts that stay in MXFP4 by kernels: values and gradients are those of the loop, in training and in decoding."""
+    from lockstep.models.experts import fuse_experts
+    from lockstep.models.mxfp4 import Packed
+    from lockstep.models.mxfp4_experts import Mxfp4Experts
+    from lockstep.models.mxfp4_kernels import opened
+
+    dense = part("gpt-oss", "Experts")
+    packed = [Packed(*random_blocks(tuple(one.shape))) for one in (dense.gate_up_proj, dense.down_proj)]
+    for one in packed:
+        assert torch.equal(opened(one, torch.float32), one.dense(torch.float32).transpose(1, 2))
+    module = Mxfp4Experts(dense, *packed)
+    for tokens in (1, 41):
+        x, index, weight = asked(module, tokens, 2)
+        inputs = [x, weight, module.gate_up_proj_bias, module.down_proj_bias]
+        theirs = type(module).forward(module, x, index, weight)
+        mix = torch.linspace(-1, 1, theirs.numel()).view_as(theirs)
+        wanted = torch.autograd.grad((theirs * mix).sum(), inputs)
+        assert fuse_experts(module)
+        ours = module(x, index, weight)
+        close(ours, theirs, "in training")
+        for a, b in zip(torch.autograd.grad((ours * mix).sum(), inputs), wanted, strict=True):
+            close(a, b, "gradient")
+        with torch.no_grad():
+            close(module(x, index, weight), theirs, "in decoding")
+        del module.forward
+
+
 @pytest.mark.parametrize(
     ("family", "name", "kind"),
     [
@@ -172,3 +201,8 @@ def test_experts_that_nothing_reaches_are_not_read() -> None:
 
 def test_the_first_of_equal_experts_is_chosen() -> None:
     interpreted(equal_logits)
+
+
+@pytest.mark.slow
+def test_experts_in_four_bits_are_those_of_the_loop() -> None:
+    interpreted(in_four_bits)

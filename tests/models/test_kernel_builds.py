@@ -13,6 +13,7 @@ from lockstep.models import (  # noqa: E402
     expert_kernels,
     head_kernels,
     layer_kernels,
+    mxfp4_kernels,
     norm_kernels,
     ordered_attention,
     ordered_product_kernel,
@@ -23,9 +24,10 @@ from lockstep.rollout.paged import attention_kernels  # noqa: E402
 WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
 WHOLE = {"targets": "*i64", "ids": "*i64", "index": "*i64", "best": "*i32", "tiles": "*i32"}
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
-WHOLE |= {"offset_ptr": "*i64"}
+WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EVEN": True, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+PACKED = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (route_kernels._route_kernel, {"TOP": 8, "SHARED": True, "EXPERTS": 128, "TOPS": 8}),
     "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
@@ -33,6 +35,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),
     "experts' product": (expert_kernels._product_kernel, TILE),
     "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
+    "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, **PACKED}),
+    "experts' product, in four bits": (mxfp4_kernels._product_kernel, PACKED),
+    "experts, dequantised": (mxfp4_kernels._open_kernel, {"GROUPS": 128}),
     "activate": (expert_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
     "activate, back": (expert_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
     "combine": (expert_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),

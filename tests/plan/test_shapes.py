@@ -93,9 +93,11 @@ def test_experts_are_read_only_as_far_as_tokens_reach_them() -> None:
         _config("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}).to_dict()
     )
     assert shape is not None
-    assert shape.body_read(1) == shape.body
-    assert shape.body_read(2) - shape.body == 3 * 3 * (3 * 64 * 20)  # layers × further experts × matrices of one
-    assert shape.body_read(1000) == shape.body_read(3)
+    assert shape.body_bytes(1) == 2 * shape.body
+    assert shape.body_bytes(2) - 2 * shape.body == 2 * 3 * 3 * (
+        3 * 64 * 20
+    )  # layers × further experts × matrices of one
+    assert shape.body_bytes(1000) == shape.body_bytes(3)
 
 
 def test_a_known_model_is_read_without_torch(tiny_model_dir: Path) -> None:

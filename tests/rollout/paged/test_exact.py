@@ -31,6 +31,7 @@ from lockstep.models.ordered_product_kernel import product
 from lockstep.rollout.paged import prefill
 from lockstep.rollout.paged.ops import TritonOps
 from lockstep.rollout.paged.plain import PlainOps
+from tests.models.mxfp4_files import keep_in_four_bits
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -44,6 +45,7 @@ def off_again():
 
 FAMILIES = {"full": "Qwen2", "lora": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 FAMILIES |= {"qwen3-moe": "Qwen3Moe", "mixtral": "Mixtral", "gpt-oss": "GptOss", "windows": "Mistral"}
+FAMILIES |= {"gpt-oss in four bits": "GptOss"}
 """By kind of run."""
 
 
@@ -56,25 +58,28 @@ def settled(kind: str) -> tuple[Any, Recipe]:
     from lockstep.models.fused_layers import fuse_layers
 
     torch.manual_seed(0)
-    adapter = {"kind": "lora", "rank": 8} if kind == "lora" else {"kind": "none"}
+    adapter = {"kind": "lora", "rank": 8} if kind == "lora" or "four bits" in kind else {"kind": "none"}
     given = Recipe.model_validate({"numerics": {"exact": True}, "adapter": adapter, "steps": 20})
     sizes = {"vocab_size": 5000, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, **SHAPE}
     if kind in ("mistral", "mixtral"):
         sizes["sliding_window"] = None
     if kind == "windows":
         sizes["sliding_window"] = 100
-    if kind == "gpt-oss":
+    if kind.startswith("gpt-oss"):
         sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 100, "tie_word_embeddings": False}
     if kind == "qwen3-moe":
         sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
     config = getattr(transformers, f"{FAMILIES[kind]}Config")(**sizes)
     family = getattr(transformers, f"{FAMILIES[kind]}ForCausalLM")
     base = family._from_config(config, attn_implementation=NAME).bfloat16().to("cuda").eval()
+    if "four bits" in kind:
+        keep_in_four_bits(base)
     fuse_layers(base)
     model = attach(base, given.adapter, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.05)
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.05)
     settle_exactness(model, given)
     assert exact.enabled(), exact.line()
     assert "repeated" in exact.line()
