@@ -151,10 +151,10 @@ class _Table:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
         if key in self._open or key in self._agents.open:
-            raise EngineError("two rollouts have this key", where=key)
+            raise EngineError("two rollouts have the same key", where=key)
         programs = self._task.programs(prompt)
         if programs is not None:
-            self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.door)
+            self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.open_endpoint)
             return None
         ids = self._rendered.get(prompt.id)
         if ids is None:
