@@ -327,7 +327,11 @@ def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder)) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{STATE}: cannot be read ({error})", where=str(folder)) from error
+        raise CorruptCheckpointError(
+            f"{STATE}: cannot be read ({error})",
+            where=str(folder),
+            fix="restore the checkpoint from a copy, or choose another",
+        ) from error
     return data["step"], data["meta"]
 
 

@@ -127,7 +127,9 @@ class _Table:
                 yield from self._take_ended()
             if self._requested:
                 raise EngineError(
-                    f"{len(self._requested)} requests were never completed", where=next(iter(self._requested))
+                    f"{len(self._requested)} requests were never completed",
+                    where=next(iter(self._requested)),
+                    fix="report this engine; resume from the last checkpoint",
                 )
             self._listen(WAIT_SECONDS)
             yield from self._take_ended()
