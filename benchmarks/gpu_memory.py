@@ -35,8 +35,8 @@ from lockstep.learner.learner import TorchLearner
 from lockstep.models.attention import NAME
 from lockstep.plan.activations import per_token
 from lockstep.plan.choice import TOLERATED
-from lockstep.plan.job import GIB, job_of
 from lockstep.plan.memory import OUTSIDE, Sizes, peak, phases
+from lockstep.plan.memory_inputs import GIB, memory_inputs_of
 from lockstep.plan.modules import shape_of_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
@@ -124,11 +124,11 @@ def measure(configuration: Configuration, device: str) -> Measured:
     reset(device)
     learner.response_logprobs(work.sequences, 1.0)
     passes = peaks(device)[0]
-    job = job_of(recipe, shape, "cuda", 1e12, prompt_tokens=PROMPT, passes=True)
-    found = phases(job, Sizes(configuration.budget, configuration.mode, 1))  # type: ignore[arg-type]
+    inputs = memory_inputs_of(recipe, shape, "cuda", 1e12, prompt_tokens=PROMPT, passes=True)
+    found = phases(inputs, Sizes(configuration.budget, configuration.mode, 1))  # type: ignore[arg-type]
     update = peak(tuple(phase for phase in found if phase.name in ("train", "optimizer")))
     forward = next(phase for phase in found if phase.name == "log-probabilities")
-    kept = per_token(shape, job.layers, configuration.mode).kept  # type: ignore[arg-type]
+    kept = per_token(shape, inputs.layers, configuration.mode).kept  # type: ignore[arg-type]
     print(
         f"  static {before / GIB:.2f}; predicted: " + ", ".join(f"{t.name} {t.bytes / GIB:.2f}" for t in update.terms)
     )

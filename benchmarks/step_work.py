@@ -103,7 +103,7 @@ def floors_of(work: str, model: str, size: Size, *, offload: str = "") -> dict[s
     arms, if their masters and moments lie in main memory.
     """
     from lockstep.plan import floors
-    from lockstep.plan.job import STATE_BYTES
+    from lockstep.plan.memory_inputs import STATE_BYTES
     from lockstep.plan.model_shape import read_shape
 
     shape, lora = read_shape(Path(model)), WORKS[work].lora

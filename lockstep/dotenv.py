@@ -20,7 +20,7 @@ def read_env(environment: MutableMapping[str, str]) -> list[str]:
     path = Path(named or ".env")
     if named == "" or not path.is_file():
         if named:
-            raise ConfigError([f"{VARIABLE}={named}: there is no such file"], fix="correct it, or unset it")
+            raise ConfigError([f"{VARIABLE}={named}: there is no such file"], fix=f"correct {VARIABLE}, or unset it")
         return []
     from dotenv import dotenv_values
 

@@ -1,4 +1,4 @@
-"""Failures of huggingface_hub, told alike for models and data sets.
+"""Errors of huggingface_hub turned into those of Lockstep, with the same messages for models and data sets.
 
 HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there.
 """
@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of repository, and how messages speak of it."""
+    """A kind of repository on the hub (model or data set), and its words in error messages."""
 
     noun: str
     """Example: "data set"."""

@@ -40,7 +40,7 @@ class LoopbackServer(ThreadingHTTPServer):
             super().__init__((HOST, port), handler)
         except OSError as error:
             raise MachineError(
-                f"port {port} cannot be had: {error.strerror}",
+                f"port {port} cannot be opened: {error.strerror}",
                 where=where,
                 fix="choose another --port, or leave it out",
             ) from error

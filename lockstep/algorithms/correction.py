@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.algorithms.kl import LOG_RATIO_CLAMP
 from lockstep.algorithms.segments import per_sequence_mean, per_sequence_sum
-from lockstep.config.algorithm import Mis, Tis
+from lockstep.config.correction import Mis, Tis
 from lockstep.types import LossInput, Metrics
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]

@@ -17,13 +17,12 @@ from lockstep.config.algorithm import (
     GroupAdvantage,
     LeaveOneOutAdvantage,
     MaxRlAdvantage,
-    Mis,
     Parts,
     PythonAdvantage,
     RewardAdvantage,
-    Tis,
     WhitenedAdvantage,
 )
+from lockstep.config.correction import Mis, Tis
 from lockstep.config.schema import Recipe
 
 

@@ -17,7 +17,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     import pandas as pd
 
-MAIN = ("reward/mean", "validation/loss", "length/mean", "grad/norm")
+DEFAULT_METRICS = ("reward/mean", "validation/loss", "length/mean", "grad/norm")
 """Metrics that are drawn unless others are named."""
 WIDTH, HEIGHT = 7.0, 2.4
 """Inches of a panel."""
@@ -35,9 +35,9 @@ class RunFigure(Figure):
 def draw(runs: Mapping[str, pd.DataFrame], names: Sequence[str], smooth: int = 1) -> RunFigure:
     """Draw metrics of one run or several, a panel per metric. Raises ConfigError for a metric that no run has."""
     if smooth < 1:
-        raise ConfigError([f"smooth = {smooth}: at least 1"])
+        raise ConfigError([f"smooth = {smooth}: must be at least 1"])
     known = sorted({name for frame in runs.values() for name in frame.columns})
-    names = names or [name for name in MAIN if name in known]
+    names = names or [name for name in DEFAULT_METRICS if name in known]
     if unknown := [name for name in names if name not in known]:
         near = get_close_matches(unknown[0], known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see the columns of Run.metrics"

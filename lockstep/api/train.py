@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.api.run import Run
 from lockstep.config.load import layer_of, load, require_task
-from lockstep.config.names import fill_name
+from lockstep.config.run_names import fill_name
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Section
 from lockstep.openmp import set_waiting

@@ -57,10 +57,10 @@ def build_task_of(recipe: Recipe) -> BuiltTask:
 def connect(task: BuiltTask, policy: PolicyFacts) -> None:
     """Give the task a way to open an endpoint, for programs that play its episodes. They write all of a chat themselves."""
 
-    def door(sampler: Sampler) -> Endpoint:
+    def open_endpoint(sampler: Sampler) -> Endpoint:
         return Endpoint(sampler, policy.chat.unframed(), model=MODEL, context=policy.context or 0)
 
-    task.door = door
+    task.open_endpoint = open_endpoint
 
 
 def prepare_for_engine(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The memory plan of a run on its device: made before the model is loaded, checked when it has trained."""
+"""The memory plan of a run: made before the model is loaded, and compared with the real peak after the first steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_run(
 
 def execution(plan: MemoryPlan | None) -> Execution | None:
     """Return the plan's decisions about an update. On a CPU they equal the defaults."""
-    if plan is None or plan.job.device == "cpu":
+    if plan is None or plan.inputs.device == "cpu":
         return None
     return Execution(plan.sizes.tokens, plan.sizes.recompute)
 
@@ -88,7 +88,7 @@ def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
 def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
     """Return prediction and error of a GPU's peak so far, and a warning if the plan is off. `trained`: steps since the start."""
     peaks = gpu_peak()
-    if plan is None or plan.job.device != "cuda" or trained < CHECKED_STEP or peaks is None:
+    if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP or peaks is None:
         return {}, ""
     peak = peaks[0]
     return memory_metrics(plan, peak), plan_warning(plan, peak) if trained == CHECKED_STEP else ""

@@ -1,4 +1,4 @@
-"""The objects of a run, as plain records; build.py makes them."""
+"""Records that hold the objects of a run: policy, task, engine, learner, sync. build.py makes them, and the loops use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """Everything about a policy but its weights: what a driver knows whose workers have the model."""
+    """Everything about a policy except its weights. The driver of a run on workers has only this."""
 
     resolved: ResolvedModel
     tokenizer: PreTrainedTokenizerBase

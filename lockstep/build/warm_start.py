@@ -82,7 +82,7 @@ def find_checkpoint(name: str) -> CheckpointInfo:
         return open_checkpoint(path)
     gone = PLACE.match(path.name) is not None
     raise CheckpointError(
-        "the checkpoint that this run starts from is missing" if gone else "neither a run nor a checkpoint",
+        "the checkpoint that this run starts from is missing" if gone else "the path is neither a run nor a checkpoint",
         where=f"{WHERE} = {name}",
         fix="put it back: a run that was started from it needs it, to resume too" if gone else "name a run's directory",
     )
@@ -113,7 +113,7 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
     where = f"{WHERE} = {parent.run or parent.info.path}"
     if adapter.kind == "none":
         raise CheckpointError(
-            f"it trained adapters ({parent.trained}), and this run trains all weights",
+            f"the checkpoint has adapters ({parent.trained}), but this run trains all weights",
             where=where,
             fix="export the merged model with lockstep export --merge and name it in model.path, or set the adapter of that run",
         )
@@ -133,9 +133,9 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         ]
     if differ or parent.trained != adapter.kind:
         raise CheckpointError(
-            f"its adapters are of another shape: {'; '.join(differ) or f'{parent.trained}, not {adapter.kind}'}",
+            f"the checkpoint's adapters differ from this run's: {'; '.join(differ) or f'{parent.trained}, not {adapter.kind}'}",
             where=where,
-            fix="take over its adapter settings to continue its adapters, or merge them into a model first",
+            fix="use the adapter settings of that run to continue its adapters, or merge them into a model first",
         )
 
 
@@ -170,9 +170,9 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     strange = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
     if strange:
         raise CheckpointError(
-            f"its model differs from this run's: {len(strange)} tensors differ, such as {strange[0]}",
+            f"the checkpoint's model differs from this run's in {len(strange)} tensors, such as {strange[0]}",
             where=f"{WHERE} = {parent.info.path}",
-            fix=f"set model.path to that run's: {parent.info.meta['model']}",
+            fix=f"set model.path to the model of that run: {parent.info.meta['model']}",
         )
     load_weights(model, ((name, tensor.to(own[name].dtype)) for name, tensor in weights.items()))
 
@@ -187,7 +187,7 @@ def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor
     saved = str(parent.info.meta["numerics"])
     if saved != numerics:
         raise CheckpointError(
-            f"its adapters and their base are in {saved}, and this run's model is in {numerics}",
+            f"the checkpoint's adapters and base are in {saved}, but this run's model is in {numerics}",
             where=f"{WHERE} = {parent.info.path}",
             fix=f"set model.dtype={saved}",
         )

@@ -146,7 +146,7 @@ class ChatFormat:
         array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id
         text = self.tokenizer.decode(array, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         if not isinstance(text, str):
-            raise ChatError(f"decode gave {type(text).__name__}, not text", where=where(self.tokenizer))
+            raise ChatError(f"decode returned {type(text).__name__}, not text", where=where(self.tokenizer))
         return text
 
     def _opens_thought(self) -> bool:

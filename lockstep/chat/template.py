@@ -67,7 +67,9 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
         )
     if len(template) > _LONGEST_TEMPLATE:
         raise ChatError(
-            f"the chat template has {len(template):,} characters", where=where(tokenizer), fix="use another"
+            f"the chat template has {len(template):,} characters, more than {_LONGEST_TEMPLATE:,}",
+            where=where(tokenizer),
+            fix="give the tokenizer a shorter chat template",
         )
     return template
 
@@ -139,7 +141,7 @@ def frame(chat: Chat, messages: Sequence[Message]) -> tuple[list[Message], int]:
     rest = list(messages[len(own_system) :])
     asked = [i for i, m in enumerate(rest) if m["role"] == "user"]
     if not asked:
-        raise ChatError("there is no user turn", where="messages", fix="a task's messages need a question")
+        raise ChatError("the messages have no user turn", where="messages", fix="a task's messages need a question")
     rest[asked[-1]] = Message(role="user", content=rest[asked[-1]]["content"] + chat.suffix)
     return turns + rest, len(turns)
 
@@ -150,13 +152,17 @@ def check_messages(messages: Sequence[object]) -> None:
         place = f"messages[{i}]"
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise ChatError(
-                f"a turn must have exactly role and content, got {message!r}", where=place, fix="rewrite it"
+                f"a turn must have exactly role and content, got {message!r}",
+                where=place,
+                fix="give each turn only role and content",
             )
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise ChatError(f"unknown role {role!r}", where=place, fix=f"use one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise ChatError(f"content is not text but {type(content).__name__}", where=place, fix="give text")
+            raise ChatError(
+                f"content is not text but {type(content).__name__}", where=place, fix="give the content as text"
+            )
         try:
             content.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -56,7 +56,11 @@ def commit(folder: Path, step: int) -> Manifest:
     files: dict[str, FileEntry] = {}
     for name, path in _scan(folder):
         if reason := _refused(path) or _bad_tensors(path):
-            raise CheckpointError(f"a checkpoint cannot hold {name}: {reason}", where=str(folder))
+            raise CheckpointError(
+                f"a checkpoint cannot hold {name}: {reason}",
+                where=str(folder),
+                fix="remove the file, or do not write it into a checkpoint",
+            )
         sync_to_disk(path)
         files[name] = FileEntry(_sha256(path), path.stat().st_size)
     manifest = Manifest(step, files)

@@ -75,7 +75,11 @@ def read_state(info: CheckpointInfo) -> CheckpointState:
     """Return the tensors, on the CPU, of a checkpoint that open_checkpoint verified. Raises CorruptCheckpointError."""
     present = [name for name in WEIGHTS_FILES if (info.path / name).is_file()]
     if len(present) != 1:
-        raise CorruptCheckpointError(f"it has {present or 'no'} weights, one file is expected", where=str(info.path))
+        raise CorruptCheckpointError(
+            f"expected one file of weights ({' or '.join(WEIGHTS_FILES)}), found {len(present)}",
+            where=str(info.path),
+            fix="restore this checkpoint from a copy, or choose another",
+        )
     return CheckpointState(
         info.step, read_tensors(info.path / present[0]), read_tensors(info.path / OPTIMIZER), info.meta
     )

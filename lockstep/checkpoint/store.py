@@ -82,7 +82,7 @@ def save(
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
     if target.exists() and not overwrite and _intact(target):
         raise CheckpointError(
-            f"step {step} is already saved", where=str(target), fix="save it once, or say that it may be overwritten"
+            f"step {step} is already saved", where=str(target), fix="save each step once, or pass overwrite=True"
         )
     check_space(folder, bytes_needed)
     try:
@@ -158,7 +158,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[i
     complete = [info for info in list_checkpoints(run_dir) if info.complete]
     if keep_best is not None and keep_best not in {info.step for info in complete}:
         raise CheckpointError(
-            f"the best checkpoint, step {keep_best}, is not there", where=str(checkpoints_of(run_dir))
+            f"the best checkpoint, step {keep_best}, does not exist", where=str(checkpoints_of(run_dir))
         )
     doomed = [info for info in complete[:-keep_last] if info.step != keep_best]
     for info in doomed:
@@ -194,7 +194,11 @@ def _state(step: int, meta: Mapping[str, Json]) -> str:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's meta is not JSON: {error}", where=STATE) from error
     if json.loads(text)["meta"] != meta:
-        raise CheckpointError("the checkpoint's meta changes in JSON", where=STATE, fix="use text keys and lists only")
+        raise CheckpointError(
+            "a value of the checkpoint's meta changes when it is written as JSON",
+            where=STATE,
+            fix="use text keys and lists only",
+        )
     return text
 
 
@@ -247,7 +251,7 @@ def verify_checkpoint(folder: Path) -> CheckpointInfo:
     step, meta = _read_state(folder)
     if step != manifest.step:
         raise CorruptCheckpointError(
-            f"{STATE}: of step {step}, the checkpoint is of {manifest.step}", where=str(folder)
+            f"{STATE} is of step {step}, but the checkpoint is of step {manifest.step}", where=str(folder)
         )
     return CheckpointInfo(step, folder, complete=True, bytes=manifest.bytes, meta=meta)
 
@@ -258,7 +262,7 @@ def _verified_as(step: int, folder: Path) -> CheckpointInfo:
         raise CorruptCheckpointError(
             f"the folder was renamed: it holds the checkpoint of step {info.step}",
             where=str(folder),
-            fix="give it its old name",
+            fix="give the folder its old name",
         )
     return info
 
@@ -323,7 +327,11 @@ def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder)) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{STATE}: cannot be read ({error})", where=str(folder)) from error
+        raise CorruptCheckpointError(
+            f"{STATE}: cannot be read ({error})",
+            where=str(folder),
+            fix="restore the checkpoint from a copy, or choose another",
+        ) from error
     return data["step"], data["meta"]
 
 

@@ -108,7 +108,7 @@ def _on_workers(
     lines = (*facts.learner.lines, *placement_lines(recipe))
     learner = GroupLearner(workers, replace(facts.learner, lines=lines), folder)
     if chat.stop_ids != facts.stop_ids:
-        raise SyncError("the workers stop at other tokens than the driver", where="chat", fix="report this")
+        raise SyncError("workers and driver end replies at different tokens", where="chat", fix="report this")
     return Parts(
         policy,
         task,

@@ -326,7 +326,7 @@ class GroupSync:
             raise blind(f"{name} on rank {rank}", seen)
         if self._held() != before:
             raise SyncError(
-                "the weights did not come back after the negative control", where=name, fix="resume the run"
+                "the weights were not restored after the negative control", where=name, fix="resume the run"
             )
         return name
 

@@ -42,7 +42,7 @@ class Samplers(Part):
         truth, held = self._trainers.call_one(0, "held"), self.call_one(rank, "held")
         if from_plain(Prints, truth).read() != from_plain(Prints, held).read():
             where = f"rank {self.ranks[rank]}, in place of one that was lost"
-            raise SyncError("a new worker holds other weights than the trainers", where=where, fix="resume the run")
+            raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
         if self._forward is not None:
             self.call_one(rank, "set_forward", self._forward)
 
@@ -62,7 +62,9 @@ class Samplers(Part):
             if found is None:
                 return False
             if len(set(found)) > 1:
-                raise SyncError("trainers and samplers train other tensors", where="placement", fix="report this")
+                raise SyncError(
+                    "trainers and samplers have different trained tensors", where="placement", fix="report this"
+                )
             self._joined = True
         return self._together(("give",), ("take",)) is not None
 

@@ -67,9 +67,14 @@ def pair_of(
     if not paths:
         raise ConfigError([f"--set {' '.join(changed)}: both runs would be the same"], fix="give another value")
     if own := [path for path in paths if path.split(".")[0] in OWN]:
-        raise ConfigError([f"--set {own[0]}: it changes no number of a run"], fix="name the runs with --name")
+        raise ConfigError(
+            [f"--set {own[0]}: it has no effect on the results of a run"], fix="name the runs with --name"
+        )
     if "seed" in paths:
-        raise ConfigError(["--set seed: an A/B has one seed"], fix="train two runs, and lockstep compare them")
+        raise ConfigError(
+            ["--set seed: both runs of an A/B test use the same seed"],
+            fix="train two runs, then compare them with lockstep compare",
+        )
     if len(paths) > 1 and not multi:
         what = f"{len(paths)} settings differ, and an A/B differs in one: {'; '.join(lines[:6])}"
         raise ConfigError([what], fix="change one, or pass --multi; then the report cannot say which of them mattered")
@@ -103,7 +108,7 @@ def finished_run(recipe: Recipe) -> RunDirectory:
     found = RunDirectory.open(path)
     if found.recipe_yaml() != dump(with_steps(recipe)):
         raise RunDirectoryError(
-            "a run of another recipe is already there", where=str(path), fix="choose another name: --name NAME"
+            "a run of a different recipe already exists", where=str(path), fix="choose another name: --name NAME"
         )
     return found if state_of(found).name == "finished" else resume_run(path)
 
@@ -115,7 +120,7 @@ def require_same_questions(a: RunDirectory, b: RunDirectory) -> list[str]:
     for name, what in (("questions_hash", "training questions"), ("heldout_hash", "held-out questions")):
         if one.get(name) != other.get(name):
             raise DataError(
-                f"the two runs have other {what} ({one.get(name)} and {other.get(name)})",
+                f"the two runs have different {what} ({one.get(name)} and {other.get(name)})",
                 where=f"{a.path} and {b.path}",
                 fix="the setting decides the data: compare the runs with lockstep compare --allow-mismatch",
             )
@@ -130,7 +135,7 @@ def require_same_files(a: RunDirectory, other: Mapping[str, str]) -> None:
     mine = _sources(a)
     if changed := sorted(path for path in mine.keys() & other.keys() if mine[path] != other[path]):
         raise DataError(
-            f"it has changed since run {a.name} used it",
+            f"the file has changed since run {a.name} used it",
             where=changed[0],
             fix=f"put it back (a copy is in {a.path / 'code'}), or train the pair under another name: --name NAME",
         )

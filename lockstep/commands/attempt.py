@@ -1,4 +1,6 @@
-"""`lockstep attempt`: a branch and a tag before a run, an entry in the notes after it. Optional: no other command asks for it."""
+"""`lockstep attempt`: record an experiment in git. `start` makes a branch and a tag before a run, `finish` writes an entry into
+the notes after it. Optional: no other command needs it.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,16 @@ def start(name: str, folder: Path, runs_dir: str) -> list[str]:
     from lockstep.track.provenance import require_clean
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise ConfigError([f"{name!r} is no name of an attempt"], fix="use letters, digits, - and _")
+        raise ConfigError([f"{name!r} is not a valid name of an attempt"], fix="use letters, digits, - and _")
     require_clean(folder, runs_dir, asked="an attempt begins with everything committed")
     branch, tag = f"attempt-{name}", f"attempt-{name}-start"
     try:
         if git(folder, "branch", "--list", branch).strip() or git(folder, "tag", "--list", tag).strip():
-            raise ConfigError([f"{branch} or {tag} is there already"], fix="choose another name")
+            raise ConfigError([f"{branch} or {tag} already exists"], fix="choose another name")
         git(folder, "switch", "--create", branch)
         git(folder, "tag", tag)
     except (OSError, SubprocessError) as error:
-        raise ConfigError([f"git refused: {git_trouble(error)}"], fix="see git status") from error
+        raise ConfigError([f"git failed: {git_trouble(error)}"], fix="see git status") from error
     commit = str(code_facts(folder)["commit"])[:12]
     return [
         f"branch {branch}, tag {tag} at {commit}",

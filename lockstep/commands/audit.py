@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = [record for record in records if record.key[1].startswith(args.mode or "")]
     if not chosen:
         modes = ", ".join(sorted({record.key[1] for record in records}))
-        raise EvaluationError(f"no score of {args.mode}", where=args.score, fix=f"name one with --mode: {modes}")
+        raise EvaluationError(
+            f"there is no score of mode {args.mode}", where=args.score, fix=f"name one with --mode: {modes}"
+        )
     record = min(chosen, key=lambda one: (not one.key[1].startswith("greedy"), one.path))
     score = read_score(record.path)
     print(f"{record.label}, {record.key[1]} of {record.key[0]}: {score_line(score)}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import help as settings
-from lockstep.config.elsewhere import SYSTEMS
-from lockstep.config.foreign import read_settings, system_of
+from lockstep.config.foreign_files import read_settings, system_of
+from lockstep.config.foreign_settings import SYSTEMS
 from lockstep.config.load import dump, load, load_run
 from lockstep.config.search import find, nearest
 from lockstep.config.translate import translate

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print what is found, with evidence and remedy. Returns 3 if a rule would have stopped the run, else 0."""
     if others := [one for one in args.settings if not one.startswith("health.") and not Path(one).is_file()]:
-        raise ConfigError([f"{others[0]}: only settings of health can be tried on a run that is there"])
+        raise ConfigError([f"{others[0]}: only settings of health can be changed here, because the run exists already"])
     from lockstep.track.rundir import RunDirectory
     from lockstep.track.writer import read_metrics
 

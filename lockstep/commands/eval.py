@@ -188,9 +188,9 @@ def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
     from lockstep.track.rundir import is_run
 
     if step is not None:
-        raise ConfigError(["--step and --all-checkpoints cannot both be meant"])
+        raise ConfigError(["--step and --all-checkpoints cannot be used together"])
     if not is_run(Path(path)):
-        raise ConfigError([f"--all-checkpoints: {path} is no run directory"], fix="give a run, such as runs/mine")
+        raise ConfigError([f"--all-checkpoints: {path} is not a run directory"], fix="give a run, such as runs/mine")
     found = list_checkpoints(Path(path))
     for info in found:
         if not info.complete:
@@ -371,7 +371,7 @@ def share_range(text: str) -> tuple[float, float]:
     except ValueError:
         low = high = math.nan
     if not 0 <= low <= high <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of accuracies: write 0.5:0.7, 0.5: or :0.7")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of accuracies: write 0.5:0.7, 0.5: or :0.7")
     return low, high
 
 

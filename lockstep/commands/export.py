@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if gguf and args.adapter:
         raise ConfigError(["--format gguf writes merged models, and --adapter asks for the adapter alone"])
     if not 0 < args.shard_gb < math.inf:
-        raise ConfigError([f"--shard-gb {args.shard_gb:g} is no size of a file"])
+        raise ConfigError([f"--shard-gb {args.shard_gb:g} is not a file size: it must be above 0"])
     from lockstep.export.export import choice_note, export
     from lockstep.scoring.targets import find_target
 

@@ -22,11 +22,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Read, check against config.json, write. Raises CheckpointError for what is not whole or could run code."""
-    from lockstep.export.bring_in import bring_in
+    from lockstep.export.import_checkpoint import import_checkpoint
     from lockstep.models.foreign import Kind, find_foreign
 
     found = find_foreign(args.folder, args.step)
-    done = bring_in(found, args.out, config=args.config, dtype=args.dtype)
+    done = import_checkpoint(found, args.out, config=args.config, dtype=args.dtype)
     step = f" of step {done.step}" if done.step else ""
     print(f"{found.kind}{step} in {done.source} → {args.out}: {done.parameters:,} parameters in {done.dtype}")
     if done.left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.config.elsewhere import SYSTEMS
+from lockstep.config.foreign_settings import SYSTEMS
 from lockstep.config.metric import MetricInfo, named_elsewhere
 from lockstep.track.catalogue import all_metrics, explain, find, healthy_text, metrics_markdown
 from lockstep.track.text import plain_table

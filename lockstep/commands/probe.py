@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     args.all_checkpoints, args.numerics = False, None
     (target, *others) = find_targets(args)
     if others:
-        raise ConfigError([f"{others[0].label}: one target at a time"])
+        raise ConfigError([f"{others[0].label}: only one target can be probed at a time"])
     if args.action == "format":
         score = measure(target, args, format_mode())
         form = probe_format(score.results)

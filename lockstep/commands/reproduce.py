@@ -72,7 +72,7 @@ def _counted(recipe: Recipe, counts: Sequence[Count]) -> Iterator[str]:
         )
     for count in counts:
         if count.of not in readings:
-            raise ConfigError([f"counts: {count.of} is no data set of the recipe; there are {', '.join(readings)}"])
+            raise ConfigError([f"counts: {count.of} is not a data set of the recipe; there are {', '.join(readings)}"])
         reading = readings[count.of]
         stages = {stage.name: stage.after for stage in reading.stages} | {"": reading.read}
         if count.after not in stages:

@@ -86,7 +86,9 @@ def _target(args: argparse.Namespace) -> Target:
 
     names, overrides = split_arguments(args)
     if len(names) > 1:
-        raise ConfigError([f"{names[1]}: one target at a time"], fix="give overrides as section.setting=value")
+        raise ConfigError(
+            [f"{names[1]}: only one target can be served at a time"], fix="give overrides as section.setting=value"
+        )
     try:
         return find_target(names[0], args.recipe, overrides, args.step)
     except ConfigError:
@@ -101,7 +103,7 @@ def _token(path: Path | None) -> str:
         token = path.read_text(encoding="utf-8").strip()
         if len(token) < 16 or not token.isascii() or not token.isprintable():
             raise ConfigError(
-                [f"{path}: a token has at least 16 ASCII characters"], fix="remove the file: a new one is written"
+                [f"{path}: a token must have at least 16 ASCII characters"], fix="remove the file: a new one is written"
             )
         return token
     token = secrets.token_urlsafe(24)

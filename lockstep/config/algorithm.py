@@ -1,4 +1,4 @@
-"""Settings of the objective: advantage, loss, aggregation, KL and correction.
+"""Settings of the objective: advantage, loss, aggregation, KL; correction.py has those of the rollout correction.
 
 An algorithm is a named choice of these parts, and a recipe may replace each part. The formula in force is printed at the start
 of a run.
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lockstep.config.correction import Correction, NoCorrection
 from lockstep.config.section import Json, Section
 
 Aggregation: TypeAlias = Literal[
@@ -163,7 +164,7 @@ PolicyLoss: TypeAlias = Annotated[
 ]
 
 
-# --- KL, correction, critic, sampling -------------------------------------------------------------------------------
+# --- KL, critic, sampling -------------------------------------------------------------------------------------------
 class Kl(Section):
     """Penalty for leaving the reference model: the weights that the run started from. No copy is kept at coef 0."""
 
@@ -187,54 +188,6 @@ class Kl(Section):
                 "k1 in the loss has no gradient in expectation, so no effect; choose estimator k2 or k3, or placement reward"
             )
         return self
-
-
-class NoCorrection(Section):
-    """The difference between engine and learner is measured and left as it is."""
-
-    kind: Literal["none"] = "none"
-
-
-class Tis(Section):
-    """Truncated importance sampling: each loss is multiplied by min(w, cap), w = π_old / π_rollout, detached; with old_logprobs =
-    rollout w = π_θ / π_rollout."""
-
-    kind: Literal["tis"] = "tis"
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """token: each token's own w; sequence: the product over the response; geometric: its root by length."""
-    cap: float = Field(default=2.0, ge=1)
-    """Largest weight."""
-
-
-class Mis(Section):
-    """Masked importance sampling: weight w where low <= w <= high, and 0 elsewhere; w = π_old / π_rollout, detached; with
-    old_logprobs = rollout w = π_θ / π_rollout."""
-
-    kind: Literal["mis"] = "mis"
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """token: each token's own w; sequence: the product over the response; geometric: its root by length."""
-    low: float = Field(default=0.5, ge=0)
-    """Smallest w that is kept."""
-    high: float = Field(default=5.0, gt=0)
-    """Largest w that is kept."""
-    weigh: bool = True
-    """Multiply what is kept by w; off only masks."""
-
-    @model_validator(mode="after")
-    def _band(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: nothing would be kept")
-        if not self.low <= 1 <= self.high:
-            raise ValueError(f"the band [{self.low:g}, {self.high:g}] leaves out w = 1, the weight of equal policies")
-        if self.level == "geometric" and (self.low < 0.8 or self.high > 1.25):
-            raise ValueError(
-                f"[{self.low:g}, {self.high:g}] is too wide for a geometric mean, which stays within a few percent of 1: "
-                "it would keep everything; usual are 0.99 to 1.01, and 0.999 to 1.001 for long replies"
-            )
-        return self
-
-
-Correction: TypeAlias = Annotated[NoCorrection | Tis | Mis, Field(discriminator="kind")]
 
 
 class Critic(Section):
@@ -307,8 +260,8 @@ class Parts(Section):
             )
         if self.old_logprobs == "rollout" and self.correction.kind != "none" and self.loss.kind != "reinforce":
             raise ValueError(
-                "old_logprobs = rollout: the loss's ratio is π_θ / π_rollout already, a correction would count it twice; "
-                "take one of the two, or loss.kind = reinforce, which has no ratio"
+                "old_logprobs = rollout makes the ratio of the loss π_θ / π_rollout, so a correction would apply it twice; "
+                "set correction.kind = none, or old_logprobs = recompute, or loss.kind = reinforce, which has no ratio"
             )
         if self.advantage.kind == "max_rl" and self.overlong.buffer and self.overlong.penalty:
             raise ValueError(

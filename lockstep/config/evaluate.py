@@ -256,7 +256,7 @@ class Eval(Section):
                 raise ValueError(f"mode names must differ, got {', '.join(names)}")
         roles = [one.role for one in self.sets]
         if len(set(roles)) < len(roles):
-            raise ValueError(f"each role is evaluated once, got {', '.join(roles)}")
+            raise ValueError(f"each role may be evaluated only once, got {', '.join(roles)}")
         return self
 
     @model_validator(mode="after")
@@ -288,7 +288,7 @@ class Eval(Section):
                     raise ValueError(f"stop.metric = {metric}: {mistake}")
                 if not metric.startswith("eval/"):
                     raise ValueError(
-                        f"stop.metric = {metric}: a rule looks at evaluations, whose metrics begin with eval/"
+                        f"stop.metric = {metric}: a stopping rule needs a metric of an evaluation, whose name begins with eval/"
                     )
             case NoStop():
                 pass

@@ -48,7 +48,9 @@ def expects_of(recipe: Path) -> Expects:
         return TypeAdapter(Expects).validate_python(yaml.safe_load(path.read_text("utf-8")))
     except OSError:
         raise ConfigError(
-            [f"{path}: not there; it has the published figures that {recipe.name} is compared with"],
+            [
+                f"{path}: the file does not exist; it must have the published figures that {recipe.name} is compared with"
+            ],
             fix="write it as recipes/tasks/gsm8k_0.5b.expects.yml is written, or name one of recipes/tasks",
         ) from None
     except (ValidationError, yaml.YAMLError) as error:

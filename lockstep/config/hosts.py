@@ -26,7 +26,7 @@ ADDRESS = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9][\w.-]*")
 
 def _address(value: str) -> str:
     if not ADDRESS.fullmatch(value):
-        raise ValueError("write an alias, machine or user@machine; ports and keys stand in ssh's own configuration")
+        raise ValueError("write an alias, machine or user@machine; ports and keys belong in the configuration of ssh")
     return value
 
 

@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from lockstep.config.help import SHORTHANDS, as_data, default_kind, groups, item_section, variants
 from lockstep.config.mistakes import Attempt, explain, secrets
-from lockstep.config.names import fill_name
+from lockstep.config.run_names import fill_name
 from lockstep.config.schema import TAG, NoTask, Recipe, Section
 from lockstep.config.text import At, Document, Value, dotted, one_line, parse, plain, quoted, read, to_yaml
 from lockstep.errors import ConfigError

@@ -15,7 +15,7 @@ from typing import Literal, Self, TypeAlias
 import yaml
 from pydantic import Field, TypeAdapter, model_validator
 
-from lockstep.config.elsewhere import System
+from lockstep.config.foreign_settings import System
 from lockstep.config.section import Section
 
 TABLE = Path(__file__).with_name("metrics.yaml")

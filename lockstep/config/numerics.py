@@ -117,7 +117,7 @@ class Noise(Section):
     def _falls(self) -> Self:
         if self.sigma_end > self.sigma_start:
             raise ValueError(
-                f"sigma_end = {self.sigma_end:g} is above sigma_start = {self.sigma_start:g}: noise falls over the run"
+                f"sigma_end = {self.sigma_end:g} is above sigma_start = {self.sigma_start:g}: noise must fall over the run"
             )
         return self
 

@@ -1,4 +1,7 @@
-"""Settings found by a word that is not a path: the field's words, the names of other systems, the last part of a path."""
+"""Search for settings by a word that is not a path: a synonym, a name of another system, or the last part of a path.
+
+Used by `lockstep config help WORD` and for unknown command-line options.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lockstep.config.help import groups, setting_line
 from lockstep.config.mistakes import ELSEWHERE
 
 WORDS: Mapping[str, list[str]] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
-"""Words of the field, and the settings that they mean, the nearest first."""
+"""Common words of reinforcement learning, each with the settings that it means, the nearest first."""
 SHOWN = 12
 
 

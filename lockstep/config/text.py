@@ -46,7 +46,7 @@ def read(path: Path) -> Document:
         # a pipe without a writer would be waited for
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError([f"{path}: not a regular file; write the recipe into one"])
+                raise ConfigError([f"{path}: not a regular file; save the recipe as a file"])
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None

@@ -1,4 +1,4 @@
-"""Settings of verl, OpenRLHF and TRL translated into a recipe, by the table elsewhere.yaml. No setting is left out silently."""
+"""Translation of settings of verl, OpenRLHF and TRL into a recipe, by foreign_settings.yaml. Every setting is accounted for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
-from lockstep.config.elsewhere import SYSTEMS, Entry, Foreign, Missing, System, entry_of, table
+from lockstep.config.foreign_settings import SYSTEMS, Entry, Foreign, Missing, System, entry_of, table
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Json

@@ -1,4 +1,4 @@
-"""Rules of the table elsewhere.yaml that need more than one setting: batches, rows, graders, corrections."""
+"""Rules of the table foreign_settings.yaml that need more than one setting: batches, rows, graders, corrections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from lockstep.config.elsewhere import Foreign, Missing
+from lockstep.config.foreign_settings import Foreign, Missing
 from lockstep.config.section import Json
 
 Found: TypeAlias = dict[str, Json]

@@ -18,7 +18,7 @@ def batch_indices(step: int, size: int, pool: int, seed: int) -> tuple[int, ...]
     Raises ValueError if step < 0, size < 1, or size > pool.
     """
     if step < 0 or not 1 <= size <= pool:
-        raise ValueError(f"no batch of {size} at step {step} from a pool of {pool}")
+        raise ValueError(f"cannot draw {size} prompts for step {step} from a pool of {pool}")
     epoch, position = divmod(step, pool // size)
     return _permutation(pool, seed, epoch)[position * size : (position + 1) * size]
 

@@ -117,7 +117,7 @@ def _json(path: Path) -> Iterator[Row]:
     try:
         items = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"malformed JSON: {error}", where=str(path), fix="write or copy it again") from error
+        raise DataError(f"malformed JSON: {error}", where=str(path), fix="write or copy the file again") from error
     for number, item in enumerate(items, start=1):
         yield _object(item, number, path)
 
@@ -172,7 +172,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise DataError(
             f"the parquet file cannot be read after row {number}: {reason}",
             where=str(path),
-            fix="write or copy it again",
+            fix="write or copy the file again",
         ) from error
 
 

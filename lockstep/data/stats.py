@@ -46,7 +46,7 @@ def lengths(prompts: Sequence[Prompt], count: Callable[[Prompt], int], limit: in
     counts = [count(prompt) for prompt in prompts]
     order = sorted(counts)
     if not order:
-        raise ValueError("no prompts, no lengths")
+        raise ValueError("there are no prompts to measure")
     longest = max(range(len(counts)), key=counts.__getitem__)
     return Lengths(
         tuple((percent, order[max(0, -(-percent * len(order) // 100) - 1)]) for percent in PERCENTILES),

@@ -1,4 +1,4 @@
-"""Checks: their result, and running and showing a list of them."""
+"""The result of a check of `lockstep doctor`, and functions that run and print a list of checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that doctor tries by doing them: attention kernels, uvloop, and on a GPU a captured step, the allocator and vLLM."""
+"""Checks that use a feature to see whether it works: attention kernels, uvloop, and on a GPU captured steps, allocator, vLLM."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def judge_threads(visible: int, usable: int, omp: str | None, wanted: int | None
     if omp:
         first = omp.split(",")[0].strip()
         if not first.isdecimal() or not int(first):
-            return Check("threads", "warn", f"OMP_NUM_THREADS = {omp!r} is no number of threads", fix)
+            return Check("threads", "warn", f"OMP_NUM_THREADS = {omp!r} is not a number of threads", fix)
         if int(first) > usable:
             return Check("threads", "warn", f"{cores}, and OMP_NUM_THREADS = {omp}: threads wait for each other", fix)
         return Check("threads", "ok", f"{cores}, {first} threads by OMP_NUM_THREADS")

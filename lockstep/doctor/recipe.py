@@ -26,7 +26,7 @@ from lockstep.models.builtin import BUILTINS
 from lockstep.models.folder import check_weights
 from lockstep.models.resolve import HUB_ID
 from lockstep.plan.disk import disk_lines
-from lockstep.plan.job import GIB
+from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.preview import ASSUMED_PROMPT, Preview, weights_here
 from lockstep.plan.refusals import refusals
 

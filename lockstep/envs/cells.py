@@ -1,4 +1,4 @@
-"""The owner's side of programs in sandboxes: what a program sees of the machine, and the one port by which it gets out."""
+"""Starts and stops programs in sandboxes: the folders that a program sees, and the one port through which it reaches the run."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ class Cells:
         own = [hop for path in (*self._wanted, *_pythons(program)) for hop in _links(path)]
         if taken := [path for path in own if path in cell.OWN]:
             raise TaskError(
-                f"{taken[0]} is a folder of the sandbox's own there",
+                f"{taken[0]} is a folder that the sandbox makes itself",
                 where="task.readable",
-                fix="name what is needed in it",
+                fix="name the files and folders in it that are needed",
             )
         self._shown = outermost((*system, *own))
         self._try()
@@ -170,7 +170,7 @@ class Cells:
             wrong = json.loads((folder / "output").read_text())
         if wrong:
             fix = "name a path that every user may read (chmod a+rX): as root, programs run as a user of their own"
-            raise TaskError(f"the sandbox is not as it should be: {wrong[0]}", where="task.isolation", fix=fix)
+            raise TaskError(f"the sandbox failed a check: {wrong[0]}", where="task.isolation", fix=fix)
 
 
 def _refused(what: str) -> TaskError:

@@ -69,7 +69,9 @@ def env_maker(settings: tasks.Task) -> Make:
             | tasks.MixedTask()
             | tasks.NoTask()
         ):
-            raise TaskError("it has no environment", where=f"task.kind = {settings.kind}", fix="report this")
+            raise TaskError(
+                "tasks of this kind have no environment", where=f"task.kind = {settings.kind}", fix="report this"
+            )
         case _:
             assert_never(settings)
 
@@ -109,7 +111,7 @@ def _own(settings: tasks.EnvTask) -> Make:
     def make(prompt: Prompt) -> Env:
         env = task.env(prompt)
         if env is None:
-            raise TaskError("env gave None", where=settings.path, fix="give an Env for every prompt")
+            raise TaskError("env(prompt) returned None", where=settings.path, fix="give an Env for every prompt")
         return env
 
     return make

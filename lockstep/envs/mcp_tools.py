@@ -55,7 +55,9 @@ class McpServer:
         wanted = self._settings.only
         if missing := sorted(set(wanted or ()) - {tool.name for tool in tools}):
             names = ", ".join(tool.name for tool in tools) or "none"
-            raise TaskError(f"it has no tool {missing[0]}; it has {names}", where=self._where, fix="correct `only`")
+            raise TaskError(
+                f"it has no tool {missing[0]}; it has {names}", where=self._where, fix="correct the names in `only`"
+            )
         return [tool for tool in tools if wanted is None or tool.name in wanted]
 
     def caller(self, name: str) -> Callable[..., str]:

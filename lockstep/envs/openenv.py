@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from lockstep.config import schema
-from lockstep.envs import ended_with_us
+from lockstep.envs import die_with_parent
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
 
@@ -112,7 +112,9 @@ class OpenEnv:
             what = f"the connection to the server broke: {type(error).__name__} {error}"
             raise _BrokeError(what, where=self._address, fix="see what the server printed") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise TaskError("its answer has no data", where=self._address, fix="name a server of OpenEnv")
+            raise TaskError(
+                "the server's answer has no field data", where=self._address, fix="name a server of OpenEnv"
+            )
         return answer
 
     def _observed(self, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
         raise TaskError(f"there is no program {program}", where=where, fix="correct its path")
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     process = subprocess.Popen(
-        [sys.executable, "-P", str(ended_with_us.__file__), found, *arguments],
+        [sys.executable, "-P", str(die_with_parent.__file__), found, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         env=kept | {"PORT": str(port)} | settings.env,
     )  # fmt: skip

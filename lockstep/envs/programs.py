@@ -244,7 +244,7 @@ def _finite(number: float) -> bool:
 def _whole(command: Sequence[str]) -> list[str]:
     """Return a command that works in any folder: names of files that are here become whole paths. Raises TaskError."""
     if not command:
-        raise TaskError("it is empty", where="task.command", fix="name a program")
+        raise TaskError("the command is empty", where="task.command", fix="name a program")
     if shutil.which(command[0]) is None:
         raise TaskError(f"there is no program {command[0]}", where="task.command", fix="correct it, or install it")
     if missing := [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not Path(part).exists()]:

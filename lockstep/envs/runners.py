@@ -1,4 +1,4 @@
-"""Runners of environments: in this process for quick built-in ones, else each in a separate process."""
+"""Runners of environments: in this process for fast built-in ones, else one process per episode, which can be killed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Arena:
             done, _ = self._game.step(self._opponent(text, self._numbers))
             if done:
                 return True
-        raise RuntimeError(f"the opponent acted {MAX_OPPONENT_TURNS} times in a row")
+        raise RuntimeError(f"the opponent acted {MAX_OPPONENT_TURNS} times in a row, and the policy never got a turn")
 
     def _said(self) -> tuple[Message, ...]:
         text = "\n".join(part for part in self._shown if part).strip()
@@ -119,7 +119,9 @@ def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> 
             refused = f"{type(error).__name__}: {error}"
         else:
             return players
-    raise TaskError(f"it does not begin with one or two players: {refused}", where=where, fix="choose another game")
+    raise TaskError(
+        f"the game starts neither with one nor with two players: {refused}", where=where, fix="choose another game"
+    )
 
 
 def _raw_name(game: str, registry: Any, where: str) -> str:

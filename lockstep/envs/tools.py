@@ -61,7 +61,7 @@ def build_tools(settings: Sequence[schema.Tool | schema.McpServer]) -> dict[str,
     tools: dict[str, Tool] = {}
     for tool in (tool for one in settings for tool in _built(one)):
         if tool.name in tools:
-            raise TaskError(f"two tools are called {tool.name}", where="task.tools", fix="give one another name")
+            raise TaskError(f"two tools are called {tool.name}", where="task.tools", fix="rename one of them")
         tools[tool.name] = tool
     return tools
 

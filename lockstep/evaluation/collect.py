@@ -134,7 +134,7 @@ def _by_key(records: Sequence[Record], *, by_step: bool) -> dict[tuple[object, .
 def _two(one: Record, other: Record) -> EvaluationError:
     step = f" at step {one.brief.score.step}" if one.brief.score.step == other.brief.score.step else ""
     return EvaluationError(
-        f"{one.path} and {other.path} are both {one.key[1]} of {one.key[0]}{step}",
+        f"{one.path} and {other.path} are both scores of mode {one.key[1]} of {one.key[0]}{step}",
         where="compare",
         fix="name the file that is meant" if step else "name the file that is meant, or a step: FOLDER@STEP",
     )

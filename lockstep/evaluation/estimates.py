@@ -33,7 +33,7 @@ def item_values(results: Sequence[ItemResult], name: str) -> dict[str, float | N
             texts = all(result.extracted is None for result in results)
             return {id: majority(replies, by_text=texts) for id, replies in items.items()}
         case _:
-            raise EvaluationError(f"there is no estimate {name}", fix="use avg@n, pass@k or maj@n")
+            raise EvaluationError(f"there is no estimate called {name}", fix="use avg@n, pass@k or maj@n")
 
 
 def pass_at(n: int, right: int, k: int) -> float:
@@ -43,7 +43,11 @@ def pass_at(n: int, right: int, k: int) -> float:
     Raises EvaluationError unless 0 <= right <= n and 1 <= k <= n.
     """
     if not (0 <= right <= n and 1 <= k <= n):
-        raise EvaluationError(f"pass@{k} of {n} samples, {right} right", where="pass@k", fix="draw at least k samples")
+        raise EvaluationError(
+            f"pass@{k} cannot be estimated from {n} samples, {right} of them right",
+            where="pass@k",
+            fix="draw at least k samples",
+        )
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 

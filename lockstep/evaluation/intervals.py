@@ -61,7 +61,9 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
     Raises EvaluationError unless 0 <= correct <= n and n > 0.
     """
     if n <= 0 or not 0 <= correct <= n:
-        raise EvaluationError(f"{correct} correct of {n} is not a share", where="wilson", fix="count at least one item")
+        raise EvaluationError(
+            f"{correct} correct of {n} is not a proportion", where="wilson", fix="count at least one item"
+        )
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p, z2 = correct / n, z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
@@ -112,7 +114,11 @@ def paired_difference(
     Raises EvaluationError if the lengths differ or there are no items.
     """
     if len(base) != len(trained):
-        raise EvaluationError(f"{len(base)} items against {len(trained)}", where="paired difference", fix="pair them")
+        raise EvaluationError(
+            f"{len(base)} items on one side, {len(trained)} on the other",
+            where="paired difference",
+            fix="give both sides the same items",
+        )
     left, right = _array(base), _array(trained)
     d = right - left
     fell, rose = int((d < 0).sum()), int((d > 0).sum())

@@ -63,17 +63,23 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             _Model(None, chat, 0).requests(task, settings)
     except Exception as error:  # a user's YAML, its templates and its data
         raise EvaluationError(
-            f"lm-eval cannot load it: {type(error).__name__}: {str(error)[:500]}",
+            f"lm-eval cannot load the task: {type(error).__name__}: {str(error)[:500]}",
             where=f"{where}, {path}",
             fix="try it with `lm-eval run`, and give it local data (dataset_path: json, dataset_kwargs: {data_files: …})",
         ) from error
     if task.OUTPUT_TYPE not in LISTED:
-        raise EvaluationError(f"its kind is {task.OUTPUT_TYPE}", where=where, fix=f"take one of {', '.join(LISTED)}")
+        raise EvaluationError(
+            f"the task's output_type is {task.OUTPUT_TYPE}, which cannot be measured",
+            where=where,
+            fix=f"choose a task of type {' or '.join(LISTED)}",
+        )
     metrics, filters = list(task.aggregation()), list(_filters(task))
     metric, chosen = settings.metric or metrics[0], settings.filter or filters[0]
     for name, known in ((metric, metrics), (chosen, filters)):
         if name not in known:
-            raise EvaluationError(f"it has no {name}", where=where, fix=f"take one of {', '.join(known)}")
+            raise EvaluationError(
+                f"the task has no metric or filter {name!r}", where=where, fix=f"take one of {', '.join(known)}"
+            )
     return LmEvalTask(settings, task, metric, chosen, _digest(task, lm_eval.__version__))
 
 

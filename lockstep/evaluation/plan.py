@@ -1,4 +1,4 @@
-"""Steps at which a recipe evaluates, and the conditions."""
+"""The evaluation plan of a recipe: the steps after which it evaluates, and the conditions of each score, also in words."""
 
 from __future__ import annotations
 

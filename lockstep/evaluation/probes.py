@@ -51,7 +51,7 @@ class FormatProbe:
 def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
     """Measure the format. Raises EvaluationError without replies, or for a verifier that does not report what it read."""
     if not results:
-        raise EvaluationError("there are no replies to probe", where="format", fix="ask at least one item")
+        raise EvaluationError("there are no replies to probe", where="format", fix="probe at least one item")
     boxes = any(r.boxed is not None for r in results)
     if not boxes and not any(r.method or r.extracted is not None for r in results):
         raise EvaluationError(

@@ -92,7 +92,7 @@ def require_proof(engine: RolloutEngine, proof: Proof) -> None:
     if not proof.passed:
         names = ", ".join(proof.mismatched[:5]) or "the log-probability probe"
         raise StaleWeightsError(
-            f"the proof of version {proof.version} failed ({names}), so a score would be of unknown weights",
+            f"the proof of version {proof.version} failed ({names}), so it is not known which weights a score would measure",
             where="evaluation",
             fix="push the weights again; if the proof fails again, report it with events.jsonl",
         )
@@ -140,7 +140,7 @@ def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise EvaluationError(f"item {prompt.id} comes twice", where=f"task {task.name}", fix="make ids unique")
+            raise EvaluationError(f"item {prompt.id} occurs twice", where=f"task {task.name}", fix="make ids unique")
         seen.add(prompt.id)
     return prompts
 

@@ -1,4 +1,4 @@
-"""Table of base against trained."""
+"""The table that compares scores of the base with those of the trained model."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _by_mode(scores: Sequence[Score], side: str) -> dict[tuple[str, str], Score]
         key = (score.conditions.task, score.conditions.mode)
         if key in found:
             raise EvaluationError(
-                f"two {side} scores of {key[1]} of {key[0]}", where="comparison", fix="choose one checkpoint"
+                f"there are two {side} scores of {key[1]} of {key[0]}", where="comparison", fix="choose one checkpoint"
             )
         found[key] = score
     return found

@@ -1,4 +1,4 @@
-"""Reader's side of an export's proof: plain transformers, with PEFT for an adapter, loads the folder in a process of its own.
+"""The process that reads an export back for its proof: plain transformers, with PEFT for an adapter, loads the folder.
 
     python -m lockstep.export.check REQUEST.json ANSWER.json
 

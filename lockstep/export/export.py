@@ -222,7 +222,9 @@ def _trained(target: Target) -> Policy:
     load_weights(policy.model, iter(saved.weights.items()))
     found = fingerprint(named_weights(policy.model)).combined
     if found != saved.fingerprint:
-        raise ExportError(f"the weights in memory are {found}, those saved {saved.fingerprint}", where=target.label)
+        raise ExportError(
+            f"the weights in memory have fingerprint {found}, the saved ones {saved.fingerprint}", where=target.label
+        )
     return policy
 
 

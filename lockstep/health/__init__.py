@@ -1,1 +1,1 @@
-"""A run's own watch over its numbers: rules as data, and the judge that applies them step by step."""
+"""Health rules: limits on the metrics of a run, checked after every step, which warn or stop the run."""

@@ -37,7 +37,9 @@ def fetch(link: Connection, job: str) -> tuple[list[str], int]:
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise HostError(
-                f"{name!r} leads out of the folder", where=f"host {link.name}", fix="do not use this machine"
+                f"the file name {name!r} points outside the job's folder",
+                where=f"host {link.name}",
+                fix="do not use this machine",
             )
     wanted = [name for name, one in files.items() if not _whole(stage / name, one)]
     if wanted:

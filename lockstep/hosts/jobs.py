@@ -180,7 +180,8 @@ def run(link: Connection, argv: Sequence[str], name: str, variables: Sequence[st
     """
     if "--resume" in argv:
         raise ConfigError(
-            ["--resume: a host trains new runs"], fix="train its weights further: warm_start=RUN name=NAME"
+            ["--resume cannot be used with a host, which trains only new runs"],
+            fix="train its weights further: warm_start=RUN name=NAME",
         )
     if unknown := [one for one in variables if one not in os.environ]:
         raise ConfigError([f"--env {unknown[0]}: there is no such variable"])
@@ -190,7 +191,7 @@ def run(link: Connection, argv: Sequence[str], name: str, variables: Sequence[st
     if differ and argv[0] == "eval" and not allow:
         fix = "correct that, or add --allow-mismatch before the command"
         raise HostError(
-            f"packages differ, so replies may: {'; '.join(one.what for one in differ)}",
+            f"packages differ, so replies may differ: {'; '.join(one.what for one in differ)}",
             where=f"host {link.name}",
             fix=fix,
         )

@@ -157,9 +157,9 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
     words = [str(word) for words in (*patterns, *listed) for word in ([words] if isinstance(words, str) else words)]
     if strange := [word for word in words if not _PLAIN.fullmatch(word)]:
         raise ModelError(
-            f"{CONFIG} chooses modules by the expression {strange[0][:80]!r}, and such are not followed",
+            f"{CONFIG} chooses modules by the expression {strange[0][:80]!r}, which is not supported",
             where=str(folder),
-            fix="name the modules there",
+            fix="list the modules by their names there",
         )
 
 

@@ -52,7 +52,11 @@ class AdapterSet:
         Raises ModelError if the name is taken, the adapter has another base or method, or it does not fit.
         """
         if not NAME.fullmatch(name) or name in self._attached:
-            raise ModelError(f"{name!r} is taken or not a name", where=str(folder), fix="letters, digits, - and _")
+            raise ModelError(
+                f"{name!r} is in use, or not a valid adapter name",
+                where=str(folder),
+                fix="choose an unused name of letters, digits, - and _",
+            )
         found = read_adapter(folder)
         warning = check_base(found, self._base)
         self._add(_inner(name), found)

@@ -52,7 +52,7 @@ def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
         case list():
             layers = _named(model, targets, linear)
     if not layers:
-        raise ModelError(f"{targets} means no linear layer of {type(model).__name__}", where="adapter.targets")
+        raise ModelError(f"{targets} matches no linear layer of {type(model).__name__}", where="adapter.targets")
     if experts and (outside := [name for name in layers if not in_attention(name)]):
         notes = (
             f"warning: {len(outside)} of the {len(layers)} layers with adapters are outside attention, such as "
@@ -96,7 +96,7 @@ def _refused(model: PreTrainedModel, target: str, matched: set[str], linear: lis
         return ModelError(
             f"{target!r} is the head, which {why}: it takes no adapter",
             where="adapter.targets",
-            fix=f"choose of {names}",
+            fix=f"choose among {names}",
         )
     return ModelError(
         f"{target!r} names no linear layer of {type(model).__name__}",

@@ -177,9 +177,9 @@ def adopt_starts(
     if bool(starts) != has_residual_base(model):
         raise ModelError(
             "the saved adapter "
-            + ("has" if starts else "has no")
-            + " start of its own, the recipe's adapter "
-            + ("has none" if starts else "has one"),
+            + ("began" if starts else "did not begin")
+            + " as part of its base's weights (pissa, olora), but the recipe's adapter "
+            + ("does not" if starts else "does"),
             where="adapter.init",
             fix="use the adapter settings that the checkpoint was trained with",
         )
@@ -240,7 +240,7 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
                 Warning,
             ) as error:
                 raise ModelError(
-                    f"PEFT refuses it: {error}", where="adapter.options", fix="change adapter.options"
+                    f"PEFT rejects these options: {error}", where="adapter.options", fix="change adapter.options"
                 ) from error
         case _:
             assert_never(adapter)
@@ -356,7 +356,7 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
         name = wrong[0]
         shapes = [str(tuple(side[name].shape)) if name in side else "nothing" for side in (saved, own)]
         raise ModelError(
-            f"{len(wrong)} tensors do not fit, the first is {name}: {shapes[0]} in the folder, {shapes[1]} by the recipe",
+            f"{len(wrong)} tensors do not fit, the first is {name}: {shapes[0]} in the folder, {shapes[1]} in the recipe",
             where=str(start.path),
             fix=f"set adapter to the values that it was made with: {_made_with(start)}",
         )
@@ -377,12 +377,12 @@ def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder)
         rank = int(config.get("r", adapter.rank))
         scaling = float(config.get("lora_alpha", 0)) / (rank**0.5 if config.get("use_rslora") else rank)
         same = abs(scaling - adapter.scaling) <= 1e-9 * adapter.scaling
-        told = f"scaling {scaling:g}, by the recipe {adapter.scaling:g}"
+        told = f"scaling {scaling:g}, but the recipe gives {adapter.scaling:g}"
     else:
         ours = model.peft_config["default"].to_dict()
         skip = {*OURS, "base_model_name_or_path", "peft_version", "revision", "auto_mapping", "feedforward_modules"}
         differing = sorted(k for k in start.config.keys() & ours.keys() - skip if start.config[k] != ours[k])
-        same, told = not differing, f"other {', '.join(differing)} than the recipe"
+        same, told = not differing, f"values of {', '.join(differing)} that differ from the recipe's"
     if not same:
         raise ModelError(
             f"the adapter has {told}",

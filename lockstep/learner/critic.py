@@ -39,7 +39,9 @@ def build_critic(
     """
     settings = recipe.algorithm.critic
     if settings is None:
-        raise LearnerError("the recipe has no critic", where="algorithm.critic", fix="set it, or do not build one")
+        raise LearnerError(
+            "the recipe has no critic", where="algorithm.critic", fix="set algorithm.critic, or do not build a critic"
+        )
     base = base_model(policy_model)
     decoder = base.get_decoder()
     like = next(decoder.parameters())

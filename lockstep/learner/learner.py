@@ -311,7 +311,9 @@ class TorchLearner:
         if self._reference is not None:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
-            raise LearnerError("there is no reference model", where="algorithm.kl", fix="build the learner with one")
+            raise LearnerError(
+                "there is no reference model", where="algorithm.kl", fix="build the learner with a reference model"
+            )
         return as_reference(self.model)
 
 

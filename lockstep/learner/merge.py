@@ -100,5 +100,7 @@ def _restored(layer: Any) -> Iterator[None]:
 def _finite(stream: WeightStream) -> WeightStream:
     for name, tensor in stream:
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError("not finite after the adapter is merged", where=name, fix="take an earlier checkpoint")
+            raise ModelError(
+                "some weights are not finite after the adapter is merged", where=name, fix="take an earlier checkpoint"
+            )
         yield name, tensor

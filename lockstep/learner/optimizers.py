@@ -127,7 +127,11 @@ def _adamw(settings: AdamW, masters: Mapping[str, nn.Parameter]) -> Inner:
 def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter]) -> tuple[Inner, ...]:
     """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon."""
     if not any(is_hidden_matrix(name, p) for name, p in whole.items()):
-        raise LearnerError("no matrix is trained that Muon is meant for", where="optimizer.kind", fix="choose adamw")
+        raise LearnerError(
+            "the run trains no matrix between hidden states, and Muon is meant for these alone",
+            where="optimizer.kind",
+            fix="choose adamw",
+        )
     matrices = {name: m for name, m in masters.items() if is_hidden_matrix(name, m)}
     rest = {name: m for name, m in masters.items() if name not in matrices}
     found = []

@@ -35,9 +35,9 @@ def check_purity(task: BuiltTask, recipe: Recipe) -> list[str]:
         digest = question_digest(prompt.messages) + prompt.answer.encode("utf-8", "replace")
         if asked.setdefault(prompt.id, digest) != digest:
             raise TaskError(
-                f"the id {prompt.id} stands for two questions or answers",
+                f"two prompts with different questions or answers have the id {prompt.id}",
                 where=f"task {task.name}",
-                fix="give each question an id of its own",
+                fix="give each question its own id",
             )
     questions = {question_digest(prompt.messages) for prompts in first.values() for prompt in prompts}
     total = sum(map(len, first.values()))
@@ -88,7 +88,7 @@ def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after
         return
     changed = next((b for b, a in zip(before, after, strict=False) if a != b), None)
     raise TaskError(
-        f"step {step} gives other prompts when it is asked again"
+        f"step {step} gives different prompts when its batch is requested again"
         + (f"; the first that differs is {changed.id}" if changed else ""),
         where=f"task {task.name}",
         fix="let batch(step, size) depend on its arguments alone: no random state, no position, no clock",

@@ -13,7 +13,7 @@ from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, wait
 from lockstep.errors import LockstepError
 from lockstep.plan.floors import Machine, Update, Work, step_floor
-from lockstep.plan.job import offloaded_bytes
+from lockstep.plan.memory_inputs import offloaded_bytes
 from lockstep.plan.model_shape import recipe_shape
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Group, Metrics

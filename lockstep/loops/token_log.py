@@ -1,4 +1,4 @@
-"""The learner's numbers for each trained token, taken from the forward passes that the update makes anyway."""
+"""A record of the learner's log-probability and entropy of each trained token, from the forward passes of the update."""
 
 from __future__ import annotations
 

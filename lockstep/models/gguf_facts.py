@@ -1,4 +1,6 @@
-"""Names in llama.cpp's GGUF files: families, tensors, tokenizers. Used to read and to write them."""
+"""Names and layouts of llama.cpp's GGUF files: model families, tensors, tokenizers, row order. convert.py reads with them,
+gguf_writer.py writes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A decoder with one name in GGUF (general.architecture) and in transformers (model_type)."""
+    """A model family with the same name in GGUF (general.architecture) and in transformers (model_type)."""
 
     model_class: str
     permuted: bool = False
-    """Query and key rows are reordered in GGUF files."""
+    """True if GGUF files have the rows of queries and keys in another order."""
 
 
 FAMILIES = {
@@ -55,7 +57,7 @@ class Split:
 
     steps: tuple[Mapping[str, Any], ...]
     ignore_merges: bool = False
-    """A piece that is a token is taken as it is."""
+    """True if a piece of text that is a token is not split further."""
 
 
 def _regex(pattern: str) -> tuple[Mapping[str, Any], ...]:

@@ -58,7 +58,7 @@ def write_gguf(folder: Path, path: Path) -> None:
 
 
 def _refuse(where: Path, what: str) -> NoReturn:
-    raise ModelError(f"GGUF: {what}: the format, or this program, cannot express it", where=str(where), fix=FIX)
+    raise ModelError(f"the model cannot be written as GGUF: {what}", where=str(where), fix=FIX)
 
 
 # --- config ---------------------------------------------------------------------------------------------------------

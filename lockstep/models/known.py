@@ -1,4 +1,4 @@
-"""Knowing a layer by what it computes: its code is compared with that of a layer of transformers whose meaning is known."""
+"""Identification of a layer by its code, which is compared with that of a known layer of transformers."""
 
 from __future__ import annotations
 

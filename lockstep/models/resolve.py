@@ -107,7 +107,9 @@ def _source(name: str) -> Source:
 def _refuse_revision(model: Model, reason: str) -> None:
     if model.revision is not None:
         raise ModelError(
-            f"{model.revision!r} does not exist: {reason}", where="model.revision", fix="leave model.revision out"
+            f"revision {model.revision!r} does not exist: {reason}",
+            where="model.revision",
+            fix="leave model.revision out",
         )
 
 

@@ -42,7 +42,9 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         raise _refused(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(
-            f"holds a {type(content).__name__}, not named tensors", where=str(path), fix="give a state dict"
+            f"the file holds a {type(content).__name__}, not tensors by name",
+            where=str(path),
+            fix="give a file of a state dict",
         )
     return content
 
@@ -112,7 +114,7 @@ def module_states(path: Path) -> Mapping[str, Tensor]:
     is_whole = isinstance(module, dict) and module
     if not is_whole or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in module.items()):
         raise CheckpointError(
-            "it does not hold a whole module",
+            "the file holds only part of the model",
             where=str(path),
             fix="with ZeRO 3 run zero_to_fp32.py from the same folder, and import its result",
         )

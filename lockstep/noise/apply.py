@@ -1,8 +1,8 @@
-"""Noise on the norms of a model in memory: clean copy + noise, in place, and the clean copy restored to the bit.
+"""Adds noise to the normalisation weights of a model in memory, and restores the clean weights to the bit.
 
-It is in place because fused kernels and captured graphs read the weights at fixed addresses. The memory may be the learner's
-own (the native engine, vLLM with shared weights): code that trains, saves or proves calls `require_clean` first, and is refused
-while noise is on.
+"Norm" means a normalisation layer here. Noise is written in place, because fused kernels and captured graphs read weights at
+fixed addresses. The learner may use the same memory (native engine, vLLM with shared weights). So code that trains, saves or
+proves weights calls `require_clean` first, which raises an error while noise is on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Held:
 
 
 class NoisyNorms:
-    """The norms of one model, with or without noise."""
+    """The normalisation weights of one model, with or without noise."""
 
     def __init__(self, model: nn.Module, read: Callable[[nn.Module], WeightStream] = named_weights) -> None:
         """Take the model. `read` yields its live tensors under the checkpoint's names."""
@@ -94,9 +94,9 @@ class NoisyNorms:
         weights = dict(self._read(self._model))
         if not noise.targets or len(set(noise.targets)) < len(noise.targets):
             raise EngineError(
-                "noise on no norm, or on one of them twice",
+                "the list is empty, or names a normalisation weight twice",
                 where="noise.targets",
-                fix="name each norm of the model once",
+                fix="name each normalisation weight once",
             )
         for name in noise.targets:
             live = weights.get(name)
@@ -110,12 +110,16 @@ class NoisyNorms:
                 )
             if live.dim() != 1 or not live.is_floating_point():
                 raise EngineError(
-                    f"{tuple(live.shape)} {live.dtype} is not the weight of a norm",
+                    f"{tuple(live.shape)} {live.dtype} is not the weight of a normalisation layer",
                     where=name,
-                    fix="choose norms in noise.targets",
+                    fix="name only normalisation weights in noise.targets",
                 )
             if _place(live) in _NOISY:
-                raise EngineError("another engine's noise is on this norm", where=name, fix="remove it first")
+                raise EngineError(
+                    "another engine has put noise on this weight",
+                    where=name,
+                    fix="remove that engine's noise first (engine.set_forward)",
+                )
         return weights
 
 
@@ -144,7 +148,7 @@ def require_clean(model: nn.Module, what: str) -> None:
     """Raise EngineError if a weight of the model holds noise: `what` must see the weights as they were trained."""
     if is_noisy(model.parameters()):
         raise EngineError(
-            f"{what} was requested while the engine's noise is on the norms",
+            f"{what} was requested while the engine's noise is on the normalisation weights",
             where="noise",
             fix="set the engine's noise to none first (engine.set_forward)",
         )

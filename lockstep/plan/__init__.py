@@ -1,1 +1,1 @@
-"""Forecasts of a run before it is started: batches, memory, and the time that physics asks for."""
+"""Forecasts of a run before it is started: batches, memory, disk, and a lower bound on its time."""

@@ -17,8 +17,8 @@ from lockstep.config.section import Section
 from lockstep.config.vllm import Vllm
 from lockstep.errors import DoesNotFitError
 from lockstep.plan.activations import FP32, Recompute
-from lockstep.plan.job import GIB, Job, job_of
 from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, offloaded_host_bytes, peak, phases, stream_tokens
+from lockstep.plan.memory_inputs import GIB, MemoryInputs, memory_inputs_of
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Metrics
 
@@ -35,9 +35,9 @@ TOLERATED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A job with its sizes, and what it is predicted to take of a device."""
+    """The inputs of a memory plan, the sizes that were chosen, and the predicted use of the device."""
 
-    job: Job
+    inputs: MemoryInputs
     sizes: Sizes
     asked_slots: int
     """The recipe's, or what its auto is on this device; `sizes.slots` is what fits."""
@@ -54,7 +54,7 @@ class MemoryPlan:
     @property
     def needs(self) -> float:
         """Bytes to be had for the run to be safe: the largest phase, its margin, and what torch does not count."""
-        return self.peak.bytes * (1 + MARGIN) + OUTSIDE[self.job.device]
+        return self.peak.bytes * (1 + MARGIN) + OUTSIDE[self.inputs.device]
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class MemoryPlan:
     @property
     def host_fits(self) -> bool:
         """Return whether masters and moments that are to lie in main memory have room there."""
-        return not self.job.offload or self.host is None or host_bytes(self.job) <= self.host
+        return not self.inputs.offload or self.host is None or host_bytes(self.inputs) <= self.host
 
 
 def plan_memory(
@@ -81,25 +81,27 @@ def plan_memory(
     `prompt_tokens`: the longest prompt. `passes`: the objective computes log-probabilities or values before the update.
     Raises DoesNotFitError on a GPU that has no room, before anything is loaded; a CPU's plan is coarse and never refuses.
     """
-    job = job_of(recipe, shape, device, available, prompt_tokens=prompt_tokens, passes=passes)
-    plan = _best(job, recipe, available, host)
+    inputs = memory_inputs_of(recipe, shape, device, available, prompt_tokens=prompt_tokens, passes=passes)
+    plan = _best(inputs, recipe, available, host)
     if device == "cuda" and not plan.fits and "memory" not in recipe.allow:
         raise _refusal(plan, recipe)
     return plan
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------
-def _best(job: Job, recipe: Recipe, available: float, host: float | None) -> MemoryPlan:
+def _best(inputs: MemoryInputs, recipe: Recipe, available: float, host: float | None) -> MemoryPlan:
     """Return the first sizes that fit, or else those that need least."""
-    slots = recipe.slots(job.device)
-    tried = [_planned(job, recipe, replace(sizes, slots=slots), available, host) for sizes in _candidates(job, recipe)]
+    slots = recipe.slots(inputs.device)
+    tried = [
+        _planned(inputs, recipe, replace(sizes, slots=slots), available, host) for sizes in _candidates(inputs, recipe)
+    ]
     fitting = next((plan for plan in tried if plan.fits), None)
     return fitting or min(tried, key=lambda plan: plan.needs)
 
 
-def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
+def _candidates(inputs: MemoryInputs, recipe: Recipe) -> Iterator[Sizes]:
     tokens, recompute = recipe.update.tokens_per_microbatch, recipe.update.recompute
-    if job.device == "cpu":
+    if inputs.device == "cpu":
         yield Sizes(tokens or CPU_SIZES[0], "none" if recompute == "auto" else recompute, 0)
         return
     modes = MODES if recompute == "auto" else (recompute,)
@@ -111,14 +113,19 @@ def _candidates(job: Job, recipe: Recipe) -> Iterator[Sizes]:
             yield Sizes(LEAST_BUDGET, mode, 0)
 
 
-def _planned(job: Job, recipe: Recipe, sizes: Sizes, available: float, host: float | None) -> MemoryPlan:
+def _planned(inputs: MemoryInputs, recipe: Recipe, sizes: Sizes, available: float, host: float | None) -> MemoryPlan:
     """Return the plan of these sizes. The native engine on a GPU takes as many rows as its cache has room for."""
-    plan = MemoryPlan(job, sizes, recipe.slots(job.device), phases(job, sizes), available, host)
-    while job.device == "cuda" and job.engine == "native" and plan.peak.name == "generate" and plan.needs > available:
+    plan = MemoryPlan(inputs, sizes, recipe.slots(inputs.device), phases(inputs, sizes), available, host)
+    while (
+        inputs.device == "cuda"
+        and inputs.engine == "native"
+        and plan.peak.name == "generate"
+        and plan.needs > available
+    ):
         if plan.sizes.slots == 1:
             break
         fewer = replace(plan.sizes, slots=max(1, plan.sizes.slots * 7 // 8))
-        plan = replace(plan, sizes=fewer, phases=phases(job, fewer))
+        plan = replace(plan, sizes=fewer, phases=phases(inputs, fewer))
     return plan
 
 
@@ -128,13 +135,13 @@ def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
     if plan.needs <= plan.available and plan.host is not None:
         what = (
             f"optimizer.offload = cpu does not fit: masters, moments and a checkpoint's weights need "
-            f"{host_bytes(plan.job) / GIB:.1f} GiB of main memory, {plan.host / GIB:.1f} GiB are free"
+            f"{host_bytes(plan.inputs) / GIB:.1f} GiB of main memory, {plan.host / GIB:.1f} GiB are free"
         )
         return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
-    training = "training adapters of" if plan.job.added else "full fine-tuning of"
+    training = "training adapters of" if plan.inputs.added else "full fine-tuning of"
     term = plan.peak.largest
     what = (
-        f"{training} {plan.job.shape.parameters / 1e9:.3g}e9 parameters does not fit: needs {plan.needs / GIB:.1f} GiB of "
+        f"{training} {plan.inputs.shape.parameters / 1e9:.3g}e9 parameters does not fit: needs {plan.needs / GIB:.1f} GiB of "
         f"{plan.available / GIB:.1f} GiB, {(plan.needs - plan.available) / GIB:.1f} GiB too many; most in {plan.peak.name}, "
         f"whose largest part is {term.name} ({term.bytes / GIB:.1f} GiB)"
     )
@@ -152,7 +159,7 @@ def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
 
 def fitting_changes(plan: MemoryPlan, recipe: Recipe) -> list[tuple[tuple[str, ...], Recipe, MemoryPlan]]:
     """Return the smallest sets of settings that fit, with the changed recipe and its plan; none if nothing helps."""
-    changes = [change for change in _CHANGES if change.helps(recipe, plan.job)]
+    changes = [change for change in _CHANGES if change.helps(recipe, plan.inputs)]
     for count in (1, 2, 3):
         fitting = []
         for chosen in combinations(changes, count):
@@ -168,11 +175,11 @@ def fitting_changes(plan: MemoryPlan, recipe: Recipe) -> list[tuple[tuple[str, .
 
 def replan(plan: MemoryPlan, recipe: Recipe) -> MemoryPlan:
     """Return the plan of a changed recipe on the same device."""
-    before = plan.job
-    job = job_of(
+    before = plan.inputs
+    inputs = memory_inputs_of(
         recipe, before.shape, before.device, plan.available, prompt_tokens=before.prompt, passes=before.extra_passes
     )
-    return _best(job, recipe, plan.available, plan.host)
+    return _best(inputs, recipe, plan.available, plan.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +187,7 @@ class _Change:
     """A setting that saves memory."""
 
     setting: str
-    helps: Callable[[Recipe, Job], bool]
+    helps: Callable[[Recipe, MemoryInputs], bool]
     update: Callable[[Recipe], dict[str, object]]
     """The sections of the recipe that it replaces."""
 
@@ -192,60 +199,62 @@ def part(section: Section, **changes: object) -> Section:
 _CHANGES = (
     _Change(
         "update.recompute=auto",
-        lambda recipe, job: recipe.update.recompute in ("none", "selective"),
+        lambda recipe, inputs: recipe.update.recompute in ("none", "selective"),
         lambda recipe: {"update": part(recipe.update, recompute="auto")},
     ),
     _Change(
         f"update.tokens_per_microbatch={LEAST_BUDGET}",
-        lambda recipe, job: (recipe.update.tokens_per_microbatch or 0) > LEAST_BUDGET,
+        lambda recipe, inputs: (recipe.update.tokens_per_microbatch or 0) > LEAST_BUDGET,
         lambda recipe: {"update": part(recipe.update, tokens_per_microbatch=LEAST_BUDGET)},
     ),
     _Change(
         "model.dtype=bf16",
-        lambda recipe, job: job.element == FP32,
+        lambda recipe, inputs: inputs.element == FP32,
         lambda recipe: {"model": part(recipe.model, dtype="bf16")},
     ),
     _Change(
         "sync.transport=shared",
-        lambda recipe, job: recipe.rollout.engine == "native" and recipe.sync.transport == "copy",
+        lambda recipe, inputs: recipe.rollout.engine == "native" and recipe.sync.transport == "copy",
         lambda recipe: {"sync": part(recipe.sync, transport="shared")},
     ),
     _Change(
         "rollout.engine=native",
-        lambda recipe, job: recipe.rollout.engine == "vllm",
+        lambda recipe, inputs: recipe.rollout.engine == "vllm",
         lambda recipe: {"rollout": part(recipe.rollout, engine="native", vllm=Vllm())},
     ),
     _Change(
         "optimizer.states=8bit",
-        lambda recipe, job: recipe.optimizer.kind == "adamw" and recipe.optimizer.states == "fp32",
+        lambda recipe, inputs: recipe.optimizer.kind == "adamw" and recipe.optimizer.states == "fp32",
         lambda recipe: {"optimizer": part(recipe.optimizer, states="8bit")},
     ),
     _Change(
         "optimizer.offload=cpu",
-        lambda recipe, job: (
+        lambda recipe, inputs: (
             recipe.optimizer.offload == "none"
-            and not offload_mistake(recipe.optimizer.model_copy(update={"offload": "cpu"}), job.device, recipe.adapter)
+            and not offload_mistake(
+                recipe.optimizer.model_copy(update={"offload": "cpu"}), inputs.device, recipe.adapter
+            )
         ),
         lambda recipe: {"optimizer": part(recipe.optimizer, offload="cpu")},
     ),
     _Change(
         "optimizer.offload=none",
-        lambda recipe, job: recipe.optimizer.offload == "cpu",
+        lambda recipe, inputs: recipe.optimizer.offload == "cpu",
         lambda recipe: {"optimizer": part(recipe.optimizer, offload="none")},
     ),
     _Change(
         "algorithm.kl.coef=0",
-        lambda recipe, job: "reference model" in job.copies,
+        lambda recipe, inputs: "reference model" in inputs.copies,
         lambda recipe: {"algorithm": part(recipe.algorithm, kl=part(recipe.algorithm.kl, coef=0.0))},
     ),
     _Change(
         "algorithm.critic.backbone=shared",
-        lambda recipe, job: job.critic == "own",
+        lambda recipe, inputs: inputs.critic == "own",
         lambda recipe: {"algorithm": part(recipe.algorithm, critic=Critic(backbone="shared"))},
     ),
     _Change(
         "adapter.kind=lora",
-        lambda recipe, job: recipe.adapter.kind == "none",
+        lambda recipe, inputs: recipe.adapter.kind == "none",
         lambda recipe: {"adapter": Lora()} if recipe.optimizer.offload == "none" else {},  # refused together
     ),
 )
@@ -255,7 +264,7 @@ _CHANGES = (
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """Return the plan as a table, in GiB, with what each phase has most of."""
     sizes, available = plan.sizes, f"{plan.available / GIB:.1f}"
-    tokens = stream_tokens(plan.job, sizes.tokens)
+    tokens = stream_tokens(plan.inputs, sizes.tokens)
     lines = [f"micro-batches of up to {tokens} tokens, recompute {sizes.recompute}, {sizes.slots} rows in the engine"]
     if sizes.slots < plan.asked_slots:
         lines.append(f"keys and values of {plan.asked_slots} rows have no room (rollout.slots)")
@@ -263,14 +272,14 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     for phase in plan.phases:
         largest = f"{phase.largest.name}, {phase.largest.bytes / GIB:.2f}"
         lines.append(f"{phase.name:<20}{phase.bytes / GIB:>8.2f}   {largest}")
-    outside = OUTSIDE[plan.job.device] / GIB
+    outside = OUTSIDE[plan.inputs.device] / GIB
     lines.append(
         f"{plan.peak.name} {plan.peak.bytes / GIB:.2f} + {MARGIN:.0%} + {outside:.2f} outside torch = "
         f"{plan.needs / GIB:.1f} of {available} GiB"
     )
-    if plan.job.device == "cuda":
-        held = f", {offloaded_host_bytes(plan.job) / GIB:.1f} of them always" if plan.job.offload else ""
-        lines.append(f"the host needs {host_bytes(plan.job) / GIB:.1f} GiB while it writes a checkpoint{held}")
+    if plan.inputs.device == "cuda":
+        held = f", {offloaded_host_bytes(plan.inputs) / GIB:.1f} of them always" if plan.inputs.offload else ""
+        lines.append(f"the host needs {host_bytes(plan.inputs) / GIB:.1f} GiB while it writes a checkpoint{held}")
     elif plan.fits:
         lines.append("on a CPU the plan is coarse, and no reason to refuse")
     else:

@@ -17,7 +17,7 @@ from lockstep.config.adapter import RESIDUAL_INITS, Lora, NoAdapter
 from lockstep.config.schema import AdamW, Muon, Recipe
 from lockstep.errors import DoesNotFitError
 from lockstep.evaluation.plan import replies_in_all
-from lockstep.plan.job import adapter_size, state_bytes, targeted
+from lockstep.plan.memory_inputs import adapter_size, state_bytes, targeted
 from lockstep.plan.shapes import ModelShape
 
 FP32 = 4

@@ -1,4 +1,4 @@
-"""The time that physics asks for: a lower bound on one step from the model's shape, the run's real lengths and two machine rates.
+"""A lower bound on the time of one step: from the model's shape, the run's real lengths and two rates of the machine.
 
 Every matrix product runs at the rate of the largest ones and every byte at the rate of a plain copy, nothing else takes any
 time. Generation alternates between matrix products and reading keys and values, which cannot overlap within a layer.

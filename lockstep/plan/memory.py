@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, copied_keys, per_token
-from lockstep.plan.job import GIB as GIB
-from lockstep.plan.job import Job
+from lockstep.plan.memory_inputs import GIB as GIB
+from lockstep.plan.memory_inputs import MemoryInputs
 from lockstep.plan.shapes import PACKED_BYTES
 
 LOGITS_BYTES = 2**31
@@ -71,27 +71,30 @@ class Sizes:
     slots: int
 
 
-def phases(job: Job, sizes: Sizes) -> tuple[Phase, ...]:
+def phases(inputs: MemoryInputs, sizes: Sizes) -> tuple[Phase, ...]:
     """Return all phases of a run, in order."""
-    rate = per_token(job.shape, job.layers, sizes.recompute)
-    tokens = stream_tokens(job, sizes.tokens)
-    weights, state = static_terms(job, sizes.slots)
+    rate = per_token(inputs.shape, inputs.layers, sizes.recompute)
+    tokens = stream_tokens(inputs, sizes.tokens)
+    weights, state = static_terms(inputs, sizes.slots)
     static = (*weights, *state)
-    sampling = weights[:1] if job.split else static
-    found = [Phase("load", weights), Phase("generate", (*sampling, *generate_terms(job, sizes.slots)))]
-    if job.cache_stays:
-        static = (*static, Term("keys and values", job.vllm_cache))
-    if job.extra_passes:
-        found.append(Phase("log-probabilities", (*static, *forward_terms(job, rate, pass_tokens(job, sizes.tokens)))))
-    found.append(Phase("train", (*static, *train_terms(job, rate, tokens, job.trained, sizes.recompute))))
-    found.append(Phase("optimizer", (*static, *optimizer_terms(job))))
-    if job.critic == "own":
+    sampling = weights[:1] if inputs.split else static
+    found = [Phase("load", weights), Phase("generate", (*sampling, *generate_terms(inputs, sizes.slots)))]
+    if inputs.cache_stays:
+        static = (*static, Term("keys and values", inputs.vllm_cache))
+    if inputs.extra_passes:
+        found.append(
+            Phase("log-probabilities", (*static, *forward_terms(inputs, rate, pass_tokens(inputs, sizes.tokens))))
+        )
+    found.append(Phase("train", (*static, *train_terms(inputs, rate, tokens, inputs.trained, sizes.recompute))))
+    found.append(Phase("optimizer", (*static, *optimizer_terms(inputs))))
+    if inputs.critic == "own":
         found.append(
             Phase(
-                "critic", (*static, *train_terms(job, rate, tokens, critic_trained(job), sizes.recompute, head=False))
+                "critic",
+                (*static, *train_terms(inputs, rate, tokens, critic_trained(inputs), sizes.recompute, head=False)),
             )
         )
-    found.append(Phase("sync and proof", (*static, *sync_terms(job))))
+    found.append(Phase("sync and proof", (*static, *sync_terms(inputs))))
     found.append(Phase("save", static))
     return tuple(found)
 
@@ -100,183 +103,185 @@ def peak(found: tuple[Phase, ...]) -> Phase:
     return max(found, key=lambda phase: phase.bytes)
 
 
-def stream_tokens(job: Job, budget: int) -> int:
+def stream_tokens(inputs: MemoryInputs, budget: int) -> int:
     """Tokens of the largest micro-batch: the budget, unless the update has fewer, or one sequence more."""
-    return max(min(budget, job.update_tokens), job.row or job.prompt + job.response)
+    return max(min(budget, inputs.update_tokens), inputs.row or inputs.prompt + inputs.response)
 
 
-def pass_tokens(job: Job, budget: int) -> int:
+def pass_tokens(inputs: MemoryInputs, budget: int) -> int:
     """Tokens of the largest stream of a pass over all samples of a step, whatever the updates' size."""
-    return max(min(budget, job.step_tokens), job.prompt + job.response)
+    return max(min(budget, inputs.step_tokens), inputs.prompt + inputs.response)
 
 
 # --- parts of a phase -----------------------------------------------------------------------------------------------
-def static_terms(job: Job, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """Return what loading makes, and what the first step adds for the rest of the run."""
-    shape, element = job.shape, job.element
-    weights = element * (shape.parameters - job.packed) + PACKED_BYTES * job.packed
-    critic = critic_trained(job)
-    here = 0 if job.offload else 1
-    terms = [Term("weights", weights + element * job.added), Term("fp32 masters", here * job.masters)]
-    terms += [Term(name, weights + element * job.added) for name in job.copies]
-    state = [Term("moments", here * job.state_bytes * job.owned)]
-    if job.trainers:  # learner.sharded keeps these from the start
+    shape, element = inputs.shape, inputs.element
+    weights = element * (shape.parameters - inputs.packed) + PACKED_BYTES * inputs.packed
+    critic = critic_trained(inputs)
+    here = 0 if inputs.offload else 1
+    terms = [Term("weights", weights + element * inputs.added), Term("fp32 masters", here * inputs.masters)]
+    terms += [Term(name, weights + element * inputs.added) for name in inputs.copies]
+    state = [Term("moments", here * inputs.state_bytes * inputs.owned)]
+    if inputs.trainers:  # learner.sharded keeps these from the start
         state += [
-            Term("gradients sent", float(element * job.trained)),
-            Term("gradients received", float(element * job.owned * job.trainers)),
-            Term("owned gradient sums", float(FP32 * job.owned)),
+            Term("gradients sent", float(element * inputs.trained)),
+            Term("gradients received", float(element * inputs.owned * inputs.trainers)),
+            Term("owned gradient sums", float(FP32 * inputs.owned)),
         ]
-    if job.critic == "own":
-        terms.append(Term("critic", (element + here * job.master_bytes) * critic))
-        state.append(Term("critic's moments", here * job.state_bytes * critic))
-    engine = VLLM_BYTES if job.engine == "vllm" else element * slots * shape.vocab
+    if inputs.critic == "own":
+        terms.append(Term("critic", (element + here * inputs.master_bytes) * critic))
+        state.append(Term("critic's moments", here * inputs.state_bytes * critic))
+    engine = VLLM_BYTES if inputs.engine == "vllm" else element * slots * shape.vocab
     terms.append(Term("engine's buffers", engine))
-    if job.device == "cuda":
+    if inputs.device == "cuda":
         terms.append(Term("work space", WORKSPACE))
-    if job.device == "cuda" and job.packed and shape.expert_bytes < 2:
-        terms.append(Term("gate and up of a layer, dequantised", element * job.packed * 2 / 3 / shape.layers))
+    if inputs.device == "cuda" and inputs.packed and shape.expert_bytes < 2:
+        terms.append(Term("gate and up of a layer, dequantised", element * inputs.packed * 2 / 3 / shape.layers))
     present = tuple(term for term in terms if term.bytes)
     return present, tuple(term for term in state if term.bytes)
 
 
-def critic_trained(job: Job) -> int:
+def critic_trained(inputs: MemoryInputs) -> int:
     """Parameters that a critic of its own trains: the decoder's, without a separate head; under an adapter its adapters."""
-    if job.critic != "own":
+    if inputs.critic != "own":
         return 0
-    if job.added:
-        return job.added
-    return job.shape.parameters - (0 if job.shape.tied else job.shape.head)
+    if inputs.added:
+        return inputs.added
+    return inputs.shape.parameters - (0 if inputs.shape.tied else inputs.shape.head)
 
 
-def cache_bytes(job: Job, slots: int) -> float:
+def cache_bytes(inputs: MemoryInputs, slots: int) -> float:
     """Keys and values of `slots` samples side by side, each as long as it may be, prompts once for each group."""
-    if job.engine == "vllm":
-        return job.vllm_cache
-    one = job.shape.kv_bytes(job.element)
-    count = min(slots, job.samples_per_engine)
-    if job.device == "cpu" or job.shape.state or job.shape.cached:  # slots, not pages
-        return count * ((job.prompt + job.response) * one + job.shape.state)
-    prompts = -(-count // job.samples_per_prompt)
-    pages = count * (-(-job.response // PAGE) + 1) + prompts * -(-job.prompt // PAGE)
+    if inputs.engine == "vllm":
+        return inputs.vllm_cache
+    one = inputs.shape.kv_bytes(inputs.element)
+    count = min(slots, inputs.samples_per_engine)
+    if inputs.device == "cpu" or inputs.shape.state or inputs.shape.cached:  # slots, not pages
+        return count * ((inputs.prompt + inputs.response) * one + inputs.shape.state)
+    prompts = -(-count // inputs.samples_per_prompt)
+    pages = count * (-(-inputs.response // PAGE) + 1) + prompts * -(-inputs.prompt // PAGE)
     return pages * PAGE * one
 
 
-def generate_terms(job: Job, slots: int) -> tuple[Term, ...]:
+def generate_terms(inputs: MemoryInputs, slots: int) -> tuple[Term, ...]:
     """Keys and values, and the worst moment beside them.
 
     A GPU's engine lets in as many samples as it has rows. It keeps the logits behind their prompts while it processes the next
     ones, and then gives each sample a copy of them to draw its first token from.
     """
-    cache = Term("keys and values", cache_bytes(job, slots))
-    if job.engine == "vllm":
+    cache = Term("keys and values", cache_bytes(inputs, slots))
+    if inputs.engine == "vllm":
         return (cache,)
-    count = min(slots, job.samples_per_engine)
-    prompts = -(-(job.samples_per_engine if job.device == "cpu" else count) // job.samples_per_prompt)
-    stream = max(job.prompt, min(PREFILL_TOKENS, prompts * job.prompt))
-    prefill = stream * per_token(job.shape, job.layers, "none").forward
-    if job.device == "cpu":
-        prefill += _score_work(job, job.prompt**2)
-        return cache, Term("prompts and sampling", prefill + 2 * FP32 * job.shape.vocab * slots)
-    logits = float(job.element * job.shape.vocab)
+    count = min(slots, inputs.samples_per_engine)
+    prompts = -(-(inputs.samples_per_engine if inputs.device == "cpu" else count) // inputs.samples_per_prompt)
+    stream = max(inputs.prompt, min(PREFILL_TOKENS, prompts * inputs.prompt))
+    prefill = stream * per_token(inputs.shape, inputs.layers, "none").forward
+    if inputs.device == "cpu":
+        prefill += _score_work(inputs, inputs.prompt**2)
+        return cache, Term("prompts and sampling", prefill + 2 * FP32 * inputs.shape.vocab * slots)
+    logits = float(inputs.element * inputs.shape.vocab)
     return cache, Term("prompts and sampling", prompts * logits + max(prefill, count * logits))
 
 
-def forward_terms(job: Job, rate: PerToken, tokens: int) -> tuple[Term, ...]:
+def forward_terms(inputs: MemoryInputs, rate: PerToken, tokens: int) -> tuple[Term, ...]:
     """Count a pass that keeps nothing for a backward pass, at the worse of two moments that do not meet.
 
     In a layer; or in the head, beside one tile of logits, when of the layers only the states of the tokens with loss are left.
     """
-    rows = tokens * job.samples_per_step * job.response / job.step_tokens
-    attention = _score_work(job, job.pairs(tokens)[1])
-    attention += job.own_keys(tokens) * copied_keys(job.shape, job.layers, backward=False)
+    rows = tokens * inputs.samples_per_step * inputs.response / inputs.step_tokens
+    attention = _score_work(inputs, inputs.pairs(tokens)[1])
+    attention += inputs.own_keys(tokens) * copied_keys(inputs.shape, inputs.layers, backward=False)
     layer = (Term(f"forward pass of {tokens} tokens", tokens * rate.forward + attention),)
-    states = Term("states with loss", rows * (job.element * job.shape.hidden + HEAD_NUMBERS) + tokens * STREAM)
-    head = (Term("logits", _logits(job, rows, CPU_FORWARD)), states)
+    states = Term("states with loss", rows * (inputs.element * inputs.shape.hidden + HEAD_NUMBERS) + tokens * STREAM)
+    head = (Term("logits", _logits(inputs, rows, CPU_FORWARD)), states)
     return max(layer, head, key=lambda terms: sum(term.bytes for term in terms))
 
 
 def train_terms(
-    job: Job, rate: PerToken, tokens: int, trained: int, recompute: Recompute, *, head: bool = True
+    inputs: MemoryInputs, rate: PerToken, tokens: int, trained: int, recompute: Recompute, *, head: bool = True
 ) -> tuple[Term, ...]:
     """Count the backward pass of the last of several micro-batches, or of the only one, where sums grow as activations go.
 
     The worst moment is the head's, when all activations are there, or the last layer's.
     """
-    pairs, at_once = job.pairs(tokens)
-    layer = job.scores.kept * pairs * bool(job.scores.layers)
-    matrices = 0.0 if recompute == "full" else job.scores.layers * layer
+    pairs, at_once = inputs.pairs(tokens)
+    layer = inputs.scores.kept * pairs * bool(inputs.scores.layers)
+    matrices = 0.0 if recompute == "full" else inputs.scores.layers * layer
     kept = tokens * rate.kept + matrices
-    sums = 0.0 if job.trainers else float(FP32 * trained)
-    if -(-job.update_tokens // tokens) == 1:
+    sums = 0.0 if inputs.trainers else float(FP32 * trained)
+    if -(-inputs.update_tokens // tokens) == 1:
         sums = max(0.0, sums - kept)
-    work = tokens * rate.working + _layer_gradient(job) + _score_work(job, at_once) + layer * (recompute == "full")
-    work += job.own_keys(tokens) * copied_keys(job.shape, job.layers, backward=True)
+    work = (
+        tokens * rate.working + _layer_gradient(inputs) + _score_work(inputs, at_once) + layer * (recompute == "full")
+    )
+    work += inputs.own_keys(tokens) * copied_keys(inputs.shape, inputs.layers, backward=True)
     if head:
-        work = max(work, _head_work(job, tokens))
+        work = max(work, _head_work(inputs, tokens))
     terms = [Term("gradient sums", sums), Term(f"activations of {tokens} tokens", tokens * rate.kept)]
     terms += [Term(f"attention scores of {tokens} tokens", matrices)] if matrices else []
     return (*terms, Term("head and layer at work", work))
 
 
-def optimizer_terms(job: Job) -> tuple[Term, ...]:
+def optimizer_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
     """Count the sums, and what the step works with."""
-    sums = Term("gradient sums", 0.0 if job.trainers else FP32 * job.trained)
-    work = (Term("buffers of offload", job.offload_room), Term("moments at work", job.step_work))
+    sums = Term("gradient sums", 0.0 if inputs.trainers else FP32 * inputs.trained)
+    work = (Term("buffers of offload", inputs.offload_room), Term("moments at work", inputs.step_work))
     return (sums, *(term for term in work if term.bytes))
 
 
-def sync_terms(job: Job) -> tuple[Term, ...]:
+def sync_terms(inputs: MemoryInputs) -> tuple[Term, ...]:
     """Fingerprints; for an engine that is sent merged weights, one matrix of those in fp32."""
-    proof = Term("fingerprints", PROOF_BYTES[job.device])
-    if not (job.added and job.engine == "vllm"):
+    proof = Term("fingerprints", PROOF_BYTES[inputs.device])
+    if not (inputs.added and inputs.engine == "vllm"):
         return (proof,)
-    largest = max((linear.parameters for linear in job.shape.linears), default=0)
-    return proof, Term("merged matrix", (2 * FP32 + job.element) * largest)
+    largest = max((linear.parameters for linear in inputs.shape.linears), default=0)
+    return proof, Term("merged matrix", (2 * FP32 + inputs.element) * largest)
 
 
-def offloaded_host_bytes(job: Job) -> float:
+def offloaded_host_bytes(inputs: MemoryInputs) -> float:
     """Main memory that holds the masters and moments of all workers; a critic's own too."""
-    return job.offload * (job.master_bytes + job.state_bytes) * (job.trained + critic_trained(job))
+    return inputs.offload * (inputs.master_bytes + inputs.state_bytes) * (inputs.trained + critic_trained(inputs))
 
 
-def host_bytes(job: Job) -> float:
+def host_bytes(inputs: MemoryInputs) -> float:
     """Main memory of masters and moments that lie there, and what a checkpoint of a GPU's tensors takes while it is written: its
     larger file at once.
     """
-    weights = float(job.element * (job.trained if job.added else job.shape.parameters))
-    state = (job.master_bytes + job.state_bytes) * job.trained
-    return offloaded_host_bytes(job) + max(weights, 0.0 if job.offload else state)
+    weights = float(inputs.element * (inputs.trained if inputs.added else inputs.shape.parameters))
+    state = (inputs.master_bytes + inputs.state_bytes) * inputs.trained
+    return offloaded_host_bytes(inputs) + max(weights, 0.0 if inputs.offload else state)
 
 
-def _layer_gradient(job: Job) -> float:
+def _layer_gradient(inputs: MemoryInputs) -> float:
     """Gradients in the model's precision: a layer's largest matrix, and a tied head that waits for the embedding's share."""
-    if job.layers.rank:
+    if inputs.layers.rank:
         return 0.0
-    matrix = job.shape.hidden * job.shape.intermediate * max(1, job.shape.experts)
-    return float(job.element * (matrix + job.shape.head * job.shape.tied))
+    matrix = inputs.shape.hidden * inputs.shape.intermediate * max(1, inputs.shape.experts)
+    return float(inputs.element * (matrix + inputs.shape.head * inputs.shape.tied))
 
 
-def _score_work(job: Job, pairs: float) -> float:
+def _score_work(inputs: MemoryInputs, pairs: float) -> float:
     """Scores of the layer that runs, if they are tensors."""
-    if job.scores.blocks:
-        return job.scores.working * min(pairs, PAIRS)
-    return job.scores.working * pairs * bool(job.scores.layers)
+    if inputs.scores.blocks:
+        return inputs.scores.working * min(pairs, PAIRS)
+    return inputs.scores.working * pairs * bool(inputs.scores.layers)
 
 
-def _head_work(job: Job, tokens: int) -> float:
+def _head_work(inputs: MemoryInputs, tokens: int) -> float:
     """Count the head's backward pass: logits, the gradient of the states, and that of its matrix summed over tiles in fp32."""
-    rows, element = job.trained_share * tokens, job.element
-    states = 2 * element * rows * job.shape.hidden  # and their gradient
-    if job.device == "cpu" and element < FP32:
-        states += FP32 * rows * job.shape.hidden
-    if job.layers.rank:
-        return states + _logits(job, rows, CPU_BACKWARD)
+    rows, element = inputs.trained_share * tokens, inputs.element
+    states = 2 * element * rows * inputs.shape.hidden  # and their gradient
+    if inputs.device == "cpu" and element < FP32:
+        states += FP32 * rows * inputs.shape.hidden
+    if inputs.layers.rank:
+        return states + _logits(inputs, rows, CPU_BACKWARD)
     rounded = element if element < FP32 else 0
-    return states + FP32 * job.shape.head + max(_logits(job, rows, CPU_BACKWARD), rounded * job.shape.head)
+    return states + FP32 * inputs.shape.head + max(_logits(inputs, rows, CPU_BACKWARD), rounded * inputs.shape.head)
 
 
-def _logits(job: Job, rows: float, copies: int) -> float:
+def _logits(inputs: MemoryInputs, rows: float, copies: int) -> float:
     """Count one tile of the head's logits, at most of `rows`; a CPU's operations have `copies` of it in fp32."""
-    if job.device == "cpu":
-        return copies * float(FP32) * min(rows * job.shape.vocab, CPU_TILE)
-    return min(rows * job.shape.vocab * job.element, LOGITS_BYTES)
+    if inputs.device == "cpu":
+        return copies * float(FP32) * min(rows * inputs.shape.vocab, CPU_TILE)
+    return min(rows * inputs.shape.vocab * inputs.element, LOGITS_BYTES)

@@ -68,4 +68,6 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
         return structure(folder, trust_remote_code)
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"no model can be made of it: {reason}", where=str(folder / "config.json")) from error
+        raise ModelError(
+            f"transformers cannot build a model from it: {reason}", where=str(folder / "config.json")
+        ) from error

@@ -18,7 +18,7 @@ from lockstep.plan.devices import worker_lines, workers_of
 from lockstep.plan.disk import DiskPlan, Share, beside_bytes, disk_lines, plan_disk, shares
 from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
-from lockstep.plan.job import GIB, adapter_size, offloaded_bytes
+from lockstep.plan.memory_inputs import GIB, adapter_size, offloaded_bytes
 from lockstep.plan.model_shape import meta_model, read_shape, recipe_shape
 from lockstep.plan.shapes import ModelShape
 

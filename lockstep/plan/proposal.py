@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from lockstep.config.schema import Recipe
 from lockstep.plan.choice import MODES, MemoryPlan, fitting_changes, part, replan
-from lockstep.plan.job import GIB
 from lockstep.plan.memory import cache_bytes, peak, phases, stream_tokens
+from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.preview import Preview
 
 CPU_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
@@ -59,7 +59,7 @@ def propose(preview: Preview) -> tuple[list[Proposed], Recipe, MemoryPlan]:
 
 def _sized(recipe: Recipe, plan: MemoryPlan) -> tuple[Recipe, MemoryPlan]:
     """Choose the micro-batch on a CPU, where the plan does not: the largest that fits."""
-    if plan.job.device == "cuda":
+    if plan.inputs.device == "cuda":
         return recipe, plan
     for tokens in CPU_TOKENS:
         recipe = recipe.model_copy(update={"update": part(recipe.update, tokens_per_microbatch=tokens)})
@@ -71,8 +71,8 @@ def _sized(recipe: Recipe, plan: MemoryPlan) -> tuple[Recipe, MemoryPlan]:
 
 def _sizes(plan: MemoryPlan) -> list[Proposed]:
     """Return micro-batch, recomputation, rows of the engine and vLLM's share of the memory, as the plan has them."""
-    job, sizes = plan.job, plan.sizes
-    tokens = stream_tokens(job, sizes.tokens)
+    inputs, sizes = plan.inputs, plan.sizes
+    tokens = stream_tokens(inputs, sizes.tokens)
     train = next(phase for phase in plan.phases if phase.name == "train")
     found = [
         Proposed(
@@ -82,7 +82,7 @@ def _sizes(plan: MemoryPlan) -> list[Proposed]:
     ]
     less = MODES[: MODES.index(sizes.recompute)]
     if less:
-        other = peak(phases(job, type(sizes)(sizes.tokens, less[-1], sizes.slots)))
+        other = peak(phases(inputs, type(sizes)(sizes.tokens, less[-1], sizes.slots)))
         found.append(
             Proposed(
                 f"update.recompute={sizes.recompute}",
@@ -93,14 +93,19 @@ def _sizes(plan: MemoryPlan) -> list[Proposed]:
         found.append(
             Proposed(f"update.recompute={sizes.recompute}", "all activations have room: no time is spent on them again")
         )
-    rows = "all samples of a step side by side" if sizes.slots >= job.samples_per_step else "more wait for a free row"
-    cache = cache_bytes(job, sizes.slots) / GIB
+    rows = (
+        "all samples of a step side by side" if sizes.slots >= inputs.samples_per_step else "more wait for a free row"
+    )
+    cache = cache_bytes(inputs, sizes.slots) / GIB
     found.append(
         Proposed(f"rollout.slots={sizes.slots}", f"keys and values of {sizes.slots} rows take {cache:.1f} GiB; {rows}")
     )
-    if job.engine == "vllm":
-        share = min(0.95, round((job.vllm_cache + job.element * job.shape.parameters) / plan.available + 0.05, 2))
-        why = f"its weights and {job.vllm_cache / GIB:.1f} GiB of keys and values; the learner takes {train.bytes / GIB:.1f} GiB"
+    if inputs.engine == "vllm":
+        share = min(
+            0.95, round((inputs.vllm_cache + inputs.element * inputs.shape.parameters) / plan.available + 0.05, 2)
+        )
+        cache = inputs.vllm_cache / GIB
+        why = f"its weights and {cache:.1f} GiB of keys and values; the learner takes {train.bytes / GIB:.1f} GiB"
         found.append(Proposed(f"rollout.vllm.gpu_memory_utilization={share:g}", why))
     return found
 

@@ -146,8 +146,8 @@ def _slow_warmup(recipe: Recipe) -> None:
         raise ConfigError(
             [
                 f"the learning rate has reached {share:.2%} of its peak at step {seen // recipe.updates_per_step}, after {seen} "
-                f"of {warmup} warm-up updates (of {total} in the run); below {WARM_SHARE:.0%} the first look at "
-                "the run would see nothing learnt"
+                f"of {warmup} warm-up updates (of {total} in the run); below {WARM_SHARE:.0%} it is too early "
+                "to see whether anything is learnt"
             ],
             fix=f"set optimizer.warmup_steps, which counts optimizer steps, to {int(seen / WARM_SHARE)} or less",
         )
@@ -176,7 +176,7 @@ def _best_metric(recipe: Recipe) -> None:
     if not re.fullmatch("|".join(good), name):
         shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])
         raise ConfigError(
-            [f"save.keep_best = {name}: the highest is kept, and more of it is no better model, or it is not measured"],
+            [f"save.keep_best = {name}: a higher value does not mean a better model, or the run does not measure it"],
             fix=f"take one of {shown}",
         )
 

@@ -22,20 +22,20 @@ from lockstep.config.schema import Turns
 from lockstep.envs.programs import Job, Outcome, Programs
 from lockstep.errors import EngineError, LockstepError, SpentError, StaleWeightsError
 from lockstep.rollout.branches import branches_of
-from lockstep.rollout.sampled import tell_sampled
+from lockstep.rollout.reply_progress import report_progress
 from lockstep.seeds import seed_for
 from lockstep.types import (
+    ClientRequest,
     Completion,
-    Door,
+    EndpointAccess,
     FinishReason,
     Grade,
     NativeRollouts,
-    OpenDoor,
+    OpenEndpoint,
     Prompt,
     Request,
     Rollout,
     RolloutEngine,
-    SampleAsk,
     Sampling,
 )
 
@@ -44,14 +44,14 @@ from lockstep.types import (
 class _Asked:
     """A request of a program that is being sampled."""
 
-    ask: SampleAsk
+    ask: ClientRequest
     future: Future[Completion]
     order: int
     tokens: int
     """Most tokens that it may sample."""
 
 
-_Event: TypeAlias = tuple[Literal["ask"], SampleAsk, Future[Completion]] | tuple[Literal["cancel"], str] | tuple[
+_Event: TypeAlias = tuple[Literal["ask"], ClientRequest, Future[Completion]] | tuple[Literal["cancel"], str] | tuple[
     Literal["end"], str, Outcome
 ]  # fmt: skip
 
@@ -90,7 +90,7 @@ class Agents:
         self._engine, self._chat, self._sampling, self._seed, self._version = engine, chat, sampling, seed, version
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._resources = ExitStack()
-        self._door: Door | None = None
+        self._endpoint: EndpointAccess | None = None
         self._owner: dict[str, str] = {}
         """Key of the episode of each request in the engine."""
         self.open: dict[str, AgentEpisode] = {}
@@ -98,7 +98,7 @@ class Agents:
         """Requests whose client went away before the reply was done; they are not trained."""
 
     # --- Sampler --------------------------------------------------------------------------------------------------
-    def sample(self, ask: SampleAsk) -> Future[Completion]:
+    def sample(self, ask: ClientRequest) -> Future[Completion]:
         future: Future[Completion] = Future()
         self._events.put(("ask", ask, future))
         return future
@@ -108,20 +108,20 @@ class Agents:
 
     # --- episodes -------------------------------------------------------------------------------------------------
     def begin(
-        self, key: str, prompt: Prompt, sample: int, limits: Turns, programs: Programs, serve: OpenDoor | None
+        self, key: str, prompt: Prompt, sample: int, limits: Turns, programs: Programs, serve: OpenEndpoint | None
     ) -> None:
         """Start a program on a prompt. Raises EngineError where no endpoint can be opened."""
         if serve is None:
             raise EngineError(
-                "programs need an endpoint, which this way to run has none of", where=key, fix="run it in one process"
+                "the task's programs need an endpoint, and this run has none", where=key, fix="run it in one process"
             )
-        if self._door is None:
-            self._door = self._resources.enter_context(serve(self))
+        if self._endpoint is None:
+            self._endpoint = self._resources.enter_context(serve(self))
         seed = seed_for(*self._seed, prompt.id, sample)
         token = secrets.token_urlsafe(24)
         self.open[key] = AgentEpisode(key, prompt, sample, limits, programs, token, seed)
-        self._door.admit(token, key)
-        programs.start(Job(key, prompt, sample, seed, self._door.address, token, self._door.take), self._ended)
+        self._endpoint.admit(token, key)
+        programs.start(Job(key, prompt, sample, seed, self._endpoint.address, token, self._endpoint.take), self._ended)
 
     @property
     def playing(self) -> bool:
@@ -144,7 +144,7 @@ class Agents:
 
         Waits at most `seconds` for the first.
         """
-        tell_sampled(self._engine, [asked.ask for one in self.open.values() for asked in one.open.values()])
+        report_progress(self._engine, [asked.ask for one in self.open.values() for asked in one.open.values()])
         ended: list[AgentEpisode] = []
         until = time.monotonic() + seconds
         while True:
@@ -165,11 +165,11 @@ class Agents:
                 case ("end", key, outcome) if (episode := self.open.get(key)) is not None and episode.outcome is None:
                     episode.outcome = outcome
                     self._refuse(episode, "the episode has ended")
-                    if self._door is not None:
-                        self._door.withdraw(episode.token)
+                    if self._endpoint is not None:
+                        self._endpoint.withdraw(episode.token)
                     ended.append(episode)
 
-    def _ask(self, ask: SampleAsk, future: Future[Completion]) -> None:
+    def _ask(self, ask: ClientRequest, future: Future[Completion]) -> None:
         episode = self.open.get(ask.key)
         if episode is None or episode.outcome is not None:
             return future.set_exception(SpentError("the episode has ended"))
@@ -231,7 +231,7 @@ class Agents:
         asked = episode.open.pop(id)
         if completion.request.prompt_ids != asked.ask.prompt_ids or not completion.ids:
             raise EngineError(
-                "a reply was sampled after other ids than those asked for", where=id, fix="report this engine"
+                "a reply was sampled after different ids from those requested", where=id, fix="report this engine"
             )
         try:
             asked.future.set_result(completion)

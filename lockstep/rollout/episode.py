@@ -73,7 +73,7 @@ def check_reply(completion: Completion, episode: Episode) -> None:
         )
     if completion.request.prompt_ids != (*episode.prompt_ids, *episode.ids) or not completion.ids:
         raise EngineError(
-            "a reply was sampled after other ids than those of its episode, or has none",
+            "a reply has no ids, or was sampled after ids that differ from those of its episode",
             where=completion.request.id,
             fix="report this engine",
         )

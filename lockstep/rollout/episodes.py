@@ -127,7 +127,9 @@ class _Table:
                 yield from self._take_ended()
             if self._requested:
                 raise EngineError(
-                    f"{len(self._requested)} requests were never completed", where=next(iter(self._requested))
+                    f"{len(self._requested)} requests were never completed",
+                    where=next(iter(self._requested)),
+                    fix="report this engine; resume from the last checkpoint",
                 )
             self._listen(WAIT_SECONDS)
             yield from self._take_ended()
@@ -151,10 +153,10 @@ class _Table:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
         if key in self._open or key in self._agents.open:
-            raise EngineError("two rollouts have this key", where=key)
+            raise EngineError("two rollouts have the same key", where=key)
         programs = self._task.programs(prompt)
         if programs is not None:
-            self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.door)
+            self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.open_endpoint)
             return None
         ids = self._rendered.get(prompt.id)
         if ids is None:

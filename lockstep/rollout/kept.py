@@ -1,4 +1,6 @@
-"""Processed ids that later requests may begin with: the earlier turns of an episode or of a client's conversation."""
+"""A cache of earlier turns of an episode or of a client's conversation: a later request that begins with their ids reuses the
+keys and values.
+"""
 
 from __future__ import annotations
 

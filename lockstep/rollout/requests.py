@@ -24,7 +24,7 @@ def check_version(request: Request, version: int) -> None:
     """Raise StaleWeightsError for a request that asks for another version of the weights."""
     if request.version != version:
         raise StaleWeightsError(
-            f"the request needs weights {request.version}, the engine holds {version}",
+            f"the request needs version {request.version} of the weights, the engine holds {version}",
             where=request.id,
             fix="push the learner's weights with WeightSync before sampling",
         )
@@ -36,12 +36,16 @@ def check_request(request: Request, version: int, context: int, fix: str = SHORT
     prompt, budget = len(request.prompt_ids), request.sampling.max_tokens
     if not prompt or budget < 1:
         raise EngineError(
-            "the request has no prompt, or no room for one new token",
+            "the request has an empty prompt, or allows no new token",
             where=f"request {request.id}",
             fix="give a prompt of at least one token and max_tokens of at least 1",
         )
     if not 0 <= request.prefix < prompt:
-        raise EngineError(f"a shared prefix of {request.prefix} tokens leaves nothing of {prompt}", where=request.id)
+        raise EngineError(
+            f"the shared prefix has {request.prefix} tokens, but the prompt has only {prompt}",
+            where=f"request {request.id}",
+            fix="share fewer tokens than the prompt has",
+        )
     if context and prompt + budget > context:
         raise EngineError(
             f"{prompt} prompt tokens and {budget} new ones exceed the model's context of {context}",
@@ -54,16 +58,20 @@ def check_groups(requests: Sequence[Request], prompts: dict[str, TokenIds]) -> N
     """Raise EngineError if a group has two prompts; `prompts` holds those of known groups, and gains the new ones."""
     for request in requests:
         if prompts.setdefault(request.group, request.prompt_ids) != request.prompt_ids:
-            raise EngineError(f"group {request.group} has another prompt already", where=request.id)
+            raise EngineError(
+                f"requests of group {request.group} have different prompts",
+                where=f"request {request.id}",
+                fix="give each prompt its own group",
+            )
 
 
 def check_adapter(model: nn.Module, adapter: str | None) -> None:
     """Raise EngineError if another adapter is on than when the engine captured its decode steps."""
     if (now := active_adapter(model)) != adapter:
         raise EngineError(
-            f"the engine was built with adapter {adapter or 'none'}, now {now or 'none'} is on",
+            f"the active adapter is {now or 'none'}, but the engine was built for {adapter or 'none'}",
             where="AdapterSet",
-            fix="build an engine after activate(): its decode steps are captured for one adapter",
+            fix="build a new engine after activate(), because captured decode steps belong to one adapter",
         )
 
 
@@ -82,10 +90,17 @@ def closing_on_error(engine: Closing) -> Iterator[None]:
 def check_idle(open_requests: int, version: int) -> None:
     """Raise EngineError if weights of `version` arrive while requests are open."""
     if open_requests:
-        raise EngineError(f"weights {version} arrived while {open_requests} requests run")
+        raise EngineError(
+            f"weights of version {version} arrived while {open_requests} requests run",
+            fix="read all completions before a sync",
+        )
 
 
 def check_clean(forward: Forward, what: str) -> None:
     """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
     if forward.noise is not None:
-        raise EngineError(f"{what} while noise is on the norms", where="noise", fix="set_forward without noise first")
+        raise EngineError(
+            f"{what} while noise is on the normalisation weights",
+            where="noise",
+            fix="remove the noise first (engine.set_forward)",
+        )

@@ -1,4 +1,4 @@
-"""Keeps a run while a loop trains it: proves, measures, records and saves after every step, and says when to stop."""
+"""The session of a run: what happens around each step of the loop. It proves, measures, records, saves, and decides to stop."""
 
 from __future__ import annotations
 

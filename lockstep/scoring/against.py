@@ -1,4 +1,4 @@
-"""Scores beside those that are stored: an export against its run's own, and the best known of the same items and mode."""
+"""Comparison of new scores with stored ones: an export with its run, or a score with the best of the same items and mode."""
 
 from __future__ import annotations
 

@@ -7,6 +7,6 @@ How the parts are put together (training does the same, with one token for each 
         ...                            # clients speak to endpoint.address, such as http://127.0.0.1:41233
         endpoint.withdraw(token)       # its running requests are cancelled, later ones get 401, its conversations are forgotten
 
-`Sampler` and `SampleAsk` are in `lockstep.types`. Code that records what was sampled puts a Sampler of its own between the
+`Sampler` and `ClientRequest` are in `lockstep.types`. Code that records what was sampled puts a Sampler of its own between the
 two: each reply passes through `sample`, with its key, its exact prompt ids, sampled ids and log-probabilities.
 """

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.serve.conversations import Reply, Said, ToolCall
-from lockstep.serve.stream import Sent
+from lockstep.serve.stream import SentReply
 from lockstep.serve.wire import (
     Body,
     Refusal,
@@ -174,7 +174,7 @@ class MessageStream:
     """The events of a stream. Its text is block 0."""
 
     def __init__(self) -> None:
-        self._sent = Sent()
+        self._sent = SentReply()
 
     def begin(self, id: str, model: str, prompt: int, reused: int) -> dict[str, Any]:
         """Return the event that comes first."""

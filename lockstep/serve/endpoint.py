@@ -25,9 +25,9 @@ from lockstep.loopback import HOST, LoopbackHandler, LoopbackServer
 from lockstep.seeds import seed_for
 from lockstep.serve import anthropic, openai
 from lockstep.serve.conversations import Conversations, Reply
-from lockstep.serve.stream import News
+from lockstep.serve.stream import ReplyUpdates
 from lockstep.serve.wire import Refusal, Wanted
-from lockstep.types import Completion, SampleAsk, Sampled, Sampler, TokenIds
+from lockstep.types import ClientRequest, Completion, Sampled, Sampler, TokenIds
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 8 * 2**20
@@ -50,7 +50,7 @@ class _Asked:
     wanted: Wanted
     prompt_ids: TokenIds
     reused: int
-    news: News
+    updates: ReplyUpdates
 
 
 class Endpoint(LoopbackServer):
@@ -147,20 +147,22 @@ class Endpoint(LoopbackServer):
             raise Refusal(400, what, "messages" if wanted.turns else "token_ids", "context_length_exceeded")
         settings = replace(wanted.sampling, max_tokens=min(wanted.sampling.max_tokens or self.max_tokens, room))
         seeds = [wanted.seed if i == 0 or wanted.seed is None else seed_for(wanted.seed, i) for i in range(wanted.n)]
-        news = News()
+        updates = ReplyUpdates()
         asks = [
-            SampleAsk(f"{name}-{i}", key, prompt, settings, seed, partial(news.sampled, i) if wanted.stream else None)
+            ClientRequest(
+                f"{name}-{i}", key, prompt, settings, seed, partial(updates.sampled, i) if wanted.stream else None
+            )
             for i, seed in enumerate(seeds)
         ]
         with self._lock:
             self._open.setdefault(key, set()).update(ask.id for ask in asks)
         try:
             for i, ask in enumerate(asks):
-                self.sampler.sample(ask).add_done_callback(partial(news.done, i))
+                self.sampler.sample(ask).add_done_callback(partial(updates.done, i))
             with self._lock:  # withdrawn since the request arrived
                 if key not in self._keys.values():
                     raise Refusal(401, "the token was withdrawn")
-            yield _Asked(name, key, wanted, prompt, reused, news)
+            yield _Asked(name, key, wanted, prompt, reused, updates)
         finally:
             for ask in asks:
                 self.sampler.cancel(ask.id)
@@ -329,7 +331,7 @@ class Handler(LoopbackHandler):
         """Yield completions as they come, and in a stream their beginnings. Raises ConnectionError if the client has gone."""
         left, told = asked.wanted.n, time.monotonic()
         while left:
-            for index, found in asked.news.take(LOOK_S):
+            for index, found in asked.updates.take(LOOK_S):
                 result = found if isinstance(found, Sampled) else found.result()
                 left -= isinstance(result, Completion)
                 yield index, result

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.serve.conversations import Reply, Said, ToolCall
-from lockstep.serve.stream import Sent
+from lockstep.serve.stream import SentReply
 from lockstep.serve.wire import (
     Body,
     Choices,
@@ -233,7 +233,7 @@ class ChatStream:
     ) -> None:
         """Take the `head` of all chunks and what is `told` in the first of them."""
         self._head, self._told, self._index, self._body, self._token = head, told, index, body, token
-        self._sent = Sent()
+        self._sent = SentReply()
 
     def more(self, text: str, thoughts: str, sampled: Sampled | Completion) -> Iterator[dict[str, Any]]:
         """Yield a chunk of what is new in the beginnings of answer and thoughts, if anything is."""

@@ -1,4 +1,4 @@
-"""Streams of replies under way: what is new of them, and what of it was sent already."""
+"""Streaming of replies to a client: new tokens pass from the sampler's threads to the thread that answers the request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from lockstep.errors import EngineError
 from lockstep.types import Completion, Sampled
 
 
-class News:
-    """News of the choices of one request: from the threads of a sampler to the thread that answers."""
+class ReplyUpdates:
+    """Queue of new tokens and finished replies of one request, filled by the sampler's threads, read by the answering thread.
+
+    A request may ask for several replies (choices), numbered by `index`.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -19,19 +22,19 @@ class News:
         self._done: dict[int, Future[Completion]] = {}
 
     def sampled(self, index: int, sampled: Sampled) -> None:
-        """Take the beginning of a reply; only the newest is of interest."""
+        """Store the tokens of a reply so far, in place of earlier ones."""
         with self._changed:
             self._sampled[index] = sampled
             self._changed.notify()
 
     def done(self, index: int, future: Future[Completion]) -> None:
-        """Take a reply."""
+        """Store a finished reply."""
         with self._changed:
             self._done[index] = future
             self._changed.notify()
 
     def take(self, seconds: float) -> list[tuple[int, Sampled | Future[Completion]]]:
-        """Return what is new by choice, in their order; waits at most `seconds` for anything."""
+        """Return and clear the updates, sorted by index; waits at most `seconds` for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._sampled or self._done, seconds)
             found = sorted((self._sampled | self._done).items())
@@ -40,23 +43,23 @@ class News:
 
 
 @dataclass(slots=True)
-class Sent:
-    """Parts of a choice that were sent."""
+class SentReply:
+    """The part of a reply that was already sent to the client."""
 
     text: str = ""
     thoughts: str = ""
     tokens: int = 0
-    """Tokens whose log-probabilities and ids were sent."""
+    """Number of tokens whose log-probabilities and ids were sent."""
 
     def more(self, text: str, thoughts: str) -> tuple[str, str]:
-        """Return what is new in the beginnings of answer and thoughts, and count it as sent. What is shorter has nothing new."""
+        """Return the text after the part already sent, of answer and thoughts, and count it as sent."""
         new = text[len(self.text) :], thoughts[len(self.thoughts) :]
         self.text, self.thoughts = self.text + new[0], self.thoughts + new[1]
         return new
 
     def rest(self, text: str, thoughts: str) -> tuple[str, str]:
-        """Return what is new in the whole answer and thoughts. Raises EngineError if they begin otherwise than what was sent."""
+        """Return the rest of the complete answer and thoughts. Raises EngineError if they do not begin with what was sent."""
         if not (text.startswith(self.text) and thoughts.startswith(self.thoughts)):
-            what = "the end of the reply changes how its beginning is read, and that was sent already"
-            raise EngineError(what, fix="ask for it without stream")
+            what = "the end of the reply changes how its beginning is parsed, and the beginning was already sent"
+            raise EngineError(what, fix="send the request without stream")
         return self.more(text, thoughts)

@@ -1,4 +1,4 @@
-"""A rollout engine that many threads ask: it runs in a thread of its own, and admits new requests while others run."""
+"""A rollout engine in a thread of its own: it serves many other threads, and admits new requests while others run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from lockstep.errors import BusyError, EngineError, LockstepError
-from lockstep.rollout.sampled import tell_sampled
+from lockstep.rollout.reply_progress import report_progress
 from lockstep.seeds import seed_for
-from lockstep.types import Completion, NativeRollouts, Request, RolloutEngine, SampleAsk
+from lockstep.types import ClientRequest, Completion, NativeRollouts, Request, RolloutEngine
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Open:
-    """An ask that has no answer yet."""
+    """A request that has no answer yet."""
 
-    ask: SampleAsk
+    ask: ClientRequest
     seed: int
     future: Future[Completion] = field(default_factory=Future)
 
@@ -55,15 +55,19 @@ class EngineThread:
         self._thread.start()
 
     # --- Sampler --------------------------------------------------------------------------------------------------
-    def sample(self, ask: SampleAsk) -> Future[Completion]:
-        """Queue an ask. Raises BusyError if too many wait, EngineError if the thread is closed or the id is in use."""
+    def sample(self, ask: ClientRequest) -> Future[Completion]:
+        """Queue a request. Raises BusyError if too many wait, EngineError if the thread is closed or the id is in use."""
         with self._changed:
             if self._closed:
                 raise EngineError("the engine is closed", where=ask.id)
             if ask.id in self._open:
-                raise EngineError("a request of this id is open", where=ask.id, fix="give each request its own id")
+                raise EngineError(
+                    "a request with this id is still running", where=ask.id, fix="give each request its own id"
+                )
             if sum(map(len, self._waiting.values())) >= self._most_waiting:
-                raise BusyError(f"{self._most_waiting} requests wait already", where=ask.id, fix="ask again later")
+                raise BusyError(
+                    f"{self._most_waiting} requests are already waiting", where=ask.id, fix="ask again later"
+                )
             seed = ask.seed
             if seed is None:
                 seed = seed_for(*self._seed, ask.key, self._unseeded[ask.key])
@@ -143,7 +147,7 @@ class EngineThread:
             admitted = [self._next() for _ in range(self._room())]
             for opened in admitted:
                 self._running[opened.ask.id] = opened
-        tell_sampled(self._engine, running)
+        report_progress(self._engine, running)
         for opened in admitted:  # one by one: a request that is refused leaves the others alone
             try:
                 self._engine.submit([self._request(opened)])

@@ -108,4 +108,4 @@ def checked_json(text: str, field: str) -> str:
 
 
 def _no_constant(name: str) -> Literal[0]:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Negative controls: the weights are falsified on purpose, and a proof that still passes is blind."""
+"""Negative control of the sync proof: one bit of the weights is flipped on purpose, and the proof must then fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[st
     if seen != [name]:
         raise blind(name, seen)
     if fingerprint(engine.weights()).combined != before.combined:
-        raise SyncError("the weights did not come back after the negative control", where=name, fix="reload the model")
+        raise SyncError("the weights were not restored after the negative control", where=name, fix="reload the model")
     return name
 
 
@@ -52,7 +52,8 @@ def control_copy(
     right = prove()
     if right.mismatched:
         raise SyncError(
-            "the right weights, sent after the negative control, are not accepted: " + "; ".join(right.mismatched[:8]),
+            "the proof rejects the right weights, which were sent after the negative control: "
+            + "; ".join(right.mismatched[:8]),
             where=name,
             fix="check engine.load and engine.weights",
         )
@@ -66,7 +67,7 @@ class Weighted(Protocol):
 
 
 class Falsified:
-    """A learner with one bit of one trained tensor flipped, until `undo`."""
+    """A learner with one flipped bit in one trained tensor, until `undo`."""
 
     def __init__(self, learner: Weighted, frozen: frozenset[str]) -> None:
         self.name = _choose(learner.weights(), frozen)
@@ -83,7 +84,7 @@ def blind(name: str, seen: list[str]) -> SyncError:
     """Return the error of a proof that did not notice the flipped bit of a tensor."""
     noticed = f"it reported {', '.join(seen[:8])}" if seen else "it reported nothing"
     return SyncError(
-        f"the proof is blind: one bit of {name} was flipped and {noticed}",
+        f"the proof does not detect wrong weights: one bit of {name} was flipped, and {noticed}",
         where="negative control",
         fix="check that engine.weights() yields what the engine samples with, and that load() copies every tensor",
     )
@@ -93,7 +94,11 @@ def _choose(stream: WeightStream, frozen: frozenset[str]) -> str:
     """Choose a trained tensor with more than one element; the choice depends on the names alone."""
     names = sorted(name for name, tensor in stream if name not in frozen and tensor.numel() > 1)
     if not names:
-        raise SyncError("no trained tensor to falsify", where="negative control", fix="check what weights() yields")
+        raise SyncError(
+            "there is no trained tensor whose bit could be flipped",
+            where="negative control",
+            fix="check what weights() yields",
+        )
     return names[splitmix64(CONTROL_KEY, len(names)) % len(names)]
 
 

@@ -31,7 +31,7 @@ def merged(weights: WeightStream) -> WeightStream:
     layers = {name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)}
     for layer in sorted(layers):
         if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
-            raise SyncError(f"an adapter without {', '.join(missing)}", where=layer, fix="check what weights() yields")
+            raise SyncError(f"the adapter has no {', '.join(missing)}", where=layer, fix="check what weights() yields")
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         if name != layer and layer in layers:

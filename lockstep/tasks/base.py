@@ -12,7 +12,7 @@ from lockstep.data.order import batch_indices
 from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
-from lockstep.types import Grade, OpenDoor, Prompt, ReplyText
+from lockstep.types import Grade, OpenEndpoint, Prompt, ReplyText
 from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, workers_of
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserGrader
@@ -29,7 +29,7 @@ class BuiltTask(ABC):
     """A task as build_task returns it: a `types.Task`, and further methods that the system needs, with defaults."""
 
     name: str
-    door: OpenDoor | None = None
+    open_endpoint: OpenEndpoint | None = None
     """Opens the endpoint that programs ask; set where a run is built."""
 
     @property
@@ -206,4 +206,4 @@ def _sample(indices: range, count: int) -> Sequence[int]:
 def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
     """Raise TaskError for a held-out role that the task does not have."""
     names = ", ".join(has) or "none"
-    raise TaskError(f"it has no held-out questions for {role}; it has {names}", where=where, fix="use one that it has")
+    raise TaskError(f"it has no held-out questions for {role}; it has {names}", where=where, fix="use one of these")

@@ -7,12 +7,12 @@ from typing import assert_never
 from lockstep.config import schema
 from lockstep.tasks.base import BuiltTask, NoQuestions
 from lockstep.tasks.file import build_file_task
-from lockstep.tasks.hub import HubTask
 from lockstep.tasks.mixed import Mixed
 from lockstep.tasks.multi_turn import AgentQuestions, Guessing, SeededEpisodes, ToolQuestions, build_own
 from lockstep.tasks.open_spiel import build_spiel
 from lockstep.tasks.python import build_python_task
 from lockstep.tasks.reasoning_gym import ReasoningGym
+from lockstep.tasks.verifiers_env import VerifiersEnvTask
 
 
 def build_task(settings: schema.Task, seed: int) -> BuiltTask:
@@ -32,7 +32,7 @@ def build_task(settings: schema.Task, seed: int) -> BuiltTask:
         case schema.AgentTask():
             return AgentQuestions(settings, build_task(settings.questions, seed))
         case schema.VerifiersTask():
-            return HubTask(settings, seed)
+            return VerifiersEnvTask(settings, seed)
         case schema.GuessNumberTask():
             return Guessing(settings, seed)
         case schema.EnvTask():

@@ -34,8 +34,8 @@ PATIENCE = 2000
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
 """Metadata keys that hold one right answer in data sets with several."""
 UNSEEDED = ("codeio", "composite", "knight_swap", "list_functions")
-"""Data sets that are not functions of their seed in reasoning-gym 0.1.25 (codeio also runs code that writes files), or that are
-not one data set.
+"""Data sets of reasoning-gym 0.1.25 that a seed does not determine (codeio also runs code that writes files), or that combine
+others (composite).
 """
 HASH_SEEDED = (
     "intermediate_integration",
@@ -48,7 +48,7 @@ HASH_SEEDED = (
 
 
 class Side(IntEnum):
-    """Half of all questions."""
+    """The two halves into which all questions of a generator are split."""
 
     TRAIN = 0
     HELDOUT = 1
@@ -85,10 +85,12 @@ def check_source(settings: schema.ReasoningGymTask) -> Source:
     if name not in DATASETS:
         raise TaskError(f"reasoning-gym has no data set {name!r}", where=where, fix=_nearest(name, list(DATASETS)))
     if name in UNSEEDED:
-        raise TaskError(f"{name} does not give the same questions twice", where=where, fix="use another data set")
+        raise TaskError(f"{name} gives different questions for the same seed", where=where, fix="use another data set")
     if name in HASH_SEEDED and sys.flags.hash_randomization:
         raise TaskError(
-            f"{name} gives other questions in every process", where=where, fix="set PYTHONHASHSEED=0 in the environment"
+            f"{name} gives different questions in each process",
+            where=where,
+            fix="set PYTHONHASHSEED=0 in the environment",
         )
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key in settings.settings:

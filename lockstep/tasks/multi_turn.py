@@ -258,7 +258,11 @@ class SeededEpisodes(BuiltTask):
         seeds = [self._seed_of("heldout", index) for index in range(OPENINGS)]
         first = self._openings(seeds)
         if self._openings(seeds[:1]) != first[:1]:
-            raise TaskError("a seed opens differently each time", where=self._where, fix="have it draw from the seed")
+            raise TaskError(
+                "the environment starts differently with the same seed",
+                where=self._where,
+                fix="draw all its random numbers from the seed",
+            )
         return first
 
     def _openings(self, seeds: Sequence[int]) -> list[Prompt]:

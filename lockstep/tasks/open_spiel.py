@@ -232,7 +232,7 @@ def _refuse_hidden(case: Case) -> None:
     game: Any = load(case.game)
     if game.get_type().information != pyspiel().GameType.Information.PERFECT_INFORMATION:
         raise TaskError(
-            "mcts would see what its player does not: the game has hidden information",
+            "the opponent mcts would see the hidden information of this game",
             where=f"{_WHERE}, case {case.name}",
             fix="choose random or a function of your own",
         )

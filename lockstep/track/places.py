@@ -76,7 +76,7 @@ def require_root(root: str) -> Path:
     path = Path(root).expanduser().absolute()
     if not path.is_dir():
         fix = f"mount its disk, or make the folder: mkdir -p {path}"
-        raise RunDirectoryError("paths.checkpoints names a folder that is not there", where=str(path), fix=fix)
+        raise RunDirectoryError("paths.checkpoints names a folder that does not exist", where=str(path), fix=fix)
     return path
 
 

@@ -41,7 +41,10 @@ def require_clean(folder: Path, runs_dir: str, asked: str = "--require-clean") -
     """
     facts = code_facts(folder, skip=runs_dir)
     if facts["commit"] is None:
-        raise ConfigError([f"{asked}: {folder} is in no git repository: {facts['why']}"], fix="commit it to one")
+        raise ConfigError(
+            [f"{asked}: {folder} is in no git repository: {facts['why']}"],
+            fix="put it into a git repository and commit it",
+        )
     if facts["changed"]:
         changed = [line[3:] for line in facts["changed"]]
         more = f" and {facts['changed_files'] - 5} more" if facts["changed_files"] > 5 else ""

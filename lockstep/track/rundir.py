@@ -297,13 +297,13 @@ def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
         require_root(checkpoints)
     if (path / MANIFEST).exists() and not never_began(path):
         fix = f"continue it with `lockstep train --resume {path}`, or give the new run another name: name=NAME"
-        raise RunDirectoryError("a run is already there", where=str(path), fix=fix)
+        raise RunDirectoryError("a run already exists here", where=str(path), fix=fix)
     if path.exists() and not path.is_dir():
         raise RunDirectoryError("is a file", where=str(path), fix="choose another name or runs_dir")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
         raise RunDirectoryError(
-            "cannot be made: no right to write there", where=str(path), fix="choose another runs_dir"
+            "cannot be made: no permission to write there", where=str(path), fix="choose another runs_dir"
         )
     inside = path.iterdir() if path.exists() and not is_run(path) else ()
     foreign = [entry.name for entry in inside if not _is_unfinished(entry)]

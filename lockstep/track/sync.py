@@ -1,4 +1,4 @@
-"""Steps that trackers miss of a run, and reasons that keep them from getting these."""
+"""Comparison of a run with its trackers: the steps that a tracker lacks, and why they cannot be sent to it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = [
 def _timed(text: str) -> str:
     """Raises ValueError for what is no time of a time zone."""
     if datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("a time without its zone")
+        raise ValueError("the time has no time zone")
     return text
 
 

@@ -35,17 +35,18 @@ from lockstep.types.rollout import (
     Sampling,
     Turn,
 )
-from lockstep.types.serving import Door, OpenDoor, SampleAsk, Sampled, Sampler
+from lockstep.types.serving import ClientRequest, EndpointAccess, OpenEndpoint, Sampled, Sampler
 from lockstep.types.training import Batch, Loss, LossInput, LossOutput, Scored, TrainSequence
 from lockstep.types.weights import Forward, ForwardReport, LearnerFacts, NormNoise, Probe, Proof
 
 __all__ = [
     "Batch",
     "Branch",
+    "ClientRequest",
     "Completion",
     "Conditions",
     "Critic",
-    "Door",
+    "EndpointAccess",
     "Env",
     "EnvTask",
     "Estimate",
@@ -64,7 +65,7 @@ __all__ = [
     "Metrics",
     "NativeRollouts",
     "NormNoise",
-    "OpenDoor",
+    "OpenEndpoint",
     "Probe",
     "Prompt",
     "Proof",
@@ -72,7 +73,6 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutEngine",
-    "SampleAsk",
     "Sampled",
     "Sampler",
     "Sampling",

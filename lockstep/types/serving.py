@@ -1,4 +1,4 @@
-"""Records between an HTTP server and an engine: a prompt as token ids, and what answers it."""
+"""Records and interfaces between an HTTP server and an engine: requests for replies, as token ids, and their results."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from lockstep.types.rollout import Completion, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens of a reply that is under way, from its first on, with their log-probabilities."""
+    """All tokens so far of an unfinished reply, with their log-probabilities."""
 
     ids: TokenIds
     logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleAsk:
-    """One reply that a client asks for. Example: SampleAsk("chat-9", "chain_sum/17#0", (1, 84, 2), Sampling(64))"""
+class ClientRequest:
+    """A client's request for one reply. Example: ClientRequest("chat-9", "chain_sum/17#0", (1, 84, 2), Sampling(64))"""
 
     id: str
-    """Name of this reply, unique while it is open."""
+    """Name of this reply, unique among unfinished ones."""
     key: str
     """Client or episode that it belongs to; in training the key of the rollout."""
     prompt_ids: TokenIds
     sampling: Sampling
     seed: int | None = None
-    """Seed of the sample. None: seed_for(*the sampler's seed, key, number of earlier asks of this key without a seed)."""
+    """Seed of the sample. None: seed_for(*the sampler's seed, key, number of earlier requests of this key without a seed)."""
     seen: Callable[[Sampled], None] | None = None
-    """Told every few tokens what is sampled so far, where the engine is a NativeRollouts. It must return at once."""
+    """Called every few tokens with the tokens so far, if the engine is a NativeRollouts. It must return at once."""
 
 
 class Sampler(Protocol):
-    """Answers asks of many threads at once. `lockstep.serve.thread.EngineThread` is one, around a RolloutEngine."""
+    """Answers requests of many threads at once. `lockstep.serve.thread.EngineThread` is one, around a RolloutEngine."""
 
-    def sample(self, ask: SampleAsk) -> Future[Completion]:
-        """Queue an ask and return at once. The completion's `request` has the ask's id and prompt ids, and the seed.
+    def sample(self, ask: ClientRequest) -> Future[Completion]:
+        """Queue a request and return at once. The completion's `request` has the same id and prompt ids, and the seed.
 
-        The future raises EngineError if the engine failed or cannot serve the ask, and is cancelled by `cancel`. Raises
+        The future raises EngineError if the engine failed or cannot serve the request, and is cancelled by `cancel`. Raises
         BusyError at once if the queue is full, EngineError if the sampler is closed.
         """
         ...
 
     def cancel(self, id: str) -> None:
-        """Free what an ask holds within a few tokens; its future is cancelled. Unknown and answered ids are passed over."""
+        """Cancel the future of a request, and free its memory within a few tokens. Unknown and answered ids are ignored."""
         ...
 
 
-class Door(Protocol):
-    """An endpoint as the owner of its clients has it."""
+class EndpointAccess(Protocol):
+    """An HTTP endpoint, as seen by the code that gives clients access to it."""
 
     @property
     def address(self) -> str:
@@ -71,5 +71,5 @@ class Door(Protocol):
         """Serve a connection that another process or thread accepted, as one to `address`."""
 
 
-OpenDoor: TypeAlias = Callable[[Sampler], AbstractContextManager[Door]]
+OpenEndpoint: TypeAlias = Callable[[Sampler], AbstractContextManager[EndpointAccess]]
 """Opens an endpoint for a sampler, until its context is left."""

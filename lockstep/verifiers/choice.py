@@ -1,4 +1,4 @@
-"""Multiple choice."""
+"""The verifier of multiple-choice questions: reads the letter of the chosen option and compares it with the reference."""
 
 from __future__ import annotations
 

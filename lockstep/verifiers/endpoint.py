@@ -130,7 +130,7 @@ def _content(text: str) -> str:
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise ValueError(f"its answer is no chat completion ({type(error).__name__})") from error
+        raise ValueError(f"its answer is not a chat completion ({type(error).__name__})") from error
     if not isinstance(content, str):
         raise ValueError("its answer has no text")
     return content

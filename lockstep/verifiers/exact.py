@@ -1,4 +1,4 @@
-"""Exact match of a number, or of text."""
+"""The verifiers that compare a number, or a text, with the reference exactly."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
-from lockstep.verifiers import gym_worker, no_code
+from lockstep.verifiers import gym_worker, no_eval
 from lockstep.verifiers.base import shown, unscored
 from lockstep.verifiers.extract import read_answer
 from lockstep.verifiers.sandbox.host import Flood, Run, Sandbox, SandboxError, TimeOut, ZygoteGone
@@ -81,7 +81,7 @@ def admitted(dataset: str, text: str, reference: str) -> bool:
         return False
     if written is not _ALGEBRA:
         return True
-    known = no_code.FUNCTIONS | no_code.CONSTANTS | {"C"} | set(_NAME.findall(reference))
+    known = no_eval.FUNCTIONS | no_eval.CONSTANTS | {"C"} | set(_NAME.findall(reference))
     return not _ATTRIBUTE.search(text) and known.issuperset(_NAME.findall(text))
 
 

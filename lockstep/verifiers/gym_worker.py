@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from lockstep.verifiers import no_code
+from lockstep.verifiers import no_eval
 from lockstep.verifiers.sandbox.plain import send
 from lockstep.workers import wire
 
@@ -27,7 +27,7 @@ def load() -> Callable[[str], Serve]:
     import sympy
 
     # No reply is charged for what sympy loads at first use.
-    sympy.simplify(no_code.parse_expr("sin(x)**2 + cos(x)**2"))
+    sympy.simplify(no_eval.parse_expr("sin(x)**2 + cos(x)**2"))
 
     def prepare(role: str) -> Serve:
         name, settings = json.loads(role)
@@ -38,12 +38,12 @@ def load() -> Callable[[str], Serve]:
 
 def _serve(dataset: Any, requests: io.BufferedReader, answers: io.BufferedWriter) -> NoReturn:
     call = wire.loads(json.loads(requests.readline())["call"].encode())  # of any length: the item lists all solutions
-    tried = no_code.forbid_code()
-    no_code.replace_parser()
+    tried = no_eval.forbid_code()
+    no_eval.replace_parser()
     module: Any = sys.modules[type(dataset).__module__]
-    module.eval = no_code.read_value
+    module.eval = no_eval.read_value
     if getattr(getattr(module, "parse_expr", None), "__module__", "").startswith("sympy."):
-        module.parse_expr = no_code.parse_expr
+        module.parse_expr = no_eval.parse_expr
     answer: dict[str, Any]
     try:
         answer = {"score": float(dataset.score_answer(answer=call["answer"], entry=call["item"]))}

@@ -1,4 +1,4 @@
-"""Verdicts that were given, so that nothing is asked twice."""
+"""A cache of the verdicts of the verifier `judge`, so that no reply is judged twice."""
 
 from __future__ import annotations
 

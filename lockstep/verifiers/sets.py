@@ -1,4 +1,4 @@
-"""Several answers in any order."""
+"""The verifier of answers with several parts, which may come in any order."""
 
 from __future__ import annotations
 

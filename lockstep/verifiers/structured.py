@@ -128,7 +128,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key of an object occurs twice")
     return found
 
 
@@ -155,5 +155,5 @@ def check_schema(wanted: dict[str, Any]) -> None:
         validator_for(wanted).check_schema(wanted)
     except SchemaError as error:
         raise TaskError(
-            f"it is no JSON Schema: {error.message}", where="verifier json, json_schema", fix="correct it"
+            f"it is not a JSON Schema: {error.message}", where="verifier json, json_schema", fix="correct it"
         ) from error

@@ -1,7 +1,7 @@
 """The second stage of the verifier `math`: are two LaTeX expressions equal? By math-verify, in a worker with limits.
 
 https://github.com/huggingface/Math-Verify. Only its LaTeX reader is used: its reader for plain text evaluates Python.
-Text that it gives to sympy is read by no_code.py.
+Text for sympy is parsed by no_eval.py.
 Its own time limits are alarms, which work in no thread but the main one; they are off, the worker's limits hold instead.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
-from lockstep.verifiers import no_code
+from lockstep.verifiers import no_eval
 
 Verdict: TypeAlias = Literal["equal", "different", "no answer", "no reference"]
 WARM = (
@@ -51,8 +51,8 @@ def load() -> Callable[[Any], object]:
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     for answer, reference in WARM:
         compare(answer, reference)
-    no_code.replace_parser()
-    no_code.forbid_code()
+    no_eval.replace_parser()
+    no_eval.forbid_code()
     return lambda call: compare(call["answer"], call["reference"])
 
 

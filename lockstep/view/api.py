@@ -24,7 +24,7 @@ from lockstep.types import Branch
 from lockstep.view.differences import differences
 from lockstep.view.funnel import funnel
 from lockstep.view.index import Index
-from lockstep.view.prompts import PromptAsk, Prompter, prompt_places, sampling_of
+from lockstep.view.prompts import Prompter, PromptRequest, prompt_places, sampling_of
 from lockstep.view.query import Query
 from lockstep.view.runs import ViewedRun, open_runs
 from lockstep.view.timing import phase_times
@@ -193,7 +193,7 @@ class Viewer:
 
     def sample(self, params: Params) -> object:
         """Return replies of a checkpoint to a prompt."""
-        ask = _read(PromptAsk, params)
+        ask = _read(PromptRequest, params)
         return self._prompter.sample(self._run(ask.run), ask)
 
     def stop(self, params: Params) -> object:
@@ -203,7 +203,9 @@ class Viewer:
 
     def _run(self, number: int) -> ViewedRun:
         if number >= len(self.runs):
-            raise RunDirectoryError(f"there is no run {number}", where="view", fix=f"the page has {len(self.runs)}")
+            raise RunDirectoryError(
+                f"there is no run {number}", where="view", fix=f"choose one of the {len(self.runs)} runs of this page"
+            )
         return self.runs[number]
 
     def _state(self, number: int, one: ViewedRun) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The prompt box: replies of any checkpoint, from a process that is started on demand and ended when it is idle."""
+"""The prompt box of the page: replies of any checkpoint, sampled in a process that starts on demand and ends when it is idle."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from lockstep.view.runs import ViewedRun
 
 IDLE_S = 180.0
 """Seconds without a prompt after which the process is ended, so that its memory is free."""
-MOST_CHARS = 200_000
+MAX_CHARACTERS = 200_000
+"""Longest prompt."""
 
 
-class PromptAsk(BaseModel):
-    """A prompt, and how to reply to it."""
+class PromptRequest(BaseModel):
+    """A prompt that the user typed, the checkpoint that replies, and the sampling settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     run: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
-    text: str = Field(min_length=1, max_length=MOST_CHARS)
+    text: str = Field(min_length=1, max_length=MAX_CHARACTERS)
     raw: bool = False
-    """Continue the text itself, without the chat template."""
+    """True to continue the text itself, without the chat template."""
     count: int = Field(default=1, ge=1, le=32)
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -65,7 +66,7 @@ class _Engine:
 
 
 class Prompter:
-    """Samples for the page: one process at a time, one prompt at a time."""
+    """Samples replies for the page: one process at a time, one prompt at a time."""
 
     def __init__(self) -> None:
         self._engine: _Engine | None = None
@@ -73,7 +74,7 @@ class Prompter:
         self._busy = threading.Lock()
         self._idle: threading.Timer | None = None
 
-    def sample(self, one: ViewedRun, ask: PromptAsk) -> dict[str, Any]:
+    def sample(self, one: ViewedRun, ask: PromptRequest) -> dict[str, Any]:
         """Return replies with the log-probability of each token, and the weights and precision that gave them.
 
         Raises EngineError if another prompt is being answered, or with the reason why there is no reply.
@@ -135,13 +136,13 @@ class Prompter:
 
 
 def prompt_places(one: ViewedRun) -> list[int]:
-    """Return the steps whose weights can be sampled, the base first."""
+    """Return the steps that have weights to sample with; step 0, the base, comes first."""
     saved = [info.step for info in list_checkpoints(Path(one.run.path)) if info.complete]
     return [0, *(step for step in saved if step)]
 
 
 def sampling_of(run: RunDirectory) -> dict[str, Any]:
-    """Return how the run samples, the texts that its recipe puts around a prompt, and the fault of a recipe that is none."""
+    """Return a run's sampling settings and the texts that its recipe puts around a prompt, or the error of a wrong recipe."""
     try:
         recipe, problem = load([str(run.recipe_path)]), ""
     except LockstepError as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.algorithms.correction import Level, Mismatch, importance_weights, log_weights, measure_mismatch
-from lockstep.config.algorithm import Mis, Tis
+from lockstep.config.correction import Mis, Tis
 from lockstep.types import LossInput
 
 

@@ -68,7 +68,7 @@ def test_training_from_python_is_training_from_the_command_line(tmp_path: Path, 
     assert run.state.name == "finished"
     assert numbers(RunDirectory.open(run.path)) == numbers(RunDirectory.open(tmp_path / "runs" / "typed"))
     assert lockstep.resume(run).state == run.state  # nothing is left to do
-    with pytest.raises(RunDirectoryError, match="a run is already there"):
+    with pytest.raises(RunDirectoryError, match="a run already exists here"):
         lockstep.train(given[0], *given[1:], name="called")
 
 

@@ -141,7 +141,7 @@ def test_two_weights_files_or_none_are_refused(tmp_path: Path):
     path = save_state(tmp_path, CheckpointState(1, {"w": torch.ones(1)}, {}), ModelFiles())
     info = open_checkpoint(tmp_path)
     write_tensors(path / "adapter_model.safetensors", {"w": torch.ones(1)})
-    with pytest.raises(CorruptCheckpointError, match="one file is expected"):
+    with pytest.raises(CorruptCheckpointError, match="expected one file of weights"):
         read_state(info)
 
 

@@ -268,7 +268,7 @@ def test_pruning_never_deletes_everything(tmp_path: Path):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="keep_last = 0"):
         prune(tmp_path, keep_last=0)
-    with pytest.raises(CheckpointError, match="step 9, is not there"):
+    with pytest.raises(CheckpointError, match="step 9, does not exist"):
         prune(tmp_path, keep_last=1, keep_best=9)
     assert folders(tmp_path) == ["step_000001"]
 

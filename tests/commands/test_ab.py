@@ -20,8 +20,8 @@ from tests.loops.runs import LORA, words
         (["optimizer.lr=3e-4"], "both runs would be the same"),
         (["optimizer.lr=1e-4", "steps=9"], "2 settings differ, and an A/B differs in one: steps: 60 → 9; optimizer.lr"),
         (["adapter.kind=none"], "settings differ"),
-        (["seed=4"], "an A/B has one seed"),
-        (["name=other"], "changes no number"),
+        (["seed=4"], "both runs of an A/B test use the same seed"),
+        (["name=other"], "no effect on the results"),
     ],
 )
 def test_what_is_no_comparison_of_one_setting_is_refused(changed: list[str], message: str):
@@ -55,7 +55,7 @@ def test_two_runs_are_trained_and_compared_and_a_second_call_reads_them(
     assert cli.main(command) == 0
     assert [RunDirectory.open(run.path).attempt for run in runs] == [1, 1]
     assert cli.main([*command[:-1], "optimizer.lr=0.07"]) != 0
-    assert "a run of another recipe is already there" in capsys.readouterr().err
+    assert "a run of a different recipe already exists" in capsys.readouterr().err
 
 
 def test_another_grader_in_the_second_run_is_noticed(home: Path, model: Path, capsys: pytest.CaptureFixture[str]):
@@ -66,5 +66,5 @@ def test_another_grader_in_the_second_run_is_noticed(home: Path, model: Path, ca
     with (folder / "grader.py").open("a") as file:
         file.write("# another\n")
     assert cli.main(command) == 4
-    assert "grader.py: it has changed since run run-a used it" in capsys.readouterr().err
+    assert "grader.py: the file has changed since run run-a used it" in capsys.readouterr().err
     assert not (folder / "runs" / "run-b").exists()  # noticed before B was trained

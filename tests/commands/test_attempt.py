@@ -35,7 +35,7 @@ def test_an_attempt_is_a_branch_and_a_tag(project: Path, capsys: pytest.CaptureF
     assert git("rev-parse", "--abbrev-ref", "HEAD").strip() == "attempt-27-clip"
     assert git("rev-parse", "attempt-27-clip-start") == git("rev-parse", "HEAD")
     assert cli.main(["attempt", "start", "27-clip"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_what_is_not_committed_begins_no_attempt(project: Path, capsys: pytest.CaptureFixture[str]):
@@ -50,7 +50,7 @@ def test_a_refusal_of_git_is_told(project: Path, capsys: pytest.CaptureFixture[s
     (project / ".git" / "refs" / "heads" / "attempt-29").mkdir()  # a branch of this name cannot be made
     (project / ".git" / "refs" / "heads" / "attempt-29" / "a").write_text(git("rev-parse", "HEAD"))
     assert cli.main(["attempt", "start", "29"]) == 2
-    assert "git refused: fatal: " in capsys.readouterr().err
+    assert "git failed: fatal: " in capsys.readouterr().err
 
 
 def test_the_proposed_commands_record_the_run(project: Path, gallery: Gallery, capsys: pytest.CaptureFixture[str]):

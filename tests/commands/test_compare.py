@@ -159,7 +159,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["RUN", "RUN", "RUN"], 2, "two are compared"),
+        (["RUN", "RUN", "RUN"], 2, "a comparison needs two"),
         (["RUN@7"], 7, "no scores of step 7"),
         (["NONE", "RUN"], 7, "there are no scores"),
         (["DAMAGED", "RUN"], 7, "damaged.json: its checksum"),

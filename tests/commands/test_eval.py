@@ -257,8 +257,8 @@ def test_a_damaged_newest_checkpoint_is_named(run: Path, capsys: pytest.CaptureF
     ("args", "code", "text"),
     [
         ([], 2, "required"),
-        (["RUN", "--expect", "0.7:0.5"], 2, "no range of accuracies"),
-        (["RUN", "--expect", "fifty"], 2, "no range of accuracies"),
+        (["RUN", "--expect", "0.7:0.5"], 2, "is not a range of accuracies"),
+        (["RUN", "--expect", "fifty"], 2, "is not a range of accuracies"),
         (["RUN", "--items", "0"], 2, "at least 1"),
         (["RUN", "--mode", "gready"], 2, "there are greedy, sampled, all"),
         (["RUN", "eval.itemz=3"], 2, "did you mean eval.items?"),

@@ -64,7 +64,7 @@ def test_a_failure_in_a_run_is_printed_once_and_the_next_start_replaces_it(
     assert code == 0, out
     code, out = said(capsys, "train", *args)
     assert code == 6
-    assert "a run is already there" in out
+    assert "a run already exists here" in out
     assert "loading" not in out  # refused before anything heavy
 
 

@@ -129,7 +129,7 @@ def test_without_the_hub_it_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_recipe_without_published_figures_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(ROOT / "recipes" / "quickstart.yaml")]) == 2
-    assert "quickstart.expects.yml: not there" in capsys.readouterr().err
+    assert "quickstart.expects.yml: the file does not exist" in capsys.readouterr().err
 
 
 def test_the_stages_of_numinamath_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

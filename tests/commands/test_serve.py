@@ -62,6 +62,6 @@ def test_a_short_token_and_two_targets_are_refused(
     assert main(["serve", str(tiny_model_dir), "--token-file", str(tmp_path / "token")]) == 2
     assert "at least 16" in capsys.readouterr().err
     assert main(["serve", str(tiny_model_dir), "other"]) == 2
-    assert "one target at a time" in capsys.readouterr().err
+    assert "only one target can be served" in capsys.readouterr().err
     assert main(["serve", str(tmp_path / "nothing")]) != 0
     assert "nothing" in capsys.readouterr().err

@@ -89,12 +89,12 @@ def test_what_may_decide_is_taken_and_survives_a_saved_recipe(tmp_path: Any) -> 
 def test_rules_need_evaluations_and_each_role_comes_once() -> None:
     for words, says in (
         (["eval.enabled=false", "save.keep_best=eval/greedy/accuracy"], "never measured"),
-        (["eval.stop={kind: drops, metric: reward/mean}"], "a rule looks at evaluations"),
+        (["eval.stop={kind: drops, metric: reward/mean}"], "a stopping rule needs a metric of an evaluation"),
         (
             ["eval.stop={kind: drops}"],
             "no evaluation has this name",
         ),  # its default is an OOD set, which this recipe lacks
-        (["eval.also=[{role: id_probe}]"], "each role is evaluated once"),
+        (["eval.also=[{role: id_probe}]"], "each role may be evaluated only once"),
     ):
         with pytest.raises(ConfigError, match=says):
             load(words)

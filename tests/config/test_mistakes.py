@@ -143,7 +143,7 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
         (["algorithm.kl={coef: 0.1, estimator: k1}"], "k1 in the loss has no gradient in expectation"),
         (["algorithm.kl.target=0.1"], "a target needs a coef above 0 to start from"),
         (["algorithm.kl={coef: 0.1, placement: reward}"], "kl.placement = reward needs per-token rewards"),
-        (["algorithm.old_logprobs=rollout", "algorithm.correction.kind=tis"], "a correction would count it twice"),
+        (["algorithm.old_logprobs=rollout", "algorithm.correction.kind=tis"], "a correction would apply it twice"),
         (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1: must be above 1"),
         (["algorithm.loss={kind: cispo, weight_cap: 0.5}"], "algorithm.loss.weight_cap = 0.5: must be at least 1"),
     ],

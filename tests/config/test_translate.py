@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.elsewhere import SYSTEMS, Json, System, entry_of, table
-from lockstep.config.foreign import read_settings, system_of
+from lockstep.config.foreign_files import read_settings, system_of
+from lockstep.config.foreign_settings import SYSTEMS, Json, System, entry_of, table
 from lockstep.config.help import groups
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
@@ -242,7 +242,7 @@ def test_what_cannot_be_a_recipe_is_said(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text("echo hello\n")
     with pytest.raises(ConfigError, match="no settings found"):
         read_settings(path)
-    with pytest.raises(ConfigError, match="no word of verl"):
+    with pytest.raises(ConfigError, match="no setting that shows whether it is of verl"):
         system_of("steps: 3")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.config.elsewhere import SYSTEMS, Entry, table
+from lockstep.config.foreign_settings import SYSTEMS, Entry, table
 from lockstep.config.text import quoted
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"

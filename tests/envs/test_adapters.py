@@ -123,7 +123,7 @@ def test_a_scripted_opponent_and_the_second_seat(tmp_path: Path) -> None:
 def test_games_that_are_not_there_are_refused_with_the_nearest() -> None:
     with pytest.raises(TaskError, match="TicTacToe-v0"):
         build_task(schema.TextArenaTask(game="TicTacTo-v0"), 0)
-    with pytest.raises(TaskError, match="does not begin with one or two players"):
+    with pytest.raises(TaskError, match="starts neither with one nor with two players"):
         build_task(schema.TextArenaTask(game="ThreePlayerTicTacToe-v0"), 0)
 
 

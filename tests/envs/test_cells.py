@@ -167,7 +167,7 @@ def test_mistakes_in_its_settings_are_refused_before_the_run(tmp_path: Path) -> 
     limits = Limits(60, 2**30, 2**24, 63)
     with pytest.raises(TaskError, match=r"there is no .*/gone"):
         Cells([sys.executable], [str(tmp_path / "gone")], limits)
-    with pytest.raises(TaskError, match="/etc is a folder of the sandbox's own"):
+    with pytest.raises(TaskError, match="/etc is a folder that the sandbox makes itself"):
         Cells([sys.executable], ["/etc/"], limits)
     with pytest.raises(ValueError, match="readable applies to isolation = strict only"):
         schema.AgentTask(command="true", readable=["/usr"])

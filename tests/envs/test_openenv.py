@@ -250,7 +250,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
     refused("does not answer on port", url=None, command="sleep 60", start_seconds=0.5)
     assert not [p for p in psutil.Process().children(recursive=True) if "sleep" in p.name()]
     fake.seeded = False
-    refused("a seed opens differently each time")
+    refused("starts differently with the same seed")
     fake.action = {"properties": {"row": {"type": "integer"}, "text": {"type": "string"}}, "required": ["row", "text"]}
     refused("cannot be its text", action="text")
     fake.action = {"properties": {"row": {"type": "integer"}}, "required": ["row"]}
@@ -271,7 +271,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
 def test_a_server_ends_with_its_owner_and_takes_along_what_it_started() -> None:
     command = ["sh", "-c", "sleep 1000 & sleep 1000"]
     owned = subprocess.Popen(
-        [sys.executable, openenv.ended_with_us.__file__, *command],
+        [sys.executable, openenv.die_with_parent.__file__, *command],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     until = time.monotonic() + 60

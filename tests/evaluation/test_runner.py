@@ -248,7 +248,7 @@ class Twins(Sums):
 
 
 def test_items_of_one_id_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="item same comes twice"):
+    with pytest.raises(EvaluationError, match="item same occurs twice"):
         evaluate(TableEngine(CHAT, always_right), Twins(), CHAT, GREEDY, PLAN, PROOF, step=0)
 
 

@@ -154,7 +154,7 @@ def test_a_lineage_that_was_tampered_with(parent: object, lora: RunDirectory, tm
 @pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
 def test_a_shard_of_no_size(size: str, lora: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(lora.path), str(tmp_path / "out"), "--step", "2", f"--shard-gb={size}"]) == 2
-    assert "is no size of a file" in capsys.readouterr().err
+    assert "is not a file size" in capsys.readouterr().err
 
 
 def test_an_adapter_is_not_rounded(narrow: RunDirectory, tmp_path: Path) -> None:

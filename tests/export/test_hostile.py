@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, ModelError
-from lockstep.export.bring_in import bring_in
 from lockstep.export.files import in_the_making, new_folder
+from lockstep.export.import_checkpoint import import_checkpoint
 from lockstep.models.foreign import find_foreign
 from tests.tiny import write_tiny_model
 
@@ -123,14 +123,14 @@ CASES: dict[str, tuple[Change, type[LockstepError], str]] = {
     "an adapter of whole numbers": (
         adapter({n: t.int() for n, t in ONE.items()}, LORA), CheckpointError, "is int32",
     ),
-    "a shard without names": (shard({1: torch.zeros(2)}), CheckpointError, "not named tensors"),
+    "a shard without names": (shard({1: torch.zeros(2)}), CheckpointError, "not tensors by name"),
     "a world of no rank": (shard({"a": torch.zeros(1)}, world=0), CheckpointError, "world of no rank"),
     "a sparse shard": (
         shard(lambda own: {n: t.to_sparse() if t.ndim == 2 else t for n, t in own.items()}),
         CheckpointError,
         "is sparse",
     ),
-    "states without names": (states({1: torch.zeros(1)}), CheckpointError, "not hold a whole module"),
+    "states without names": (states({1: torch.zeros(1)}), CheckpointError, "holds only part of the model"),
 }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_a_broken_folder_is_refused(name: str, good: Path, tmp_path: Path) -> No
     shutil.copytree(good, place)
     change(place)
     with pytest.raises(kind, match=text):
-        bring_in(find_foreign(place), tmp_path / "out")
+        import_checkpoint(find_foreign(place), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-7"]
 
 

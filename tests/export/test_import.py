@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.cli import main
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.export.bring_in import bring_in
+from lockstep.export.import_checkpoint import import_checkpoint
 from lockstep.models.foreign import Kind, find_foreign
 from lockstep.models.torch_files import joined, load_torch_file
 from lockstep.scoring.targets import build_eval_session, find_target
@@ -86,10 +86,10 @@ def test_shards_that_do_not_fit_are_refused(verl: Path, tmp_path: Path) -> None:
     config = json.loads((actor / "huggingface" / "config.json").read_text())
     (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is .*, by config\.json"):
-        bring_in(find_foreign(actor), tmp_path / "out")
+        import_checkpoint(find_foreign(actor), tmp_path / "out")
     (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(CheckpointError, match=r"9 tensors are missing, such as model\.layers\.3"):
-        bring_in(find_foreign(actor), tmp_path / "out")
+        import_checkpoint(find_foreign(actor), tmp_path / "out")
     first, second = (actor / f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1))
     with pytest.raises(CheckpointError, match="parts make"):
         joined([first])
@@ -142,9 +142,9 @@ def test_an_adapter_of_verl(trained: Path, tmp_path: Path) -> None:
     found = find_foreign(tmp_path / "global_step_29")
     assert (found.kind, found.path, found.step) == (Kind.ADAPTER, place, 29)
     with pytest.raises(ConfigError, match=r"--config, --dtype: .* is an adapter, which is copied unchanged"):
-        bring_in(found, tmp_path / "out", config=trained, dtype="bf16")
+        import_checkpoint(found, tmp_path / "out", config=trained, dtype="bf16")
     assert not (tmp_path / "out").exists()
-    done = bring_in(found, tmp_path / "out")
+    done = import_checkpoint(found, tmp_path / "out")
     assert done.base == str(trained)
     session = build_eval_session((target := find_target(str(tmp_path / "out"), words(tmp_path, trained))).recipe)
     assert target.adapter is not None
@@ -158,11 +158,11 @@ def test_trl(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, place)
     (place / "trainer_state.json").write_text(json.dumps({"global_step": 100}))
     torch.save({}, place / "optimizer.pt")
-    done = bring_in(find_foreign(tmp_path / "trl"), tmp_path / "out", dtype="bf16")
+    done = import_checkpoint(find_foreign(tmp_path / "trl"), tmp_path / "out", dtype="bf16")
     assert (done.kind, done.step, done.dtype, done.left) == (Kind.MODEL, 100, "bfloat16", ("optimizer.pt",))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match="exists already"):
-        bring_in(find_foreign(tmp_path / "trl"), tmp_path / "out")
+        import_checkpoint(find_foreign(tmp_path / "trl"), tmp_path / "out")
 
 
 def test_openrlhf(trained: Path, tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_openrlhf(trained: Path, tmp_path: Path) -> None:
     found = find_foreign(tmp_path / "ckpt")
     assert (found.kind, found.step) == (Kind.DEEPSPEED, 20)
     with pytest.raises(CheckpointError, match="no config"):
-        bring_in(found, tmp_path / "out")
-    bring_in(found, tmp_path / "out", config=trained)
+        import_checkpoint(found, tmp_path / "out")
+    import_checkpoint(found, tmp_path / "out", config=trained)
     own = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(own[name], p.bfloat16()) for name, p in model.named_parameters())
     shutil.copytree(trained, place.parent / "global_step20_hf")
@@ -192,4 +192,4 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="head and embedding differ"):
-        bring_in(find_foreign(tmp_path), tmp_path / "out")
+        import_checkpoint(find_foreign(tmp_path), tmp_path / "out")

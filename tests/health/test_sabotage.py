@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sabotage import BAD, GOOD, PAGE, UNSEEN, WITHIN, Case, outcome
+from benchmarks.sabotage import PAGE, WITHIN, outcome
+from benchmarks.sabotage_cases import BAD, GOOD, UNSEEN, Case
 
 FAST = {"frozen weights", "zero gradient", "reward always 0", "grader that rewards anything", "engine half a nat off"}
 FAST |= {"grpo, seed 1", "one poisoned row"}

@@ -223,7 +223,7 @@ def test_what_differs_is_named_with_its_fix(
     assert "transformers: 1.0 there, " in said.out
     assert "lockstep host sync spare, with the same words" in said.err
     assert main(["host", "run", "spare", "eval", "rows.jsonl"]) == 10
-    assert "packages differ, so replies may: transformers: 1.0 there" in capsys.readouterr().err
+    assert "packages differ, so replies may differ: transformers: 1.0 there" in capsys.readouterr().err
     spare.configure()
     assert main(["host", "sync", "spare", *named]) == 0  # the fix
     assert main(["host", "verify", "spare", *named]) == 0

@@ -187,9 +187,9 @@ def test_options_are_pefts_and_are_checked() -> None:
     for name in ("target_modules", "modules_to_save", "bias"):
         with pytest.raises(ModelError, match=f"no option '{name}'"):
             adapted(OtherPeft(method="hra", options={name: "all"}))  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="PEFT refuses it"):
+    with pytest.raises(ModelError, match="PEFT rejects these options"):
         adapted(OtherPeft(method="oft", options={"r": 3, "oft_block_size": 5}))  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="PEFT refuses it"):  # whatever PEFT makes of a wrong type
+    with pytest.raises(ModelError, match="PEFT rejects these options"):  # whatever PEFT makes of a wrong type
         adapted(OtherPeft(method="loha", options={"rank_pattern": "q_proj"}))  # type: ignore[arg-type]
     for method, options in (
         ("oft", {"oft_block_size": 5}),
@@ -198,7 +198,7 @@ def test_options_are_pefts_and_are_checked() -> None:
         ("vera", {"r": 0}),
         ("loha", {"rank_pattern": {"q_porj": 2}}),
     ):
-        with pytest.raises(ModelError, match="PEFT refuses it: "):  # else it takes another value
+        with pytest.raises(ModelError, match="PEFT rejects these options: "):  # else it takes another value
             adapted(OtherPeft(method=method, options=options))  # type: ignore[arg-type]
     adapted(OtherPeft(method="oft", options={"oft_block_size": 4}))  # type: ignore[arg-type]
 
@@ -260,12 +260,12 @@ def test_a_start_is_taken_over(tmp_path: Path) -> None:
     [
         (
             {"rank": 8},
-            r"28 tensors do not fit, the first is .*lora_A: \(4, 96\) in the folder, \(8, 96\) by the recipe",
+            r"28 tensors do not fit, the first is .*lora_A: \(4, 96\) in the folder, \(8, 96\) in the recipe",
         ),
-        ({"alpha": 12}, "scaling 1.5, by the recipe 3"),
-        ({"rslora": True}, "scaling 1.5, by the recipe 3"),
+        ({"alpha": 12}, "scaling 1.5, but the recipe gives 3"),
+        ({"rslora": True}, "scaling 1.5, but the recipe gives 3"),
         ({"dora": True}, r"lora_magnitude_vector: nothing in the folder"),
-        ({"targets": ["q_proj"]}, "by the recipe"),
+        ({"targets": ["q_proj"]}, "in the recipe"),
         ({"init": "pissa"}, "did not begin as pissa or olora"),
     ],
     ids=str,

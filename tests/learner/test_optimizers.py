@@ -16,8 +16,8 @@ from lockstep.errors import CheckpointError, ConfigError, LearnerError
 from lockstep.learner.optimizer import MasterOptimizer
 from lockstep.learner.optimizers import is_hidden_matrix
 from lockstep.learner.schedule import learning_rate
-from lockstep.plan.job import state_bytes
 from lockstep.plan.memory import optimizer_terms
+from lockstep.plan.memory_inputs import state_bytes
 from tests.learner.test_optimizer import loss_of
 
 SHAPES = {"embed_tokens.weight": (6, 4), "q_proj.weight": (4, 3), "norm.weight": (5,), "up_proj.weight": (3, 8)}
@@ -83,7 +83,7 @@ def test_what_muon_is_meant_for():
         ("experts", stack),
     ):
         assert not is_hidden_matrix(name, tensor), name
-    with pytest.raises(LearnerError, match="no matrix is trained that Muon is meant for"):
+    with pytest.raises(LearnerError, match="trains no matrix between hidden states"):
         MasterOptimizer(parameters(shapes={"norm": (3,)}), Muon())
 
 
@@ -284,7 +284,7 @@ def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path)
     """Counted on the tensors of a real optimizer over a real model."""
     from transformers import AutoModelForCausalLM
 
-    from lockstep.plan.job import job_of
+    from lockstep.plan.memory_inputs import memory_inputs_of
     from lockstep.plan.model_shape import read_shape
 
     shape = read_shape(tiny_model_dir)
@@ -297,5 +297,5 @@ def test_the_plan_knows_the_bytes_that_are_kept(tiny_model_dir: Path, own: Path)
         kept = sum(t.nbytes for name, t in optimizer.tensors().items() if not name.startswith(("master.", "step.")))
         predicted = state_bytes(recipe, shape) * shape.parameters
         assert predicted == pytest.approx(kept, rel=0.01), words
-    job = job_of(load(["optimizer.kind=muon"]), shape, "cuda", 1e9, prompt_tokens=8, passes=False)
-    assert [term.name for term in optimizer_terms(job)] == ["gradient sums", "moments at work"]
+    inputs = memory_inputs_of(load(["optimizer.kind=muon"]), shape, "cuda", 1e9, prompt_tokens=8, passes=False)
+    assert [term.name for term in optimizer_terms(inputs)] == ["gradient sums", "moments at work"]

@@ -36,13 +36,13 @@ def test_a_plan_is_of_the_folder_and_of_the_prompts(tmp_path: Path, tiny_model_d
     task, said = build_task_of(recipe), list[str]()
     plan = plan_run(recipe, task, build_objective(recipe), said.append)
     assert plan is not None
-    assert plan.job.shape == read_shape(tiny_model_dir)
+    assert plan.inputs.shape == read_shape(tiny_model_dir)
     resolved = resolve(recipe.model)
     chat = ChatFormat(load_tokenizer(resolved), recipe.chat, None)
     lengths = [len(chat.render_prompt(prompt)) for prompt in task.batch(0, recipe.prompts_per_step)]
-    assert plan.job.prompt == longest_prompt(resolved, recipe, task) == max(lengths)
-    assert plan.job.extra_passes  # of the reference
-    assert plan.job.copies == ("reference model",)
+    assert plan.inputs.prompt == longest_prompt(resolved, recipe, task) == max(lengths)
+    assert plan.inputs.extra_passes  # of the reference
+    assert plan.inputs.copies == ("reference model",)
     assert said[0].startswith("micro-batches of up to ")
 
 

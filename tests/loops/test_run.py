@@ -244,7 +244,7 @@ def test_the_best_checkpoint_is_kept_and_the_base_is_none(tmp_path: Path, tiny_m
 
 def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
-    with pytest.raises(RunDirectoryError, match="a run is already there"):
+    with pytest.raises(RunDirectoryError, match="a run already exists here"):
         trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
 
 

@@ -71,12 +71,14 @@ def test_repeated_questions_are_counted(tmp_path):
 
 @pytest.mark.parametrize("how", ["position", "random"])
 def test_a_task_with_a_position_or_chance_is_refused(tmp_path, how):
-    with pytest.raises(TaskError, match="gives other prompts when it is asked again; the first that differs is sums/"):
+    with pytest.raises(
+        TaskError, match="gives different prompts when its batch is requested again; the first that differs is sums/"
+    ):
         check_purity(*task_of(tmp_path, how))
 
 
 def test_an_id_with_two_answers_is_refused(tmp_path):
-    with pytest.raises(TaskError, match="the id sums/0 stands for two questions or answers"):
+    with pytest.raises(TaskError, match="two prompts with different questions or answers have the id sums/0"):
         check_purity(*task_of(tmp_path, "two answers"))
 
 

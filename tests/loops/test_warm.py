@@ -112,7 +112,7 @@ def test_without_its_parent_full_training_resumes_and_adapters_say_why_not(tmp_p
 def test_what_does_not_fit_is_refused(tmp_path: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     parent(tmp_path, tiny_model_dir, *LORA)
     for overrides, match in (
-        ((), "it trained adapters .*and this run trains all weights"),
+        ((), "has adapters .*but this run trains all weights"),
         (("adapter={kind: lora, rank: 8}",), "adapter.rank was 4, is 8"),
         (("adapter={kind: lora, rank: 4, start: elsewhere}",), "adapter.start would have no effect"),
         (("adapter={kind: lora, rank: 4, alpha: 8}",), "adapter.alpha was 32.0, is 8.0"),
@@ -132,14 +132,14 @@ def test_another_model_is_refused(tmp_path: Path, tiny_model_dir: Path):
     other = tmp_path / "other"
     other.mkdir()
     write_tiny_model(other, layers=3)
-    with pytest.raises(CheckpointError, match="its model differs from this run's: 9 tensors differ"):
+    with pytest.raises(CheckpointError, match="model differs from this run's in 9 tensors"):
         build_policy(runs.recipe(tmp_path, other, f"warm_start={tmp_path}/runs/parent"))
 
 
 def test_adapters_in_another_precision_are_refused(tmp_path: Path, tiny_model_dir: Path):
     parent(tmp_path, tiny_model_dir, *LORA)
     other = runs.recipe(tmp_path, tiny_model_dir, f"warm_start={tmp_path}/runs/parent", *LORA, "model.dtype=bf16")
-    with pytest.raises(CheckpointError, match="are in fp32, and this run's model is in bf16") as caught:
+    with pytest.raises(CheckpointError, match="are in fp32, but this run's model is in bf16") as caught:
         build_policy(other)
     assert caught.value.fix == "set model.dtype=fp32"
 

@@ -51,7 +51,7 @@ def test_a_recipe_without_noise_has_no_stage() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"noise": {"sigma_start": 0.001, "sigma_end": 0.01}}, "noise falls over the run"),
+        ({"noise": {"sigma_start": 0.001, "sigma_end": 0.01}}, "noise must fall over the run"),
         ({"noise": {"sigma_end": 0}}, "greater than 0"),
         ({"noise": {"stages": 2}}, "greater than or equal to 3"),
         ({"noise": {"stages": 10}, "steps": 9}, "some stages would never begin"),

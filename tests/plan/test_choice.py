@@ -13,8 +13,8 @@ from lockstep.learner.offload import CHUNK
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200 as FLOOR_GPU
-from lockstep.plan.job import OFFLOAD_CHUNK
 from lockstep.plan.memory import GIB, host_bytes, offloaded_host_bytes
+from lockstep.plan.memory_inputs import OFFLOAD_CHUNK
 from lockstep.plan.preview import recipe_floor
 from lockstep.plan.shapes import ModelShape
 from tests.plan.test_floors import LARGE, SMALL
@@ -141,10 +141,10 @@ def test_the_gpu_has_two_buffers_for_what_main_memory_holds(
         work = sum(t.bytes for t in phase.terms if t.name == "moments at work")
         work -= sum(t.bytes for t in other.terms if t.name == "moments at work")
         assert other.bytes == pytest.approx(phase.bytes - less + more - work)
-    state = state or 4 + here.job.state_bytes
-    assert offloaded_host_bytes(there.job) == pytest.approx(state * LARGE.parameters)
-    assert host_bytes(there.job) == pytest.approx((state + 2) * LARGE.parameters)  # beside it a checkpoint's weights
-    assert offloaded_host_bytes(here.job) == 0
+    state = state or 4 + here.inputs.state_bytes
+    assert offloaded_host_bytes(there.inputs) == pytest.approx(state * LARGE.parameters)
+    assert host_bytes(there.inputs) == pytest.approx((state + 2) * LARGE.parameters)  # beside it a checkpoint's weights
+    assert offloaded_host_bytes(here.inputs) == 0
 
 
 def test_main_memory_without_room_is_a_refusal_with_both_figures() -> None:
@@ -153,7 +153,7 @@ def test_main_memory_without_room_is_a_refusal_with_both_figures() -> None:
     def planned(host: float | None) -> MemoryPlan:
         return plan_memory(recipe, LARGE, "cuda", H200, prompt_tokens=256, passes=False, host=host)
 
-    needed = host_bytes(planned(None).job)
+    needed = host_bytes(planned(None).inputs)
     assert planned(needed).fits
     assert "99.3 GiB while it writes a checkpoint, 85.1 of them always" in " ".join(memory_lines(planned(needed)))
     with pytest.raises(DoesNotFitError, match=r"need 99\.3 GiB of main memory, 90\.0 GiB are free") as raised:

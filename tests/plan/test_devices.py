@@ -12,8 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.plan import devices
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200
-from lockstep.plan.job import GIB
 from lockstep.plan.memory import Phase
+from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.preview import Preview, recipe_floor
 from lockstep.plan.refusals import refusals
 

@@ -10,12 +10,11 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import DoesNotFitError
-from lockstep.plan import job as jobs
-from lockstep.plan import memory
+from lockstep.plan import memory, memory_inputs
 from lockstep.plan.activations import STREAM, Layers, Recompute, per_token
 from lockstep.plan.choice import plan_memory
-from lockstep.plan.job import GIB, Job, job_of
 from lockstep.plan.memory import Sizes, Term, cache_bytes, pass_tokens, peak, phases, stream_tokens
+from lockstep.plan.memory_inputs import GIB, MemoryInputs, memory_inputs_of
 from lockstep.plan.modules import shape_of_model
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Batch
@@ -32,12 +31,12 @@ GPU = (
 )
 
 
-def job(shape: ModelShape, *overrides: str, prompt: int = 256, passes: bool = False) -> Job:
-    return job_of(load([*GPU, *overrides]), shape, "cuda", H200, prompt_tokens=prompt, passes=passes)
+def inputs(shape: ModelShape, *overrides: str, prompt: int = 256, passes: bool = False) -> MemoryInputs:
+    return memory_inputs_of(load([*GPU, *overrides]), shape, "cuda", H200, prompt_tokens=prompt, passes=passes)
 
 
-def terms(job: Job, phase: str, sizes: Sizes = Sizes(16384, "none", 512)) -> dict[str, float]:  # noqa: B008
-    return {term.name: term.bytes for found in phases(job, sizes) if found.name == phase for term in found.terms}
+def terms(inputs: MemoryInputs, phase: str, sizes: Sizes = Sizes(16384, "none", 512)) -> dict[str, float]:  # noqa: B008
+    return {term.name: term.bytes for found in phases(inputs, sizes) if found.name == phase for term in found.terms}
 
 
 # --- against the learner --------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def test_the_peak_of_an_update(dtype: torch.dtype, recompute: Recompute, adapter
         *filter(None, [adapter]),
     )
     shape = shape_of_model(model)
-    planned = job_of(recipe, shape, "cpu", 1e9, prompt_tokens=length, passes=False)
+    planned = memory_inputs_of(recipe, shape, "cpu", 1e9, prompt_tokens=length, passes=False)
     train = next(found for found in phases(planned, Sizes(micro, recompute, 1)) if found.name == "train")
     predicted = train.bytes
     if recompute != "full":  # a CPU's attention joins its pieces into one more copy of the output
@@ -134,7 +133,7 @@ def test_scores_that_are_tensors_are_counted(
         "samples_per_prompt=2",
         f"rollout={{max_tokens: {reply}, slots: 1}}",
     )
-    planned = job_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - reply, passes=False)
+    planned = memory_inputs_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - reply, passes=False)
     train = terms(planned, "train", Sizes(100000, recompute, 1))
     batch = learners.batch([length - reply] * 4, reply)
     if shared:
@@ -157,16 +156,18 @@ def test_the_scores_of_a_gpu_by_hand() -> None:
     """
     shape = replace(SMALL, heads=64, layers=24, softcap=True)
     alone, kept = "update.share_prompts=false", "attention scores of 16384 tokens"
-    assert terms(job(shape, alone), "train")[kept] == 24 * 64 * 16384 * 768 * (4 + 4 + 2)
-    assert kept not in terms(job(SMALL), "train")
+    assert terms(inputs(shape, alone), "train")[kept] == 24 * 64 * 16384 * 768 * (4 + 4 + 2)
+    assert kept not in terms(inputs(SMALL), "train")
     gpt_oss = replace(shape, softcap=False, sinks=True, window=128, windowed=12, head_dim=64)
-    assert kept not in terms(job(gpt_oss, alone), "train")
-    assert terms(job(gpt_oss, alone, "model.dtype=fp32"), "train")[kept] == 24 * 64 * 16384 * 768 * 4
-    assert job(replace(gpt_oss, head_dim=320)).scores.layers == 24, "the kernels have no heads of that size"
-    assert job(replace(gpt_oss, cached=5000)).scores.layers == 24, "nor values of another size than keys"
+    assert kept not in terms(inputs(gpt_oss, alone), "train")
+    assert terms(inputs(gpt_oss, alone, "model.dtype=fp32"), "train")[kept] == 24 * 64 * 16384 * 768 * 4
+    assert inputs(replace(gpt_oss, head_dim=320)).scores.layers == 24, "the kernels have no heads of that size"
+    assert inputs(replace(gpt_oss, cached=5000)).scores.layers == 24, "nor values of another size than keys"
     wide = replace(shape, softcap=False, window=1024, windowed=12)
-    assert job(wide, "model.dtype=fp32").scores.layers == 0, "windows wider than the sequences are none to the kernels"
-    assert job(replace(wide, window=512), "model.dtype=fp32").scores.layers == 12
+    assert inputs(wide, "model.dtype=fp32").scores.layers == 0, (
+        "windows wider than the sequences are none to the kernels"
+    )
+    assert inputs(replace(wide, window=512), "model.dtype=fp32").scores.layers == 12
     many = load([*GPU, "rollout.max_tokens=8192", "update={recompute: none, share_prompts: false}"])
     plain = plan_memory(many, replace(shape, softcap=False, sinks=True), "cuda", H200, prompt_tokens=256, passes=False)
     assert plain.fits
@@ -181,20 +182,22 @@ def test_the_copied_keys_of_windowed_layers_by_hand() -> None:
     plain = replace(SMALL, vocab=256)  # the head needs less than a layer
     shape = replace(plain, window=128, windowed=14)
     keys = 16384 + 16384 / (256 + 8 * 512) * 8 * 127
-    assert job(shape).own_keys(16384) == pytest.approx(keys)
-    assert job(replace(shape, window=600)).own_keys(16384) == pytest.approx(16384 + 16384 / (256 + 8 * 512) * 8 * 256)
+    assert inputs(shape).own_keys(16384) == pytest.approx(keys)
+    assert inputs(replace(shape, window=600)).own_keys(16384) == pytest.approx(
+        16384 + 16384 / (256 + 8 * 512) * 8 * 256
+    )
     for phase, term, a_key in (
         ("train", "head and layer at work", 2 * (4 * 256 + 2 * 1536)),
         ("log-probabilities", "forward pass of 16384 tokens", 2 * 2 * 256),
     ):
-        ours, without = (terms(job(one, passes=True), phase)[term] for one in (shape, plain))
+        ours, without = (terms(inputs(one, passes=True), phase)[term] for one in (shape, plain))
         assert ours - without == pytest.approx(keys * a_key)
-    multi_head = terms(job(replace(shape, kv_heads=12)), "train")["head and layer at work"]
-    without = terms(job(replace(plain, kv_heads=12)), "train")["head and layer at work"]
+    multi_head = terms(inputs(replace(shape, kv_heads=12)), "train")["head and layer at work"]
+    without = terms(inputs(replace(plain, kv_heads=12)), "train")["head and layer at work"]
     assert multi_head - without == pytest.approx(keys * 2 * 4 * 1536)
-    assert job(shape, "update.share_prompts=false").own_keys(16384) == 0
-    assert job(replace(shape, window=768)).own_keys(16384) == 0, "no sequence is longer"
-    assert job(plain).own_keys(16384) == job(shape, "model.dtype=fp32").own_keys(16384) == 0
+    assert inputs(shape, "update.share_prompts=false").own_keys(16384) == 0
+    assert inputs(replace(shape, window=768)).own_keys(16384) == 0, "no sequence is longer"
+    assert inputs(plain).own_keys(16384) == inputs(shape, "model.dtype=fp32").own_keys(16384) == 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_the_peak_of_a_pass_without_gradient(dtype: torch.dtype, adapter: str, i
         f"rollout={{max_tokens: {scored}, slots: 1}}",
         *filter(None, [adapter]),
     )
-    planned = job_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - scored, passes=True)
+    planned = memory_inputs_of(recipe, shape_of_model(model), "cpu", 1e9, prompt_tokens=length - scored, passes=True)
     planned = replace(planned, samples_per_step=count)
     found = terms(planned, "log-probabilities", Sizes(100000, "none", 1))
     static = terms(planned, "save", Sizes(100000, "none", 1))
@@ -267,7 +270,7 @@ def test_peaks_that_were_measured_on_an_h200(
 ) -> None:
     lora = ("adapter={kind: lora, rank: 32}",) if adapter == "lora" else ()
     groups = max(4, -(-5 * budget // (2 * (256 + 8 * 512))))
-    planned = job(shape, f"prompts_per_step={groups}", "model.dtype=bf16", *lora, passes=True)
+    planned = inputs(shape, f"prompts_per_step={groups}", "model.dtype=bf16", *lora, passes=True)
     found = {phase.name: phase.bytes / GIB for phase in phases(planned, Sizes(budget, recompute, 1))}
     assert max(found["train"], found["optimizer"]) == pytest.approx(update, rel=0.015)
     assert found["log-probabilities"] == pytest.approx(scoring, rel=0.015)
@@ -276,66 +279,66 @@ def test_peaks_that_were_measured_on_an_h200(
 # --- by hand --------------------------------------------------------------------------------------------------------
 def test_what_full_training_holds() -> None:
     parameters = 1_543_714_304
-    found = terms(job(SMALL), "optimizer")
+    found = terms(inputs(SMALL), "optimizer")
     assert found["weights"] == 2 * parameters
     assert found["fp32 masters"] == 4 * parameters
     assert found["moments"] == 8 * parameters
     assert found["gradient sums"] == 4 * parameters
     assert found["engine's buffers"] == 2 * 512 * 151936
-    eight = terms(job(SMALL, "optimizer.states=8bit"), "optimizer")
+    eight = terms(inputs(SMALL, "optimizer.states=8bit"), "optimizer")
     assert eight["moments"] == pytest.approx(2.03125 * parameters)
-    assert "moments" not in terms(job(SMALL), "load")
+    assert "moments" not in terms(inputs(SMALL), "load")
 
 
 def test_fp32_weights_are_their_own_masters() -> None:
-    found = terms(job(SMALL, "model.dtype=fp32"), "load")
+    found = terms(inputs(SMALL, "model.dtype=fp32"), "load")
     assert found["weights"] == 4 * SMALL.parameters
     assert "fp32 masters" not in found
 
 
 def test_what_adapters_hold() -> None:
     added = 28 * 32 * (4 * 1536 + 2 * (1536 + 256) + 3 * (1536 + 8960))
-    found = terms(job(SMALL, "adapter={kind: lora, rank: 32}"), "optimizer")
+    found = terms(inputs(SMALL, "adapter={kind: lora, rank: 32}"), "optimizer")
     assert found["weights"] == 2 * (SMALL.parameters + added)
     assert (found["fp32 masters"], found["moments"], found["gradient sums"]) == (4 * added, 8 * added, 4 * added)
 
 
 def test_copies_of_the_weights() -> None:
     kl = "algorithm.kl={coef: 0.1}"
-    assert terms(job(SMALL, kl), "generate")["reference model"] == 2 * SMALL.parameters
-    assert "reference model" not in terms(job(SMALL, kl, "adapter.kind=lora"), "generate")
-    assert terms(job(SMALL, "sync.transport=copy"), "generate")["engine's weights"] == 2 * SMALL.parameters
+    assert terms(inputs(SMALL, kl), "generate")["reference model"] == 2 * SMALL.parameters
+    assert "reference model" not in terms(inputs(SMALL, kl, "adapter.kind=lora"), "generate")
+    assert terms(inputs(SMALL, "sync.transport=copy"), "generate")["engine's weights"] == 2 * SMALL.parameters
 
 
 def test_a_critic_of_its_own() -> None:
     ppo = ("algorithm={kind: ppo}",)
     decoder = LARGE.parameters - LARGE.head  # untied: the head is the policy's alone
-    found = terms(job(LARGE, *ppo), "generate")
+    found = terms(inputs(LARGE, *ppo), "generate")
     assert found["critic"] == (2 + 4) * decoder
     assert found["critic's moments"] == 8 * decoder
-    assert terms(job(LARGE, *ppo), "critic")["gradient sums"] == 4 * decoder
-    shared = terms(job(LARGE, "algorithm={kind: ppo, critic: {backbone: shared}}"), "generate")
+    assert terms(inputs(LARGE, *ppo), "critic")["gradient sums"] == 4 * decoder
+    shared = terms(inputs(LARGE, "algorithm={kind: ppo, critic: {backbone: shared}}"), "generate")
     assert "critic" not in shared
 
 
 def test_keys_and_values_of_the_native_engine() -> None:
     # 512 samples of 8 pages each and one for the prompt's rest, 64 prompts of 4 pages; a page is 64 tokens.
-    assert cache_bytes(job(SMALL), 512) == (512 * 9 + 64 * 4) * 64 * 28672
-    assert cache_bytes(job(SMALL), 8) == (8 * 9 + 4) * 64 * 28672
-    assert cache_bytes(replace(job(SMALL), device="cpu"), 8) == 8 * (256 + 512) * 28672
+    assert cache_bytes(inputs(SMALL), 512) == (512 * 9 + 64 * 4) * 64 * 28672
+    assert cache_bytes(inputs(SMALL), 8) == (8 * 9 + 4) * 64 * 28672
+    assert cache_bytes(replace(inputs(SMALL), device="cpu"), 8) == 8 * (256 + 512) * 28672
 
 
 def test_keys_and_values_of_vllm() -> None:
     vllm = "rollout={engine: vllm, max_tokens: 512, slots: 16}"
-    assert cache_bytes(job(SMALL, vllm), 16) == 16 * (512 + 8192) * 28672
-    assert cache_bytes(job(SMALL, vllm, "rollout.slots=512"), 512) == 0.3 * H200  # gpu_memory_utilization
-    fixed = job(SMALL, vllm, "rollout.vllm={kv_cache_gib: 20, sleep: false}")
+    assert cache_bytes(inputs(SMALL, vllm), 16) == 16 * (512 + 8192) * 28672
+    assert cache_bytes(inputs(SMALL, vllm, "rollout.slots=512"), 512) == 0.3 * H200  # gpu_memory_utilization
+    fixed = inputs(SMALL, vllm, "rollout.vllm={kv_cache_gib: 20, sleep: false}")
     assert terms(fixed, "train")["keys and values"] == 20 * GIB
-    assert "keys and values" not in terms(job(SMALL, vllm), "train")
+    assert "keys and values" not in terms(inputs(SMALL, vllm), "train")
 
 
 def test_activations_and_head_of_the_backward_pass() -> None:
-    found = terms(job(SMALL), "train")
+    found = terms(inputs(SMALL), "train")
     kept = per_token(SMALL, Layers(2, fused=True), "none").kept
     assert found["activations of 16384 tokens"] == 16384 * kept
     # gate, up and product; queries, output, keys and values; two norms' inputs and outputs; factors of heads and norms
@@ -348,7 +351,7 @@ def test_activations_and_head_of_the_backward_pass() -> None:
 
 
 def test_one_micro_batch_frees_activations_before_sums_are_there() -> None:
-    few = job(SMALL, "prompts_per_step=1", "samples_per_prompt=8")
+    few = inputs(SMALL, "prompts_per_step=1", "samples_per_prompt=8")
     assert stream_tokens(few, 16384) == few.update_tokens == 8 * 512 + 256
     found = terms(few, "train")
     assert found["gradient sums"] == 0  # 12 GiB of activations go first, 6 GiB of sums come
@@ -356,18 +359,18 @@ def test_one_micro_batch_frees_activations_before_sums_are_there() -> None:
 
 
 def test_passes_before_the_update_have_their_own_phase() -> None:
-    names = [phase.name for phase in phases(job(SMALL, passes=True), Sizes(16384, "none", 512))]
+    names = [phase.name for phase in phases(inputs(SMALL, passes=True), Sizes(16384, "none", 512))]
     assert names == ["load", "generate", "log-probabilities", "train", "optimizer", "sync and proof", "save"]
-    assert "log-probabilities" not in [phase.name for phase in phases(job(SMALL), Sizes(16384, "none", 512))]
+    assert "log-probabilities" not in [phase.name for phase in phases(inputs(SMALL), Sizes(16384, "none", 512))]
 
 
 def test_a_pass_is_at_its_worst_in_the_head_or_in_a_layer() -> None:
-    found = terms(job(SMALL, passes=True), "log-probabilities")
+    found = terms(inputs(SMALL, passes=True), "log-probabilities")
     rows = 16384 * 512 * 8 / (512 * 8 + 256)
     assert found["logits"] == 2**31
     assert found["states with loss"] == pytest.approx(rows * (2 * 1536 + 3 * 4) + 16384 * STREAM)
     assert "forward pass of 16384 tokens" not in found
-    long = terms(job(SMALL, passes=True), "log-probabilities", Sizes(65536, "none", 512))
+    long = terms(inputs(SMALL, passes=True), "log-probabilities", Sizes(65536, "none", 512))
     # embeddings, what the layer adds to, its input and the norm's output; gate, up, product; sines and cosines; the stream
     assert long["forward pass of 65536 tokens"] == 65536 * (2 * (4 * 1536 + 3 * 8960) + 2 * 2 * 128 + STREAM)
     assert "logits" not in long
@@ -375,27 +378,27 @@ def test_a_pass_is_at_its_worst_in_the_head_or_in_a_layer() -> None:
 
 def test_passes_see_all_samples_of_a_step_at_once() -> None:
     """Updates of one prompt's 8 samples, 64 prompts a step: the passes before them fill the whole budget."""
-    several = job(SMALL, "update.samples_per_update=8", passes=True)
+    several = inputs(SMALL, "update.samples_per_update=8", passes=True)
     assert stream_tokens(several, 65536) == 8 * 512 + 256
     assert pass_tokens(several, 65536) == 65536
     assert "forward pass of 65536 tokens" in terms(several, "log-probabilities", Sizes(65536, "full", 512))
 
 
 def test_prompts_and_first_tokens_of_the_native_engine() -> None:
-    def beside(planned: Job, slots: int) -> float:
+    def beside(planned: MemoryInputs, slots: int) -> float:
         return terms(planned, "generate", Sizes(16384, "none", slots))["prompts and sampling"]
 
     forward, logits = per_token(SMALL, Layers(2, fused=True), "none").forward, 2 * 151936
     # 64 prompts of 256 tokens are one stream; the logits behind each are kept
-    assert beside(job(SMALL), 512) == 16384 * forward + 64 * logits
-    assert beside(job(SMALL), 16) == 2 * 256 * forward + 2 * logits  # two prompts at a time
+    assert beside(inputs(SMALL), 512) == 16384 * forward + 64 * logits
+    assert beside(inputs(SMALL), 16) == 2 * 256 * forward + 2 * logits  # two prompts at a time
     # of short prompts the first tokens' logits are more: a row for each sample
-    short = job(SMALL, prompt=2)
+    short = inputs(SMALL, prompt=2)
     assert beside(short, 512) == 64 * logits + 512 * logits > 64 * logits + 128 * forward
 
 
 def test_the_largest_phase_and_part_are_named() -> None:
-    worst = peak(phases(job(SMALL), Sizes(32768, "none", 512)))
+    worst = peak(phases(inputs(SMALL), Sizes(32768, "none", 512)))
     assert worst.name == "train"
     assert worst.largest == max(worst.terms, key=lambda term: term.bytes)
     assert worst.largest.name == "activations of 32768 tokens"
@@ -412,8 +415,8 @@ def test_the_code_has_the_sizes_that_the_plan_assumes() -> None:
     assert heads.TILES["cpu"][0] * heads.TILES["cpu"][1] == memory.CPU_TILE
     assert memory.PAGE == state.PAGE
     assert memory.PREFILL_TOKENS == prefill.PREFILL_TOKENS
-    assert jobs.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
-    assert jobs.STATE_CHUNK == adamw8bit.CHUNK
-    assert jobs.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
+    assert memory_inputs.VLLM_PROMPT_ROOM == settings.PROMPT_ROOM
+    assert memory_inputs.STATE_CHUNK == adamw8bit.CHUNK
+    assert memory_inputs.STATE_BYTES["8bit"] == 2 + 2 * 4 / adamw8bit.BLOCK
     head_kernels = pytest.importorskip("lockstep.models.head_kernels")
     assert memory.LOGITS_BYTES == head_kernels.TILE_BYTES

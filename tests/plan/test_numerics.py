@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.schema import Recipe
-from lockstep.plan.job import quantised_copies
+from lockstep.plan.memory_inputs import quantised_copies
 
 
 @pytest.mark.parametrize(

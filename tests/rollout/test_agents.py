@@ -35,7 +35,7 @@ def built(folder: Path, *kinds: str, **settings: Any) -> BuiltTask:
 
 def played(task: BuiltTask, model: Path, samples: int = 1, budget: int = 60) -> dict[str, list[Rollout]]:
     chat = chat_of(model)
-    task.door = lambda sampler: Endpoint(sampler, chat.unframed(), model=MODEL)
+    task.open_endpoint = lambda sampler: Endpoint(sampler, chat.unframed(), model=MODEL)
     prompts = task.batch(0, len(task._questions.train))  # type: ignore[attr-defined]
     groups = make_rollouts(
         engine_of(model), chat, task, prompts, samples, Sampling(budget), ("run", 0), 0, AsyncGrader(task)

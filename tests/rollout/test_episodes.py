@@ -128,8 +128,12 @@ class Tampered(NativeEngine):
         (lambda one: [replace(one, version=3)], StaleWeightsError, "version 3 of the weights, and version 0"),
         (lambda one: [one, one], EngineError, "not requested"),
         (lambda one: [], EngineError, "never completed"),
-        (lambda one: [replace(one, ids=(), logprobs=())], EngineError, "or has none"),
-        (lambda one: [replace(one, request=replace(one.request, prompt_ids=(7,)))], EngineError, "after other ids"),
+        (lambda one: [replace(one, ids=(), logprobs=())], EngineError, "has no ids"),
+        (
+            lambda one: [replace(one, request=replace(one.request, prompt_ids=(7,)))],
+            EngineError,
+            "ids that differ from those of its episode",
+        ),
     ],
 )
 def test_an_engine_that_answers_something_else_is_refused(

@@ -257,7 +257,7 @@ def test_many_prompts_share_a_pass():
 # --- refusals -------------------------------------------------------------------------------------------------------
 def test_other_versions_are_refused():
     engine = engine_over(model())
-    with pytest.raises(StaleWeightsError, match="needs weights 1, the engine holds 0"):
+    with pytest.raises(StaleWeightsError, match="needs version 1 of the weights, the engine holds 0"):
         engine.submit([request("a", PROMPT, Sampling(3)), request("b", PROMPT, Sampling(3), version=1)])
     assert list(engine.completed()) == [], "nothing of a refused submission may run"
     engine.load(iter(()), 1)
@@ -275,8 +275,8 @@ def test_a_fresh_engine_serves_no_version():
 @pytest.mark.parametrize(
     ("prompt", "budget", "told"),
     [
-        ((), 3, "has no prompt"),
-        (PROMPT, 0, "no room for one new token"),
+        ((), 3, "has an empty prompt"),
+        (PROMPT, 0, "allows no new token"),
         (PROMPT, 507, "exceed the model's context of 512"),
     ],
 )
@@ -294,7 +294,7 @@ def test_the_whole_context_can_be_used():
 
 @pytest.mark.parametrize("prefix", [-1, 6, 7])
 def test_a_prefix_must_leave_something_of_the_prompt(prefix: int):
-    with pytest.raises(EngineError, match=f"a shared prefix of {prefix} tokens"):
+    with pytest.raises(EngineError, match=f"the shared prefix has {prefix} tokens"):
         engine_over(model()).submit([request("a", PROMPT, Sampling(3), prefix=prefix)])
 
 
@@ -310,10 +310,10 @@ def test_short_requests_after_long_ones_that_still_wait():
 
 def test_two_prompts_under_one_group_are_refused():
     engine = engine_over(model())
-    with pytest.raises(EngineError, match="group g has another prompt"):
+    with pytest.raises(EngineError, match="group g have different prompts"):
         engine.submit([request("a", (5, 6), Sampling(2), group="g"), request("b", (5, 7), Sampling(2), group="g")])
     engine.submit([request("a", (5, 6), Sampling(2), group="g")])
-    with pytest.raises(EngineError, match="group g has another prompt"):
+    with pytest.raises(EngineError, match="group g have different prompts"):
         engine.submit([request("b", (5, 7), Sampling(2), group="g")])
 
 

@@ -16,7 +16,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.loopback import HOST
 from lockstep.serve.endpoint import Endpoint
 from lockstep.serve.thread import EngineThread
-from lockstep.types import Completion, FinishReason, Request, SampleAsk
+from lockstep.types import ClientRequest, Completion, FinishReason, Request
 from tests.envs.played import chat_of, engine_of
 
 TOKEN, KEY, MODEL = "a-token-of-some-length", "client", "tiny"
@@ -83,9 +83,9 @@ class Scripted:
     """A Sampler whose replies are given as text: what a model that was trained for it would sample."""
 
     def __init__(self, chat: ChatFormat, replies: Sequence[str]) -> None:
-        self.chat, self.replies, self.asks = chat, list(replies), list[SampleAsk]()
+        self.chat, self.replies, self.asks = chat, list(replies), list[ClientRequest]()
 
-    def sample(self, ask: SampleAsk) -> Future[Completion]:
+    def sample(self, ask: ClientRequest) -> Future[Completion]:
         self.asks.append(ask)
         ids = (*self.chat.tokenizer(self.replies.pop(0), add_special_tokens=False)["input_ids"], self.chat.stop_ids[0])
         request = Request(ask.id, ask.prompt_ids, ask.id, 0, ask.sampling, 0)

@@ -22,7 +22,7 @@ from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.serve.conversations import Conversations, settled
 from lockstep.serve.endpoint import CHAT, MESSAGES, Endpoint
 from lockstep.serve.thread import EngineThread
-from lockstep.types import Completion, FinishReason, Request, SampleAsk, Sampled
+from lockstep.types import ClientRequest, Completion, FinishReason, Request, Sampled
 from tests.envs.played import chat_of, engine_of
 from tests.serve.served import KEY, MODEL, TOKEN, Scripted, idle, post, served, until
 from tests.serve.test_endpoint import ASK, CALL, LONG, TOOL
@@ -163,7 +163,7 @@ def test_openais_and_anthropics_clients_read_streams(endpoint: Endpoint):
 class Growing(Scripted):
     """A sampler whose replies grow by one token at a time."""
 
-    def sample(self, ask: SampleAsk) -> Future[Completion]:
+    def sample(self, ask: ClientRequest) -> Future[Completion]:
         text = self.replies.pop(0)
         ids = (*self.chat.tokenizer(text, add_special_tokens=False)["input_ids"], self.chat.stop_ids[0])
         future: Future[Completion] = Future()
@@ -271,4 +271,4 @@ def test_a_reply_that_is_read_otherwise_at_its_end_is_an_error(tiny_model_dir: P
         endpoint.admit(TOKEN, KEY)
         with streamed(endpoint, CHAT, ASK) as events:
             last = list(events)[-1]
-    assert "ask for it without stream" in last["error"]["message"]
+    assert "send the request without stream" in last["error"]["message"]

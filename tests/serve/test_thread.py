@@ -13,15 +13,15 @@ from lockstep.errors import BusyError, EngineError
 from lockstep.rollout.native import NativeEngine
 from lockstep.seeds import seed_for
 from lockstep.serve.thread import EngineThread
-from lockstep.types import Request, SampleAsk, Sampling
+from lockstep.types import ClientRequest, Request, Sampling
 from tests.learner.models import plain, tokens, twin
 from tests.rollout.engines import engine_over, finish
 
 SHORT, LONG_ENOUGH = Sampling(6), Sampling(110, ignore_eos=True)
 
 
-def ask(id: str, key: str = "k", length: int = 9, sampling: Sampling = SHORT, seed: int | None = None) -> SampleAsk:
-    return SampleAsk(id, key, tokens(length, length), sampling, seed)
+def ask(id: str, key: str = "k", length: int = 9, sampling: Sampling = SHORT, seed: int | None = None) -> ClientRequest:
+    return ClientRequest(id, key, tokens(length, length), sampling, seed)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_full_queue_refuses(engine: NativeEngine):
         waiting = [sampler.sample(ask(id)) for id in "12"]
         with pytest.raises(BusyError):
             sampler.sample(ask("3"))
-        with pytest.raises(EngineError, match="id is open"):
+        with pytest.raises(EngineError, match="id is still running"):
             EngineThread.sample(sampler, ask("1"))
         sampler.cancel("0")
         for future in waiting:

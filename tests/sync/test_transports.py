@@ -350,7 +350,7 @@ def test_a_blind_proof_is_found_shared():
     model = TinyModel()
     snapshot = deepcopy(model)
     engine = MisreportingEngine(model, lambda stream: snapshot.stream())
-    with pytest.raises(SyncError, match="the proof is blind"):
+    with pytest.raises(SyncError, match="the proof does not detect wrong weights"):
         shared().negative_control(TinyLearner(model), engine)
 
 
@@ -358,7 +358,7 @@ def test_a_blind_proof_is_found_copy():
     """The engine echoes the learner's tensors instead of showing its own."""
     learner, other = pair()
     engine = MisreportingEngine(other, lambda stream: learner.weights())
-    with pytest.raises(SyncError, match="the proof is blind"):
+    with pytest.raises(SyncError, match="the proof does not detect wrong weights"):
         copying().negative_control(learner, engine)
     assert fingerprint(TinyEngine(other).weights()) == fingerprint(learner.weights())
 
@@ -375,7 +375,7 @@ def test_a_control_whose_right_weights_fail_says_so():
             self.fault, self.times = on("head.bias", lambda tensor: tensor + 1), 1
 
     engine.__class__ = Once
-    with pytest.raises(SyncError, match=r"not accepted: head\.bias"):
+    with pytest.raises(SyncError, match=r"after the negative control: head\.bias"):
         sync.negative_control(learner, engine)
 
 

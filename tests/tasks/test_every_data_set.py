@@ -13,10 +13,10 @@ UNUSABLE = {
     "boxnet": "no right answer to test the grader with",
     "rush_hour": "no right answer to test the grader with",
     "game_of_life_halting": "garbage",
-    "codeio": "does not give the same questions twice",
-    "composite": "does not give the same questions twice",
-    "knight_swap": "does not give the same questions twice",
-    "list_functions": "does not give the same questions twice",
+    "codeio": "gives different questions for the same seed",
+    "composite": "gives different questions for the same seed",
+    "knight_swap": "gives different questions for the same seed",
+    "list_functions": "gives different questions for the same seed",
     "futoshiki": "it made no question in",
 }
 """futoshiki takes more than 20 s for a question where the machine is busy, and is usable elsewhere."""

@@ -92,7 +92,7 @@ def settings(dataset: str = "chain_sum", **values: object) -> schema.ReasoningGy
         (settings(zzz=2), "it has allow_negation, max_digits"),
         (settings(size=2), "task.settings.size: size is not a setting here\n  to fix: set task.size"),
         (settings(seed=2), "to fix: set task.seed"),
-        (settings("codeio"), "codeio does not give the same questions twice"),
+        (settings("codeio"), "codeio gives different questions for the same seed"),
     ],
 )
 def test_wrong_names(task, message):

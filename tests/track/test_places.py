@@ -79,7 +79,7 @@ def test_a_copy_of_a_run_neither_writes_nor_deletes_its_checkpoints(tmp_path: Pa
 
 def test_a_start_that_failed_leaves_no_folder_behind(tmp_path: Path) -> None:
     run, disk = tmp_path / "runs" / "run", tmp_path / "disk"
-    with pytest.raises(RunDirectoryError, match=r"paths\.checkpoints names a folder that is not there"):
+    with pytest.raises(RunDirectoryError, match=r"paths\.checkpoints names a folder that does not exist"):
         RunDirectory.create(run, "name: run\n", {}, str(disk))
     assert not run.exists()
     disk.mkdir()

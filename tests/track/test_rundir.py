@@ -66,7 +66,7 @@ def test_a_start_that_failed_before_its_first_step_is_replaced(kept: str, replac
     (path / kept).parent.mkdir(parents=True, exist_ok=True)
     (path / kept).write_text("{}\n")
     if not replaced:
-        with pytest.raises(RunDirectoryError, match="a run is already there"):
+        with pytest.raises(RunDirectoryError, match="a run already exists here"):
             RunDirectory.create(path, "name: other\n", FACTS)
         assert (path / kept).read_text() == "{}\n"
         return

@@ -183,7 +183,7 @@ def test_many_ask_at_once(serve: Start, run: RunDirectory) -> None:
 
 
 def test_a_taken_port_is_said(serve: Start, run: RunDirectory) -> None:
-    with pytest.raises(MachineError, match="cannot be had"):
+    with pytest.raises(MachineError, match="cannot be opened"):
         Server(Viewer([run.path]), port=serve(run.path).server_port)
 
 

@@ -97,7 +97,9 @@ def load(game: str) -> Any:
     try:
         found = package.load_game(game)
     except (package.SpielError, IndexError, ValueError) as error:
-        raise TaskError(f"OpenSpiel refuses it: {_first_line(error)}", where=where, fix=_hint(game)) from error
+        raise TaskError(
+            f"OpenSpiel rejects this game or its parameters: {_first_line(error)}", where=where, fix=_hint(game)
+        ) from error
     if why := _unplayable(package, found):
         raise TaskError(why, where=where, fix="choose a game in which players move one after the other")
     return found
@@ -184,7 +186,7 @@ def _tried(text: str) -> Any:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1][:200] if lines and done.returncode > 0 else f"its process ends with {done.returncode}"
-        raise TaskError(f"it cannot be played with these parameters: {why}", where=where, fix="use others")
+        raise TaskError(f"it cannot be played with these parameters: {why}", where=where, fix="use other parameters")
     return game
 
 

@@ -53,7 +53,7 @@ def own_mover(path: str) -> Mover:
             chosen = moves_of(state).get(chosen, chosen)
         if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen not in legal:
             raise TaskError(
-                f"it moved {chosen!r}, which is not legal",
+                f"it chose the move {chosen!r}, which is not legal",
                 where=path,
                 fix=f"give one of state.legal_actions(): {legal}",
             )

@@ -67,7 +67,11 @@ def vllm_engine(
         case "copy":
             pass
         case "ipc" | "shared":
-            raise EngineError(f"no transport {recipe.weight_transport} in process", where="rollout.vllm.transport")
+            raise EngineError(
+                f"transport {recipe.weight_transport} needs vLLM in a process of its own",
+                where="rollout.vllm.transport",
+                fix="set rollout.vllm.process=own",
+            )
         case other:
             assert_never(other)
     return engine

@@ -41,7 +41,9 @@ def _pieces(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors inside one parameter `leaf` of the module called `layer`."""
     if getattr(module, "tp_size", 1) != 1:
-        raise EngineError(f"sharded over {module.tp_size} ranks", where=f"{layer}.{leaf}", fix="use one GPU per engine")
+        raise EngineError(
+            f"vLLM splits this layer over {module.tp_size} GPUs", where=f"{layer}.{leaf}", fix="use one GPU per engine"
+        )
     parent, _, last = layer.rpartition(".")
     children = packed.get(last, [last])
     name = f"{layer}.{leaf}" if layer else leaf

@@ -39,7 +39,11 @@ class Plan:
         """Quantiser of the inputs, when they are quantised. Raises EngineError for two formats: a captured step has one."""
         kinds = sorted({parse(numeric).activations or "" for numeric in self.numerics} - {""})
         if len(kinds) > 1:
-            raise EngineError(f"inputs in {' and '.join(kinds)}", where="numerics", fix=f"choose one, or {NATIVE}")
+            raise EngineError(
+                f"phases quantise inputs to different formats: {' and '.join(kinds)}",
+                where="numerics",
+                fix=f"choose one, or {NATIVE}",
+            )
         return Quantiser(f"{kinds[0]}-w4a4", self.scale) if kinds else None
 
 
@@ -93,7 +97,9 @@ class FakeQuantised:
         sizes = list(getattr(layer, "output_sizes", [])) if self.parts > 1 else [rows]
         if len(sizes) != self.parts or sum(sizes) != rows:
             raise EngineError(
-                f"{self.parts} matrices are not parts of {sizes} of {rows} rows", where="vLLM", fix=NATIVE
+                f"a layer of {rows} rows should have {self.parts} matrices, but vLLM gives their rows as {sizes}",
+                where="vLLM",
+                fix=NATIVE,
             )
         return sizes
 

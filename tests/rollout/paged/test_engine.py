@@ -262,5 +262,5 @@ def test_a_running_group_takes_no_other_prompt():
     engine = paged_over(twin(plain("llama")))
     engine.submit([request("a", tokens(9, 1), Sampling(40, ignore_eos=True), group="g")])
     engine._admit()
-    with pytest.raises(EngineError, match="has another prompt already"):
+    with pytest.raises(EngineError, match="have different prompts"):
         engine.submit([request("b", tokens(9, 2), Sampling(5), group="g")])

@@ -22,7 +22,7 @@ from lockstep.rollout.paged.engine import PagedEngine
 from lockstep.rollout.paged.state import PAGE
 from lockstep.serve.thread import EngineThread
 from lockstep.tasks.multi_turn import build_own
-from lockstep.types import Completion, Forward, Request, SampleAsk, Sampling, TokenIds
+from lockstep.types import ClientRequest, Completion, Forward, Request, Sampling, TokenIds
 from tests.envs.played import LIMITS, OWN, chat_of, engine_of, play
 from tests.learner.models import logprobs_of, plain, tokens, twin
 from tests.rollout.engines import finish, request
@@ -259,7 +259,7 @@ def test_a_thread_keeps_pages_while_nothing_runs_and_frees_them_at_its_end(tiny_
     with EngineThread(engine) as thread:
         ids = tokens(80, 1)
         for turn in range(4):
-            done = thread.sample(SampleAsk(f"{turn}", "client", ids, Sampling(20, ignore_eos=True))).result(60)
+            done = thread.sample(ClientRequest(f"{turn}", "client", ids, Sampling(20, ignore_eos=True))).result(60)
             ids += (*done.ids, *tokens(5, turn))
         assert engine.reused == 99 + 124 + 149
     assert engine._cache.pages == 0

@@ -140,7 +140,7 @@ def test_layouts_that_do_not_add_up_are_refused():
         list(checkpoint_views(engine))
     engine = laid_out(llama())
     engine.model.norm.tp_size = 2
-    with pytest.raises(EngineError, match=r"model\.norm\.weight: sharded over 2 ranks"):
+    with pytest.raises(EngineError, match=r"model\.norm\.weight: vLLM splits this layer over 2 GPUs"):
         list(checkpoint_views(engine))
 
 

@@ -251,7 +251,7 @@ def test_noise_and_numerics_reach_the_other_process_and_leave_it(engine: EngineP
         lambda: engine.load(iter(()), 1),
         lambda: list(engine.weights(["model.norm.weight"])),
     ):
-        with pytest.raises(EngineError, match="noise is on the norms"):
+        with pytest.raises(EngineError, match="noise is on the normalisation weights"):
             call()
     engine.set_forward(Forward())
     assert engine.score([PROMPT]) == clean

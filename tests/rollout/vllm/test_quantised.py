@@ -166,7 +166,7 @@ def test_what_would_touch_nothing_is_refused() -> None:
     everything = engine_of(llama(), Plan(ALL, exclude=("self_attn", "mlp")))
     with pytest.raises(EngineError, match="would quantise no layer"):
         set_numeric(everything, "mxfp4-w4a4")
-    with pytest.raises(EngineError, match="inputs in mxfp4 and nvfp4"):
+    with pytest.raises(EngineError, match="different formats: mxfp4 and nvfp4"):
         _ = Plan(("mxfp4-w4a4", "nvfp4-w4a4")).inputs
     engine.model.layers[0].mlp.experts = torch.nn.ParameterList([torch.zeros(2, 3, 4)])
     with pytest.raises(EngineError, match="stacked tensors"):

@@ -54,10 +54,10 @@ def test_seeds_fit_a_signed_64_bit_integer():
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        (request("a", (), Sampling(3)), "has no prompt"),
-        (request("a", (1,), Sampling(0)), "no room for one new token"),
-        (request("a", (1, 2), Sampling(3), prefix=2), "shared prefix of 2"),
-        (request("a", (1, 2), Sampling(3), prefix=-1), "shared prefix of -1"),
+        (request("a", (), Sampling(3)), "has an empty prompt"),
+        (request("a", (1,), Sampling(0)), "allows no new token"),
+        (request("a", (1, 2), Sampling(3), prefix=2), "shared prefix has 2"),
+        (request("a", (1, 2), Sampling(3), prefix=-1), "shared prefix has -1"),
         (request("a", (1,) * 60, Sampling(41)), "context of 100"),
         (request("a", (1,), Sampling(3, temperature=2.5)), "temperature 2.5"),
         (request("a", (1,), Sampling(3, temperature=0.001)), "temperature 0.001"),
@@ -79,14 +79,14 @@ def test_what_can_be_served_is_not():
 
 
 def test_another_version_is_refused():
-    with pytest.raises(StaleWeightsError, match="needs weights 3, the engine holds 2"):
+    with pytest.raises(StaleWeightsError, match="needs version 3 of the weights, the engine holds 2"):
         check_servable(request("a", (1,), Sampling(3), version=3), 2, 100)
 
 
 def test_a_group_has_one_prompt():
     there = {"g": (1, 2)}
     check_groups([request("a", (1, 2), Sampling(1), group="g"), request("b", (3,), Sampling(1), group="h")], there)
-    with pytest.raises(EngineError, match="group h has another prompt"):
+    with pytest.raises(EngineError, match="group h have different prompts"):
         check_groups([request("c", (4,), Sampling(1), group="h")], there)
 
 

@@ -46,7 +46,7 @@ class Imported:
     """Files that only the other trainer can use."""
 
 
-def bring_in(found: Foreign, out: Path, *, config: Path | None = None, dtype: str | None = None) -> Imported:
+def import_checkpoint(found: Foreign, out: Path, *, config: Path | None = None, dtype: str | None = None) -> Imported:
     """Write `found` to the new folder `out`. `config` is a folder with config.json and tokenizer, where it has none itself.
 
     `dtype` (bf16, fp32) rounds; by default numbers stay as they were saved. Raises CheckpointError, and leaves nothing, unless

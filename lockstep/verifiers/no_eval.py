@@ -1,6 +1,6 @@
-"""Keeps text from being run as Python: readers in the place of `eval` and sympy's parser, and a refusal of all else.
+"""Protection against `eval` of a reply's text: safe parsers in place of `eval` and of sympy's parser, and an audit hook.
 
-sympy's `sympify`, which math-verify calls too, and some score functions of reasoning-gym evaluate text.
+sympy's `sympify`, which math-verify calls too, and some score functions of reasoning-gym pass text to `eval`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUNCTIONS = frozenset(
 )
 """Functions of sympy that an answer may use."""
 OF_REFERENCES = frozenset(("Integral",))
-"""Functions that only a reference may use first: an answer that repeats the question's integral solves nothing."""
+"""Functions that an answer may use only if the reference uses them: repeating the integral of the question is no solution."""
 CONSTANTS = frozenset(("E", "I", "pi"))
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -36,9 +36,9 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def forbid_code() -> list[str]:
-    """Refuse, from now on, to run code that comes from no file; the list then says that this was tried.
+    """Forbid, from now on, code that comes from no file. Each attempt raises RuntimeError and is added to the returned list.
 
-    One function of sympy makes code from a number, the number of variables of a polynomial.
+    One function of sympy is exempt: it builds code from the number of variables of a polynomial, not from text.
     """
     from sympy.polys.monomials import MonomialOps
 
@@ -49,14 +49,14 @@ def forbid_code() -> list[str]:
         from_text = event == "exec" and arguments[0].co_filename.startswith("<")
         if from_text and sys._getframe(1).f_code is not allowed:
             tried.append(arguments[0].co_filename)
-            raise RuntimeError("no code is run here")
+            raise RuntimeError("code from text must not run in this process")
 
     sys.addaudithook(hook)
     return tried
 
 
 def replace_parser() -> None:
-    """Have sympy read text by parse_expr below, wherever it would evaluate it."""
+    """Replace sympy's parser, which evaluates text, by `parse_expr` below."""
     import sympy
     from sympy.parsing import sympy_parser
 
@@ -81,7 +81,7 @@ def _built(node: ast.AST, text: str, names: Mapping[str, Any]) -> Any:
 
     match node:
         case ast.Constant(value=bool() | complex()):
-            raise ValueError("no number")
+            raise ValueError("not a number")
         case ast.Constant(value=int() as value):
             return sympy.Integer(value)
         case ast.Constant(value=float()):
@@ -94,4 +94,4 @@ def _built(node: ast.AST, text: str, names: Mapping[str, Any]) -> Any:
             return _OPERATORS[type(op)](_built(node.operand, text, names))
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS | OF_REFERENCES:
             return getattr(sympy, name)(*(_built(argument, text, names) for argument in node.args))
-    raise ValueError(f"an expression does not hold a {type(node).__name__}")
+    raise ValueError(f"a {type(node).__name__} is not allowed in an expression")

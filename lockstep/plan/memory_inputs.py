@@ -1,4 +1,4 @@
-"""Everything in a recipe and its model that decides memory."""
+"""The numbers that the memory plan is computed from: taken from a recipe, its model and the device."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ GIB = 2**30
 VLLM_PROMPT_ROOM = 8192
 """Prompt tokens that vLLM has room for by default beside a reply (rollout.vllm.settings.PROMPT_ROOM)."""
 STATE_CHUNK = 2**25
-"""Parameters whose 8-bit moments are wide at a time (learner.adamw8bit.CHUNK)."""
+"""Number of parameters whose 8-bit moments are expanded to fp32 at a time (learner.adamw8bit.CHUNK)."""
 STATE_WORK = 7 * 4
-"""Bytes of each of those, at most: moments, roots, codes and their scales, in fp32 or int32."""
+"""Bytes for each of those parameters, at most: moments, roots, codes and their scales, in fp32 or int32."""
 USUAL_RANK = 8
 """PEFT's default for its other methods; with it the plan is an upper bound for those without ranks."""
 OFFLOAD_CHUNK = 2**24
-"""Parameters whose masters and moments are on the device at a time, if they lie in main memory (learner.offload.CHUNK)."""
+"""Number of parameters whose masters and moments are on the device at a time, if main memory keeps them
+(learner.offload.CHUNK)."""
 STATE_BYTES = {"fp32": 8.0, "8bit": 2.0 + 2 * FP32 / 256}
 """Both moments of a parameter; 8-bit ones have an fp32 scale for every 256."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Everything in a recipe and its model that decides memory. Bytes and tokens."""
+class MemoryInputs:
+    """Everything in a recipe and its model that affects memory, in bytes and tokens. plan/memory.py computes with it."""
 
     shape: ModelShape
     device: Literal["cuda", "cpu"]
     layers: Layers
     trained: int
-    """Parameters that are trained."""
+    """Number of parameters that are trained."""
     added: int
-    """Parameters of the adapters among them: they come on top of the model's own."""
+    """Number of adapter parameters among them, which are added to those of the model."""
     state_bytes: float
-    """Both moments of a trained parameter."""
+    """Bytes of both moments of a trained parameter."""
     copies: tuple[str, ...]
     """Further whole sets of weights. Example: ("reference model",)"""
     critic: Literal["none", "own", "shared"]
     extra_passes: bool
-    """Log-probabilities or values are computed before the update."""
+    """True if log-probabilities or values are computed before the update."""
     prompt: int
-    """Longest prompt."""
+    """Tokens of the longest prompt."""
     response: int
-    """Longest response."""
+    """Tokens of the longest response."""
     samples_per_step: int
     samples_per_update: int
     samples_per_prompt: int
@@ -57,23 +58,23 @@ class Job:
     vllm_cache: float = 0.0
     """Bytes of vLLM's keys and values."""
     cache_stays: bool = False
-    """vLLM keeps its cache during the update."""
+    """True if vLLM keeps its cache during the update."""
     row: int = 0
-    """SFT: tokens of the longest row that is trained; prompt and response are then those of evaluations alone."""
+    """SFT only: tokens of the longest training row; prompt and response then describe the evaluations."""
     packed: int = 0
     """Frozen parameters that are kept in 4 bits."""
     step_work: float = 0.0
     """Bytes that an optimizer step works with, beside gradients and state."""
     trainers: int = 0
-    """Workers that train, each of which owns a part of masters and moments; 0 is one process without workers."""
+    """Number of workers that train, each with a part of masters and moments; 0 for a run in one process."""
     engines: int = 1
-    """Engines that share a step's samples."""
+    """Number of engines that share the samples of a step."""
     split: bool = False
-    """Other workers sample."""
+    """True if separate workers sample."""
     offload: bool = False
-    """Masters and moments lie in main memory."""
+    """True if masters and moments are kept in main memory."""
     offload_room: float = 0.0
-    """Bytes of the device's two buffers that they pass through."""
+    """Bytes of the two buffers on the device through which they pass."""
 
     @property
     def owned(self) -> int:
@@ -92,24 +93,24 @@ class Job:
 
     @property
     def masters(self) -> float:
-        """fp32 masters of the owned parameters; fp32 parameters are their own."""
+        """Bytes of the fp32 masters of the owned parameters; parameters in fp32 need no other master."""
         return self.master_bytes * self.owned
 
     @property
     def master_bytes(self) -> float:
-        """The master of a trained parameter."""
+        """Bytes of the fp32 master of a trained parameter."""
         return float(FP32) if self.element < FP32 else 0.0
 
     @property
     def update_tokens(self) -> int:
-        """Tokens of one update's streams, if all responses are as long as they may be."""
+        """Tokens of all sequences of one update, if every response has its largest length."""
         if self.row:
             return self.samples_per_update * self.row
         return self._tokens(self.samples_per_update)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of all samples of a step, likewise: what passes before the first update see."""
+        """Tokens of all samples of a step, if every response has its largest length: those of a forward pass before updates."""
         return self._tokens(self.samples_per_step)
 
     def _tokens(self, samples: int) -> int:
@@ -118,7 +119,7 @@ class Job:
 
     @property
     def scores(self) -> Scores:
-        """Attention of the learner that no fused kernel runs."""
+        """Attention of the learner without a fused kernel: its scores are tensors."""
         return scores(self.shape, self.layers, self.device, self.row or self.prompt + self.response)
 
     def pairs(self, tokens: int) -> tuple[float, float]:
@@ -148,7 +149,7 @@ class Job:
         return self.samples_per_update * self.response / self.update_tokens
 
 
-def job_of(
+def memory_inputs_of(
     recipe: Recipe,
     shape: ModelShape,
     device: Literal["cuda", "cpu"],
@@ -156,8 +157,8 @@ def job_of(
     *,
     prompt_tokens: int,
     passes: bool,
-) -> Job:
-    """Return the job that a recipe makes of a model, on a device with `available` bytes.
+) -> MemoryInputs:
+    """Collect the inputs of the memory plan from a recipe and the shape of its model, for a device with `available` bytes.
 
     `passes`: the objective needs log-probabilities or values before the update.
     """
@@ -172,7 +173,7 @@ def job_of(
         copies.append("engine's weights")
     copies += quantised_copies(recipe, reference="reference model" in copies)
     critic = recipe.algorithm.critic
-    return Job(
+    return MemoryInputs(
         shape=shape,
         device=device,
         layers=Layers(element, fused=device == "cuda", rank=rank),

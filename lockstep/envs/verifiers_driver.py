@@ -1,6 +1,8 @@
-"""Plays the tasks of a verifiers environment. It runs in that environment's own Python and imports nothing of Lockstep.
+"""The program that plays a verifiers environment, started by verifiers_env.py with the Python of that environment.
 
-    python hub_driver.py '{"env": {…}, "paths": […], "size": 100}'
+It imports nothing of Lockstep.
+
+    python verifiers_driver.py '{"env": {…}, "paths": […], "size": 100}'
 
 It writes a line of JSON with the tasks, then reads lines {"start": key, "task": index, "base_url": …, "api_key": …} or
 {"stop": key}, and writes a line for each episode that ends. It ends with its standard input.

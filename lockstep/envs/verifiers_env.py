@@ -1,4 +1,7 @@
-"""Environments of the package verifiers (https://github.com/primeintellect-ai/verifiers), driven in a Python of their own."""
+"""Environments of the package verifiers (https://github.com/primeintellect-ai/verifiers), each in a process with its own Python.
+
+That process runs verifiers_driver.py. tasks/verifiers_env.py makes the task.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import schema
-from lockstep.envs import hub_driver
+from lockstep.envs import verifiers_driver
 from lockstep.envs.programs import MODEL, Ended, Job, Outcome
 from lockstep.envs.runners import Fault
 from lockstep.errors import TaskError
@@ -24,8 +27,8 @@ START_SECONDS = 300.0
 Rows = list[tuple[str, tuple[Message, ...]]]
 
 
-class HubPrograms:
-    """One process that plays all episodes of an environment at once. If it dies, they are unscored, and a new one starts."""
+class VerifiersPrograms:
+    """One process that plays all episodes of an environment. If it ends, its episodes are unscored and a new process starts."""
 
     def __init__(self, settings: schema.VerifiersTask) -> None:
         """Start it and read the tasks. Raises TaskError if its Python, the package or the environment is missing."""
@@ -77,13 +80,15 @@ class HubPrograms:
     def _start(self) -> Rows:
         python = shutil.which(str(Path(self._settings.python).expanduser()))
         if python is None:
-            raise TaskError(f"there is no Python at {self._settings.python}", where="task.python", fix="correct it")
+            raise TaskError(
+                f"there is no Python at {self._settings.python}", where="task.python", fix="correct task.python"
+            )
         settings, log = (
             json.dumps(_driven(self._settings)),
             subprocess.DEVNULL if self.log is None else self.log.open("a"),
         )
         process = subprocess.Popen(
-            [python, "-P", str(hub_driver.__file__), settings],
+            [python, "-P", str(verifiers_driver.__file__), settings],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
         watch = threading.Timer(START_SECONDS, process.kill)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from lockstep.config import schema
 from lockstep.types import Prompt
-from lockstep.verifiers import no_code
+from lockstep.verifiers import no_eval
 from lockstep.verifiers.build import build_verifier
 from tests.verifiers.gym_attacks import attacks
 
@@ -43,7 +43,7 @@ def test_no_verifier_runs_a_reply(settings: dict[str, Any], tmp_path: Path, monk
 
 CODE = """
 import sys
-from lockstep.verifiers import no_code, symbolic
+from lockstep.verifiers import no_eval, symbolic
 work = symbolic.load()
 mark = sys.argv[1]
 import sympy, math_verify
@@ -72,7 +72,7 @@ def test_the_process_that_compares_expressions_can_run_no_text(tmp_path: Path) -
     ("text", "value"), [("1+2*3", 7), ("-(2**3)/4", -2), ("[1, 'a']", [1, "a"]), ("0x10 << 2", 64), ("2.50", 2.5)]
 )
 def test_values_are_read(text: str, value: object) -> None:
-    assert no_code.read_value(text) == value
+    assert no_eval.read_value(text) == value
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_values_are_read(text: str, value: object) -> None:
     ],
 )
 def test_nothing_else_is_read(text: str) -> None:
-    with pytest.raises(ValueError, match=r"an expression does not hold|no number"):
-        no_code.parse_expr(text)
+    with pytest.raises(ValueError, match=r"is not allowed in an expression|not a number"):
+        no_eval.parse_expr(text)

@@ -1,4 +1,4 @@
-"""The table elsewhere.yaml: settings of verl, OpenRLHF and TRL, and what each is here."""
+"""The table foreign_settings.yaml: settings of verl, OpenRLHF and TRL, and the setting of Lockstep for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from lockstep.config.section import Json, Section
 from lockstep.config.text import quoted
 
-TABLE = Path(__file__).with_name("elsewhere.yaml")
+TABLE = Path(__file__).with_name("foreign_settings.yaml")
 System: TypeAlias = Literal["verl", "openrlhf", "trl"]
 SYSTEMS: Mapping[System, str] = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
 
@@ -26,7 +26,7 @@ class Missing(Exception):
 
 
 class Entry(Section):
-    """One setting of another system, see the top of elsewhere.yaml."""
+    """One setting of another system, see the top of foreign_settings.yaml."""
 
     ours: str = ""
     there: Json = None

@@ -1,4 +1,7 @@
-"""Files of verl, OpenRLHF and TRL read as settings: YAML, JSON, shell scripts, Python calls. Nothing in them is executed."""
+"""Settings read from recipes of verl, OpenRLHF and TRL: YAML, JSON, shell scripts, Python calls. Nothing in them is executed.
+
+Used by `lockstep config translate`; translate.py then makes a recipe of the settings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from lockstep.config.elsewhere import System
+from lockstep.config.foreign_settings import System
 from lockstep.config.section import Json
 from lockstep.errors import ConfigError
 
@@ -49,7 +52,10 @@ def system_of(text: str) -> System:
     """Return the system whose words a file has. Raises ConfigError if it has none."""
     found = [system for system, mark in MARKS.items() if re.search(mark, text)]
     if not found:
-        raise ConfigError(["the file has no word of verl, OpenRLHF or TRL"], fix="say it: --from verl, openrlhf or trl")
+        raise ConfigError(
+            ["the file has no setting that shows whether it is of verl, OpenRLHF or TRL"],
+            fix="name the system: --from verl, openrlhf or trl",
+        )
     return found[0]
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from lockstep.config import schema
 from lockstep.data.split import split
-from lockstep.envs.hub import INDEX, HubPrograms
 from lockstep.envs.programs import Programs
+from lockstep.envs.verifiers_env import INDEX, VerifiersPrograms
 from lockstep.errors import TaskError
 from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
 from lockstep.types import Grade, Prompt
 
 
-class HubTask(BuiltTask):
-    """Its first tasks are read at the start; some are held out by hash."""
+class VerifiersEnvTask(BuiltTask):
+    """A verifiers environment as a task. Its rows are read at the start; some are held out by a hash of the question."""
 
     plays = True
 
     def __init__(self, settings: schema.VerifiersTask, seed: int) -> None:
         """Start the environment. Raises TaskError if it cannot be loaded, or has too few tasks."""
         self._settings, self._seed = settings, seed
-        self._programs = HubPrograms(settings)
+        self._programs = VerifiersPrograms(settings)
         self.name = Path(settings.env).stem
         rows = [
             Prompt(f"{self.name}/{index}-{name}", messages, "", self.name, {INDEX: index})
@@ -30,7 +30,7 @@ class HubTask(BuiltTask):
         ]
         if len(rows) <= settings.heldout_rows:
             raise TaskError(
-                f"it has {len(rows)} tasks, and {settings.heldout_rows} should be held out",
+                f"the environment has {len(rows)} tasks, too few to hold out {settings.heldout_rows}",
                 where=f"task.env = {settings.env}",
                 fix="set task.heldout_rows lower",
             )

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config import schema
 from lockstep.config.load import load
-from lockstep.envs.hub import _driven, _outcome
+from lockstep.envs.verifiers_env import _driven, _outcome
 from lockstep.errors import TaskError
 from lockstep.loops.start import start_run
 from lockstep.tasks.build import build_task

@@ -1,6 +1,7 @@
-"""A command that ends with its owner: python ended_with_us.py COMMAND…, a session leader, with a pipe as standard input.
+"""Runs a command that is killed when the process that started it ends: python die_with_parent.py COMMAND…
 
-When the pipe or the command ends, the last that it printed is written out, and it is killed with all that it has started.
+It is started as a session leader with a pipe as standard input. When the pipe or the command ends, it writes out the last
+output of the command, and kills it with all processes that it has started.
 """
 
 from __future__ import annotations

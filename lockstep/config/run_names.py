@@ -1,4 +1,4 @@
-"""Run names from templates: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122 when a run is started."""
+"""Run names from templates: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122 when the run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELD = re.compile(r"\{([^{}]*)\}")
 def fill_name(recipe: Recipe) -> Recipe:
     """Return the recipe with its name's fields filled in; `{n}` is the lowest number that no run folder has yet.
 
-    Raises ConfigError for a field that is neither a short one nor a setting.
+    Raises ConfigError for a field that is neither in `_values` nor a setting.
     """
     if "{" not in recipe.name:
         return recipe
