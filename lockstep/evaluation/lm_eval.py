@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.config.evaluate import LmEvalSet
 from lockstep.errors import EvaluationError, Interrupted, LockstepError, MachineError
 from lockstep.evaluation.plan import EvalPlan
-from lockstep.evaluation.runner import require_numerics, require_proof, score_of
+from lockstep.evaluation.runner import require_numerics, require_proof, score_of, workers_of
 from lockstep.seeds import seed_for
 from lockstep.types import Conditions, FinishReason, ItemResult, Proof, Request, RolloutEngine, Sampling, Score
 
@@ -140,7 +140,8 @@ def evaluate_task(
     samples = [one for rows in found["samples"].values() for one in rows if one["filter"] == task.filter]
     results = tuple(_item(task, one, model.made) for one in samples)
     seconds = time.perf_counter() - started
-    return score_of(results, conditions_of(task, chat, plan, proof), 1, step, proof, seconds, source=source)
+    score = score_of(results, conditions_of(task, chat, plan, proof), 1, step, proof, seconds, source=source)
+    return replace(score, workers=workers_of(engine))
 
 
 def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, bool]]) -> ItemResult:

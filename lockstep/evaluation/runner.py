@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
@@ -18,7 +19,18 @@ from lockstep.evaluation.plan import EvalPlan, eval_sampling, mode_label
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.tasks.base import BuiltTask
-from lockstep.types import Conditions, FinishReason, Grade, ItemResult, Prompt, Proof, Rollout, RolloutEngine, Score
+from lockstep.types import (
+    Conditions,
+    FinishReason,
+    Grade,
+    ItemResult,
+    Prompt,
+    Proof,
+    Rollout,
+    RolloutEngine,
+    Score,
+    Several,
+)
 
 
 def evaluate(
@@ -56,7 +68,13 @@ def evaluate(
             fix="correct the verifier or its data as the reason says",
         )
     seconds = time.perf_counter() - started
-    return score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
+    score = score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
+    return replace(score, workers=workers_of(engine))
+
+
+def workers_of(engine: RolloutEngine) -> int:
+    """Return the number of workers that sample."""
+    return engine.workers if isinstance(engine, Several) else 1
 
 
 def graded_replies(
