@@ -115,9 +115,8 @@ def start_workers(
     folder: Path,
     stack: ExitStack,
     host: type[Host] = Host,
-    again: str = "continue with lockstep train --resume",
 ) -> tuple[ResolvedModel, RayWorkers]:
-    """Start the processes of a placement, which end with `stack`; returns the model, too. `host`, `again`: see RayWorkers."""
+    """Start the processes of a placement, which end with `stack`; returns the model, too. `host` runs a worker."""
     resolved = resolve(recipe.model)  # downloads are made once, before the workers look
     total = placement.trainers + placement.samplers
     started = RayWorkers(
@@ -129,7 +128,6 @@ def start_workers(
         samplers=placement.samplers,
         spare=placement.restarts,
         host=host,
-        again=again,
     )
     stack.callback(started.close)
     return resolved, started

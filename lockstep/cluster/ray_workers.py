@@ -74,13 +74,10 @@ class RayWorkers:
         samplers: int = 0,
         spare: int = 0,
         host: type[Host] = Host,
-        again: str = "",
     ) -> None:
-        """Start the processes. `spare`: times that a lost sampler may be replaced; `again`: what to do once a run lost a worker.
-
-        Raises EngineError without Ray.
-        """
-        self.timeout, self._folder, self._trainers, self._spare, self._again = timeout, folder, size, spare, again
+        """Start the processes. `spare`: times that a lost sampler may be replaced. Raises EngineError without Ray."""
+        self.timeout, self._folder, self._trainers, self._spare = timeout, folder, size, spare
+        self.again = "continue with lockstep train --resume"
         self.size, self.gpu = (size := size + samplers), gpu
         self._calls: list[deque[_Call]] = [deque() for _ in range(size)]
         """Calls under way by rank, the oldest first."""
@@ -236,7 +233,7 @@ class RayWorkers:
 
     @property
     def _fix(self) -> str:
-        return f"the stacks of the others are in {self._folder}{self._again and '; '}{self._again}"
+        return f"the stacks of the others are in {self._folder}; {self.again}"
 
 
 class Part:

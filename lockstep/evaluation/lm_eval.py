@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,8 @@ def evaluate_task(
     samples = [one for rows in found["samples"].values() for one in rows if one["filter"] == task.filter]
     results = tuple(_item(task, one, model.made) for one in samples)
     seconds = time.perf_counter() - started
-    score = score_of(results, conditions_of(task, chat, plan, proof), 1, step, proof, seconds, source=source)
-    return replace(score, workers=workers_of(engine))
+    conditions, workers = conditions_of(task, chat, plan, proof), workers_of(engine)
+    return score_of(results, conditions, 1, step, proof, seconds, workers, source=source)
 
 
 def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, bool]]) -> ItemResult:

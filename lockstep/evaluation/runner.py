@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
@@ -19,18 +19,7 @@ from lockstep.evaluation.plan import EvalPlan, eval_sampling, mode_label
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
 from lockstep.tasks.base import BuiltTask
-from lockstep.types import (
-    Conditions,
-    FinishReason,
-    Grade,
-    ItemResult,
-    Prompt,
-    Proof,
-    Rollout,
-    RolloutEngine,
-    Score,
-    Several,
-)
+from lockstep.types import Conditions, FinishReason, Grade, ItemResult, Prompt, Proof, Rollout, RolloutEngine, Score
 
 
 def evaluate(
@@ -68,13 +57,10 @@ def evaluate(
             fix="correct the verifier or its data as the reason says",
         )
     seconds = time.perf_counter() - started
-    score = score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
-    return replace(score, workers=workers_of(engine))
-
-
-def workers_of(engine: RolloutEngine) -> int:
-    """Return the number of workers that sample."""
-    return engine.workers if isinstance(engine, Several) else 1
+    workers = workers_of(engine)
+    return score_of(
+        results, conditions, mode.samples, step, proof, seconds, workers, numbers=mode.numbers, source=source
+    )
 
 
 def graded_replies(
@@ -207,6 +193,7 @@ def score_of(
     step: int,
     proof: Proof | None,
     seconds: float,
+    workers: int = 1,
     *,
     numbers: Sequence[str] = (),
     source: str = "",
@@ -231,7 +218,20 @@ def score_of(
         seconds=seconds,
         estimates=estimates,
         source=source,
+        workers=workers,
     )
+
+
+@runtime_checkable
+class Dealt(Protocol):
+    """An engine that deals its requests to several workers."""
+
+    workers: int
+
+
+def workers_of(engine: RolloutEngine) -> int:
+    """Return the number of workers that sample."""
+    return engine.workers if isinstance(engine, Dealt) else 1
 
 
 def item_result(rollout: Rollout) -> ItemResult:

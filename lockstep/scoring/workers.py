@@ -16,6 +16,7 @@ from lockstep.build.parts import PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, group_engine, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
+from lockstep.cluster.host import Host
 from lockstep.cluster.messages import Facts, Plain, Workers
 from lockstep.cluster.plain import from_plain, to_plain
 from lockstep.cluster.ray_workers import Part
@@ -23,16 +24,8 @@ from lockstep.cluster.sampler import Sampler
 from lockstep.cluster.worker import rank_proof
 from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
-from lockstep.plan.devices import require_gpus, workers_of
-from lockstep.scoring.host import EvalHost
-from lockstep.scoring.targets import (
-    EvalSession,
-    Saved,
-    build_eval_model,
-    build_eval_session,
-    prove_in,
-    require_saved,
-)
+from lockstep.plan.devices import workers_of
+from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
 from lockstep.sync.transports import SharedSync
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import LearnerFacts, Proof
@@ -70,6 +63,14 @@ class Evaluator(Sampler):
         sync = self._own.sync
         assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the model's tensors
         return rank_proof(sync.push(self._own.learner, self._engine), sync, {})
+
+
+class EvalHost(Host):
+    """Runs an Evaluator."""
+
+    def worker_class(self) -> type[Evaluator]:
+        """Return the class of the worker."""
+        return Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,11 @@ def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) ->
     """Load model and task of a recipe where it places them. Processes that are started end with `stack`."""
     if isinstance(recipe.placement, Local):
         return build_eval_session(recipe, replaced=replaced)
-    require_gpus(recipe)  # before Ray is asked, which would wait for them
     task = build_task_of(recipe)
     placement = Colocated(gpus=workers_of(recipe), timeout_s=recipe.placement.timeout_s)  # those that train score, too
     folder = _folder(stack)
-    resolved, started = start_workers(recipe, placement, folder, stack, EvalHost, "evaluate again")
+    resolved, started = start_workers(recipe, placement, folder, stack, EvalHost)
+    started.again = "evaluate again"
     workers = Part(started, range(started.size))
     found = workers.call("build", json.dumps(recipe.model_dump(mode="json")), replaced)
     facts = from_plain(Facts, found[0])

@@ -113,14 +113,6 @@ class NativeRollouts(Protocol):
         """Give up the keys and values that are kept for later turns (Request.keep): none will come of these episodes."""
 
 
-@runtime_checkable
-class Several(Protocol):
-    """An engine that deals its requests to several workers."""
-
-    workers: int
-    """Number of workers."""
-
-
 class Learner(Protocol):
     """Owns the trained weights."""
 
