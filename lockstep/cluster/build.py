@@ -21,7 +21,8 @@ from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
 from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
-from lockstep.cluster.messages import START, Facts
+from lockstep.cluster.host import Host
+from lockstep.cluster.messages import START, Facts, Workers
 from lockstep.cluster.placement import placement_lines
 from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
@@ -29,7 +30,7 @@ from lockstep.cluster.samplers import Samplers
 from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import choose_device
 from lockstep.errors import SyncError
-from lockstep.models import load_tokenizer, resolve
+from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Metrics
@@ -77,20 +78,9 @@ def _on_workers(
 ) -> Parts:
     require_devices(recipe)  # before Ray is asked, which would wait for them
     objective, settings = build_objective(recipe), recipe.algorithm.critic
-    resolved = resolve(recipe.model)  # downloads are made once, before the workers look
-    gpu = choose_device(recipe.device).type == "cuda"
     trainers, total = placement.trainers, placement.trainers + placement.samplers
-    started = RayWorkers(
-        trainers,
-        folder,
-        gpu=gpu,
-        timeout=placement.timeout_s,
-        threads=max(1, (os.cpu_count() or total) // total),
-        samplers=placement.samplers,
-        spare=placement.restarts,
-    )
-    workers = Part(started, range(trainers))
-    stack.callback(started.close)
+    resolved, started = start_workers(recipe, placement, folder, stack)
+    gpu, workers = started.gpu, Part(started, range(trainers))
     planned = recipe if not gpu else _planned(recipe, task, objective, say, min(started.call("available")))
     text = json.dumps(planned.model_dump(mode="json"))
     samplers = None if trainers == total else Samplers(started, range(trainers, total), workers, text, folder)
@@ -101,18 +91,13 @@ def _on_workers(
         samplers.call("build", text, weights is not None)
     (folder / START).unlink(missing_ok=True)
     facts = from_plain(Facts, found[0])
-    tokenizer = load_tokenizer(resolved)
-    chat = ChatFormat(tokenizer, recipe.chat, facts.stop_ids)
-    policy = PolicyFacts(resolved, tokenizer, chat, facts.numerics, facts.context, find_parent(recipe))
-    connect(task, policy)
+    policy = connected(recipe, task, resolved, facts)
     lines = (*facts.learner.lines, *placement_lines(recipe))
     learner = GroupLearner(workers, replace(facts.learner, lines=lines), folder)
-    if chat.stop_ids != facts.stop_ids:
-        raise SyncError("workers and driver end replies at different tokens", where="chat", fix="report this")
     return Parts(
         policy,
         task,
-        GroupEngine(samplers or workers, folder, _rows(recipe, "cuda" if gpu else "cpu")),
+        group_engine(recipe, samplers or workers, folder, gpu=gpu),
         objective,
         learner,
         None if settings is None else GroupCritic(workers, folder, joint=settings.backbone == "shared"),
@@ -122,6 +107,49 @@ def _on_workers(
         facts.noise,
         lambda: _rank_seconds(started),
     )
+
+
+def start_workers(
+    recipe: Recipe,
+    placement: Colocated | Split,
+    folder: Path,
+    stack: ExitStack,
+    host: type[Host] = Host,
+) -> tuple[ResolvedModel, RayWorkers]:
+    """Start the processes of a placement, which end with `stack`; returns the model, too. `host` runs a worker."""
+    resolved = resolve(recipe.model)  # downloads are made once, before the workers look
+    total = placement.trainers + placement.samplers
+    started = RayWorkers(
+        placement.trainers,
+        folder,
+        gpu=choose_device(recipe.device).type == "cuda",
+        timeout=placement.timeout_s,
+        threads=max(1, (os.cpu_count() or total) // total),
+        samplers=placement.samplers,
+        spare=placement.restarts,
+        host=host,
+    )
+    stack.callback(started.close)
+    return resolved, started
+
+
+def connected(recipe: Recipe, task: BuiltTask, resolved: ResolvedModel, facts: Facts) -> PolicyFacts:
+    """Return what the driver knows of its workers' policy, and connect the task. Raises SyncError if their stop tokens differ."""
+    tokenizer = load_tokenizer(resolved)
+    chat = ChatFormat(tokenizer, recipe.chat, facts.stop_ids)
+    policy = PolicyFacts(resolved, tokenizer, chat, facts.numerics, facts.context, find_parent(recipe))
+    connect(task, policy)
+    if chat.stop_ids != facts.stop_ids:
+        raise SyncError("workers and driver end replies at different tokens", where="chat", fix="report this")
+    return policy
+
+
+def group_engine(recipe: Recipe, workers: Workers, folder: Path, *, gpu: bool) -> GroupEngine:
+    """Return the engines of these workers as one, with requests dealt as the recipe says."""
+    rows = None
+    if recipe.rollout.deal == "queue":
+        rows = min(recipe.slots("cuda" if gpu else "cpu"), -(-recipe.samples_per_step // workers.size))
+    return GroupEngine(workers, folder, rows)
 
 
 def _planned(
@@ -137,14 +165,6 @@ def _planned(
         recipe.rollout.model_copy(update={"slots": sizes.slots}) if recipe.rollout.slots == "auto" else recipe.rollout
     )
     return recipe.model_copy(update={"update": update, "rollout": rollout})
-
-
-def _rows(recipe: Recipe, device: str) -> int | None:
-    """Return how many requests a worker has at once, with rollout.deal = queue."""
-    if recipe.rollout.deal == "static" or isinstance(recipe.placement, Local):
-        return None
-    engines = recipe.placement.samplers or recipe.placement.trainers
-    return min(recipe.slots(device), -(-recipe.samples_per_step // engines))
 
 
 def _rank_seconds(workers: RayWorkers) -> Metrics:

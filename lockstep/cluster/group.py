@@ -171,6 +171,7 @@ class GroupEngine:
         in turn.
         """
         self._workers, self._folder, self._rows = workers, folder, rows
+        self.workers = workers.size
         self.version = -1
         self.forward = Forward()
         self._queue: dict[str, list[Request]] = {}

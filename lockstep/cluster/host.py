@@ -35,14 +35,18 @@ class Host:
     def pid(self) -> int:
         return os.getpid()
 
+    def worker_class(self) -> Any:
+        """Return the class of the worker, which is imported now."""
+        from lockstep.cluster.sampler import Sampler
+        from lockstep.cluster.worker import Worker
+
+        return Worker if self._rank < self._place[1] else Sampler
+
     def call(self, method: str, arguments: list[Any]) -> list[Any]:
         """Call a method of the worker, which is made at the first call."""
         try:
             if self._worker is None:
-                from lockstep.cluster.sampler import Sampler
-                from lockstep.cluster.worker import Worker
-
-                self._worker = (Worker if self._rank < self._place[1] else Sampler)(self._place)
+                self._worker = self.worker_class()(self._place)
             return [OK, getattr(self._worker, method)(*arguments)]
         except LockstepError as error:
             known = [type(error).__name__, error.what, error.where, error.fix, time.time()]

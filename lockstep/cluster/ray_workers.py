@@ -73,10 +73,12 @@ class RayWorkers:
         threads: int | None,
         samplers: int = 0,
         spare: int = 0,
+        host: type[Host] = Host,
     ) -> None:
         """Start the processes. `spare`: times that a lost sampler may be replaced. Raises EngineError without Ray."""
         self.timeout, self._folder, self._trainers, self._spare = timeout, folder, size, spare
-        self.size = size = size + samplers
+        self.again = "continue with lockstep train --resume"
+        self.size, self.gpu = (size := size + samplers), gpu
         self._calls: list[deque[_Call]] = [deque() for _ in range(size)]
         """Calls under way by rank, the oldest first."""
         self._longest: dict[str, float] = {}
@@ -88,7 +90,7 @@ class RayWorkers:
         self._scratch = TemporaryDirectory(prefix="lockstep-ray-", ignore_cleanup_errors=True)
         self._ray = _start_ray(size, self._scratch.name, gpu=gpu)
         self._place = Place(0, self._trainers, str(folder), str(self._rendezvous), threads, samplers)
-        self._actor = self._ray.remote(num_cpus=1, num_gpus=int(gpu), max_restarts=0, max_task_retries=0)(Host)
+        self._actor = self._ray.remote(num_cpus=1, num_gpus=int(gpu), max_restarts=0, max_task_retries=0)(host)
         self._actors = [self._started(rank) for rank in range(size)]
         try:
             self._pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout)
@@ -231,7 +233,7 @@ class RayWorkers:
 
     @property
     def _fix(self) -> str:
-        return f"the stacks of the others are in {self._folder}; continue with lockstep train --resume"
+        return f"the stacks of the others are in {self._folder}; {self.again}"
 
 
 class Part:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from lockstep.learner.sharded import ShardedOptimizer
 from lockstep.learner.value_head import CriticShare
 from lockstep.noise.targets import find_targets
 from lockstep.sync import record
+from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
 from lockstep.types import Batch, Proof, TrainSequence
 
@@ -167,7 +169,11 @@ class Worker(Sampler):
 
     def _rank_proof(self, proof: Proof) -> Plain:
         optimizer = self._learner.optimizer
-        truth = optimizer.truth if isinstance(optimizer, ShardedOptimizer) else {}
-        text = json.dumps(record.to_json(proof), allow_nan=False)
-        held = Prints.of(self._sync.fingerprints.tensors)
-        return to_plain(RankProof, RankProof(text, self._sync.shift, held, Prints.of(truth)))
+        return rank_proof(proof, self._sync, optimizer.truth if isinstance(optimizer, ShardedOptimizer) else {})
+
+
+def rank_proof(proof: Proof, sync: SharedSync, truth: Mapping[str, TensorPrint]) -> Plain:
+    """Return a RankProof of a worker's own proof. `truth`: of the tensors that it owns, made before any other rank got them."""
+    text = json.dumps(record.to_json(proof), allow_nan=False)
+    held = Prints.of(sync.fingerprints.tensors)
+    return to_plain(RankProof, RankProof(text, sync.shift, held, Prints.of(truth)))

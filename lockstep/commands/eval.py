@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="evaluate the base beside: the default of runs, checkpoints and adapters; for a model, the recipe's model",
     )  # fmt: skip
     base.add_argument("--no-base", action="store_true", help="do not evaluate the base beside")
+    parser.add_argument(
+        "--gpus", type=positive, metavar="N",
+        help="score on N GPUs of this machine, or by N processes of a CPU, whatever the placement; the scores are the same",
+    )  # fmt: skip
     parser.add_argument("--all-checkpoints", action="store_true", help="every intact checkpoint of a run, oldest first")
     parser.add_argument(
         "--expect", type=share_range, metavar="LO:HI", help="exit 7 if an accuracy is outside. Example: 0.5:0.7, 0.5:"
@@ -102,18 +107,22 @@ def run(args: argparse.Namespace) -> int:
     stored = stored_by(args.against) if args.against else []
     if args.against:
         args.recipe = args.recipe or [str(stored[0].path.parents[1] / "recipe.yaml")]
+    if args.gpus:
+        place = f"kind: colocated, gpus: {args.gpus}" if args.gpus > 1 else "kind: local"
+        args.set = [*args.set, f"placement={{{place}}}"]
     targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)
     outcomes, outside, alarms = [], [], []
-    for outcome in score_targets(targets, options_of(args)):
-        lines, found = report(outcome, args.allow_mismatch, args.with_base)
-        print("\n".join([*lines, *best_lines(outcome)]), flush=True)
-        if stored:
-            print("\n".join(require_same(outcome, stored, args.limit)), flush=True)
-        outcomes.append(outcome)
-        alarms += found
-        outside += outside_of(outcome, args.expect) if args.expect else []
+    with closing(score_targets(targets, options_of(args))) as scored:  # it may have started workers
+        for outcome in scored:
+            lines, found = report(outcome, args.allow_mismatch, args.with_base)
+            print("\n".join([*lines, *best_lines(outcome)]), flush=True)
+            if stored:
+                print("\n".join(require_same(outcome, stored, args.limit)), flush=True)
+            outcomes.append(outcome)
+            alarms += found
+            outside += outside_of(outcome, args.expect) if args.expect else []
     if len(outcomes) > 1:
         lines, found = report_all(outcomes)
         print("\n".join(lines), flush=True)
@@ -210,8 +219,10 @@ def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str]
     identity = "as saved" if target.checkpoint or target.adapter else own
     alarms = [f"{mode_of(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
     alarms += outcome.alarms
+    one = outcome.scores[0]
+    where = one.conditions.numerics + (f", on {one.workers} workers" if one.workers > 1 else "")
     lines = [
-        f"{target.label}: weights {outcome.proof.fingerprint}, {identity}, in {outcome.scores[0].conditions.numerics}",
+        f"{target.label}: weights {outcome.proof.fingerprint}, {identity}, in {where}",
         proof_line(outcome.proof),
         *score_lines(outcome.scores),
         *(f"alarm: {alarm}" for alarm in alarms),

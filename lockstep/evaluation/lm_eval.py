@@ -20,7 +20,7 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.config.evaluate import LmEvalSet
 from lockstep.errors import EvaluationError, Interrupted, LockstepError, MachineError
 from lockstep.evaluation.plan import EvalPlan
-from lockstep.evaluation.runner import require_numerics, require_proof, score_of
+from lockstep.evaluation.runner import require_numerics, require_proof, score_of, workers_of
 from lockstep.seeds import seed_for
 from lockstep.types import Conditions, FinishReason, ItemResult, Proof, Request, RolloutEngine, Sampling, Score
 
@@ -146,7 +146,8 @@ def evaluate_task(
     samples = [one for rows in found["samples"].values() for one in rows if one["filter"] == task.filter]
     results = tuple(_item(task, one, model.made) for one in samples)
     seconds = time.perf_counter() - started
-    return score_of(results, conditions_of(task, chat, plan, proof), 1, step, proof, seconds, source=source)
+    conditions, workers = conditions_of(task, chat, plan, proof), workers_of(engine)
+    return score_of(results, conditions, 1, step, proof, seconds, workers, source=source)
 
 
 def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, bool]]) -> ItemResult:

@@ -29,6 +29,8 @@ FORMAT = "lockstep.score"
 VERSION = 2
 """Version of the format. Version 1 lacks reasoning effort, suffix, estimates and methods; they are read as None."""
 _HEAD = re.compile(rb'\{"format": "lockstep\.score", "version": 2, "sha256": "([0-9a-f]{64})",\n')
+_ADDED: dict[str, Any] = {"workers": 1}
+"""Fields that older records of version 2 lack."""
 _PARTS = (b'"score": ', b'"brief": ', b'"results": ')
 
 
@@ -76,7 +78,7 @@ def read_score(path: Path) -> Score:
     if (parts := _parts(raw, path)) is None:
         return _older(raw, path)
     try:
-        return from_json(Score, json.loads(parts.score) | {"results": json.loads(parts.results)})
+        return from_json(Score, _ADDED | json.loads(parts.score) | {"results": json.loads(parts.results)})
     except (ValueError, RecursionError) as error:
         raise _foreign(path, str(error)) from error
 
@@ -90,7 +92,7 @@ def read_brief(path: Path) -> Brief:
     if (parts := _parts(raw, path)) is None:
         return brief_of(_older(raw, path))
     try:
-        score = from_json(Score, json.loads(parts.score) | {"results": []})
+        score = from_json(Score, _ADDED | json.loads(parts.score) | {"results": []})
         return Brief(score, from_json(Marks, json.loads(parts.brief)))
     except (ValueError, RecursionError) as error:
         raise _foreign(path, str(error)) from error
@@ -174,7 +176,7 @@ def _upgraded(payload: Any) -> Score:
     conditions, results = payload.get("conditions"), payload.get("results")
     silent = {"reasoning_effort": None, "prompt_suffix": None}
     added = {"method": "", "boxed": None, "error": None}
-    body = payload | {"estimates": [], "source": ""}
+    body = payload | {"estimates": [], "source": ""} | _ADDED
     if isinstance(conditions, dict):
         body["conditions"] = silent | conditions
     if isinstance(results, list):

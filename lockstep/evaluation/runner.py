@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
@@ -56,7 +57,10 @@ def evaluate(
             fix="correct the verifier or its data as the reason says",
         )
     seconds = time.perf_counter() - started
-    return score_of(results, conditions, mode.samples, step, proof, seconds, numbers=mode.numbers, source=source)
+    workers = workers_of(engine)
+    return score_of(
+        results, conditions, mode.samples, step, proof, seconds, workers, numbers=mode.numbers, source=source
+    )
 
 
 def graded_replies(
@@ -189,6 +193,7 @@ def score_of(
     step: int,
     proof: Proof | None,
     seconds: float,
+    workers: int = 1,
     *,
     numbers: Sequence[str] = (),
     source: str = "",
@@ -213,7 +218,20 @@ def score_of(
         seconds=seconds,
         estimates=estimates,
         source=source,
+        workers=workers,
     )
+
+
+@runtime_checkable
+class Dealt(Protocol):
+    """An engine that deals its requests to several workers."""
+
+    workers: int
+
+
+def workers_of(engine: RolloutEngine) -> int:
+    """Return the number of workers that sample."""
+    return engine.workers if isinstance(engine, Dealt) else 1
 
 
 def item_result(rollout: Rollout) -> ItemResult:

@@ -53,16 +53,21 @@ def worker_lines(recipe: Recipe) -> list[str]:
 
 
 def require_devices(recipe: Recipe) -> None:
-    """Raise ConfigError, with a table, if a run on GPUs needs more of them than there are, or frees memory of one without any."""
+    """Raise ConfigError if a run frees memory of a GPU where there is none, or needs more GPUs than there are."""
     from lockstep.device import has_gpu
 
     if recipe.optimizer.offload == "cpu" and not has_gpu():
         what = "optimizer.offload = cpu frees memory of a GPU, and torch sees none on this machine"
         raise ConfigError([what], fix="leave it out here, or run it where a GPU is")
+    require_gpus(recipe)
+
+
+def require_gpus(recipe: Recipe, remedy: str = "set placement to what is there") -> None:
+    """Raise ConfigError, with a table and the remedy, if workers on GPUs need more of them than there are."""
     needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
     here = [] if recipe.device == "cpu" else gpus_here()
     if len(here) >= needed or (recipe.device != "cuda" and not here):
         return
     what = f"{needed} workers need a GPU each, and this machine has {len(here)}"
-    fix = "set placement to what is there; on a CPU, device=cpu" if here else "run it where the GPUs are, or device=cpu"
+    fix = f"{remedy}; on a CPU, device=cpu" if here else "run it where the GPUs are, or device=cpu"
     raise ConfigError([what, *device_table(recipe, here)], fix=fix)

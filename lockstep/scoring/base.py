@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from lockstep.errors import EvaluationError
-from lockstep.learner.adapters import facts_of
-from lockstep.scoring.targets import EvalSession, Target
+from lockstep.scoring.targets import Target
+from lockstep.scoring.workers import Session
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events
 from lockstep.types import Proof
 
 
-def base_fingerprint(model: nn.Module, proof: Proof) -> str:
+def base_fingerprint(session: Session, proof: Proof) -> str:
     """Return the fingerprint of training's start: for an adapter the base alone, since its start depends on the seed."""
-    facts = facts_of(model)
-    return proof.fingerprint if facts is None else facts.base.fingerprint
+    return session.base or proof.fingerprint
 
 
-def require_own_base(target: Target, session: EvalSession, proof: Proof) -> None:
+def require_own_base(target: Target, session: Session, proof: Proof) -> None:
     """Raise EvaluationError if a run's base, proven by `proof`, is not the base that the run began from.
 
     A checkpoint of full training fits any model of its shape, and step 0 has no checkpoint: only the run's record can tell.
@@ -30,7 +27,7 @@ def require_own_base(target: Target, session: EvalSession, proof: Proof) -> None
     began = starts[-1].get("base") if starts else None  # of the last attempt that began at step 0
     if began is None or run.manifest().get("numerics") != session.policy.numerics:
         return  # an older version; or a precision in which the weights differ
-    if (found := base_fingerprint(session.policy.model, proof)) != began:
+    if (found := base_fingerprint(session, proof)) != began:
         without = ", or evaluate it without its base (--no-base)" if target.checkpoint is not None else ""
         raise EvaluationError(
             f"{target.recipe.model.path} has weights {found}; the run began from {began}",

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,7 +17,8 @@ from lockstep.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.evaluation.plan import EvalPlan
-    from lockstep.scoring.targets import EvalSession, Saved, Target
+    from lockstep.scoring.targets import Saved, Target
+    from lockstep.scoring.workers import Session
     from lockstep.types import Conditions, Proof, Score
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -61,7 +62,7 @@ class Measuring:
     """One target that is being measured, and its results so far."""
 
     target: Target
-    session: EvalSession
+    session: Session
     options: ScoreOptions
     numerics: str
     files: list[Path] = field(default_factory=list)
@@ -69,26 +70,31 @@ class Measuring:
     alarms: list[str] = field(default_factory=list)
 
 
-def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Iterator[Outcome]:
+def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator[Outcome]:
     """Yield one outcome per target. Checkpoints of one run share a model in memory and the score of their base."""
-    from lockstep.scoring.targets import build_eval_session
+    from lockstep.plan.devices import require_gpus
+    from lockstep.scoring.workers import open_session
 
-    if options.out is not None:  # before any slow work
+    for target in targets:  # before any slow work
+        require_gpus(target.recipe, "--gpus 1 evaluates in one process")
+    if options.out is not None:
         with _writing(options.out):
             options.out.mkdir(parents=True, exist_ok=True)
-    session: EvalSession | None = None
+    session: Session | None = None
     last: Outcome | None = None
-    for target in targets:
-        shares = session is not None and last is not None and _shares(last.target, target)
-        if session is None or not shares:
-            session = None  # before the next model is loaded
-            recipe_model = _score_recipe_model(target, options)
-            session = build_eval_session(target.recipe, replaced=target.whole and not options.base)
-            last = _score(target, session, options, None, recipe_model)
-        else:
-            assert last is not None
-            last = _score(target, session, options, last.base, None)
-        yield last
+    with ExitStack() as stack:
+        for target in targets:
+            shares = session is not None and last is not None and _shares(last.target, target)
+            if session is None or not shares:
+                session = None  # before the next model is loaded
+                stack.close()
+                recipe_model = _score_recipe_model(target, options)
+                session = open_session(target.recipe, stack, replaced=target.whole and not options.base)
+                last = _score(target, session, options, None, recipe_model)
+            else:
+                assert last is not None
+                last = _score(target, session, options, last.base, None)
+            yield last
 
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
@@ -116,7 +122,7 @@ def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Prog
         )
 
 
-def placed(target: Target, session: EvalSession, saved: Saved | None) -> Proof:
+def placed(target: Target, session: Session, saved: Saved | None) -> Proof:
     """Put a target's weights in place and prove that the engine has them; None means the model's own."""
     from lockstep.scoring.base import require_own_base
 
@@ -127,7 +133,7 @@ def placed(target: Target, session: EvalSession, saved: Saved | None) -> Proof:
     return proof
 
 
-def saved_of(target: Target, session: EvalSession) -> Saved | None:
+def saved_of(target: Target, session: Session) -> Saved | None:
     """Return a target's own weights, if they are not the model's."""
     if target.checkpoint is not None:
         return session.read(target.checkpoint)
@@ -141,17 +147,19 @@ def _shares(one: Target, other: Target) -> bool:
 
 
 def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None:
-    from lockstep.scoring.targets import Target, build_eval_session
+    from lockstep.scoring.targets import Target
+    from lockstep.scoring.workers import open_session
 
     if not options.recipe_model or target.recipe_model is None:
         return None
     model = Target(target.recipe_model.model.path, target.recipe_model, 0)
-    return _score(model, build_eval_session(model.recipe), replace(options, base=False), None, None)
+    with ExitStack() as stack:
+        return _score(model, open_session(model.recipe, stack), replace(options, base=False), None, None)
 
 
 def _score(
     target: Target,
-    session: EvalSession,
+    session: Session,
     options: ScoreOptions,
     before: tuple[Score, ...] | None,
     recipe_model: Outcome | None,
@@ -171,7 +179,7 @@ def _score(
     proof = placed(target, session, saved)
     scores = _measure(measuring, proof, target.step, reuse=False)
     files = (*(recipe_model.files if recipe_model else ()), *measuring.files)
-    untrained = base_fingerprint(session.policy.model, proof) if saved is None else ""
+    untrained = base_fingerprint(session, proof) if saved is None else ""
     return Outcome(target, proof, scores, base, files, tuple(measuring.notes), tuple(measuring.alarms), untrained)
 
 

@@ -27,18 +27,18 @@ from lockstep.errors import (
     ConfigError,
     CorruptCheckpointError,
     EvaluationError,
-    LearnerError,
 )
 from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory, is_run
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from lockstep.build.parts import Policy
-    from lockstep.sync.transports import CopySync, SharedSync
+    from lockstep.scoring.frozen import FrozenLearner
+    from lockstep.sync.transports import CopySync, RunSync, SharedSync
     from lockstep.tasks.base import BuiltTask
-    from lockstep.types import Batch, Loss, Metrics, Proof, RolloutEngine, TokenIds, WeightStream
+    from lockstep.types import Learner, Proof, RolloutEngine
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 TRAINED = re.compile(r"(?:global_step_|checkpoint-|step_)(\d+)")
@@ -227,31 +227,6 @@ def _in_numerics(recipe: Recipe, trained: Numerics) -> Recipe:
     return recipe if recipe.numerics != Numerics() else recipe.model_copy(update={"numerics": trained})
 
 
-class FrozenLearner:
-    """Weights that are read and never trained: the part of types.Learner that a proof of sync needs."""
-
-    def __init__(self, model: nn.Module, tokens_per_microbatch: int) -> None:
-        self.model = model
-        self.version = 0
-        self._tokens_per_microbatch = tokens_per_microbatch
-
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
-        """Return the log-probability of each token but the first, temperature 1, by the learner's packed forward pass."""
-        from lockstep.learner.learner import plain_logprobs
-
-        return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
-
-    def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise LearnerError("an evaluation never trains")
-
-    def weights(self) -> WeightStream:
-        from lockstep.models.weights import named_weights
-        from lockstep.noise.apply import require_clean
-
-        require_clean(self.model, "the weights of an evaluation")
-        return named_weights(self.model)
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint's weights in memory, verified against the saved fingerprint."""
@@ -265,21 +240,25 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSession:
-    """A model in memory with an engine and a task. It begins with the base's weights."""
+class EvalModel:
+    """A model in memory with an engine. It begins with the base's weights."""
 
     policy: Policy
-    task: BuiltTask
     engine: RolloutEngine
     sync: SharedSync | CopySync
     learner: FrozenLearner
 
+    @property
+    def base(self) -> str:
+        """Fingerprint of the base under an adapter; "" without one."""
+        from lockstep.learner.adapters import facts_of
+
+        facts = facts_of(self.policy.model)
+        return "" if facts is None else facts.base.fingerprint
+
     def prove(self) -> Proof:
         """Give the engine the weights in place (at first the base's) and prove it. Raises SyncError."""
-        proof = self.sync.push(self.learner, self.engine)
-        if proof.changed < 0:  # the first proof of this session: show that it would notice a false tensor
-            self.sync.negative_control(self.learner, self.engine)
-        return proof
+        return prove_in(self.sync, self.learner, self.engine)
 
     def read(self, info: CheckpointInfo) -> Saved:
         """Read a checkpoint: see read_checkpoint."""
@@ -289,20 +268,43 @@ class EvalSession:
         """Read an adapter's folder: see read_adapter_folder."""
         return read_adapter_folder(self.policy, found)
 
-    def prove_saved(self, saved: Saved) -> Proof:
-        """Put a checkpoint's weights in place and prove that the engine has them. Raises SyncError, EvaluationError."""
+    def place(self, saved: Saved) -> None:
+        """Put a checkpoint's weights in place; the engine's proof is still of those before."""
         from lockstep.models.weights import load_weights
 
         load_weights(self.policy.model, iter(saved.weights.items()))
         self.learner.version = saved.version
-        proof = self.prove()
-        if proof.fingerprint != saved.fingerprint:
-            raise EvaluationError(
-                f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
-                where=f"version {saved.version}",
-                fix="report this: the weights in memory are not those that were read",
-            )
-        return proof
+
+    def prove_saved(self, saved: Saved) -> Proof:
+        """Put a checkpoint's weights in place and prove that the engine has them. Raises SyncError, EvaluationError."""
+        self.place(saved)
+        return require_saved(self.prove(), saved)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSession(EvalModel):
+    """A model in memory with an engine and a task."""
+
+    task: BuiltTask
+
+
+def prove_in(sync: RunSync, learner: Learner, engine: RolloutEngine) -> Proof:
+    """Give an engine the learner's weights and prove it. Raises SyncError."""
+    proof = sync.push(learner, engine)
+    if proof.changed < 0:  # the first proof of this session: show that it would notice a false tensor
+        sync.negative_control(learner, engine)
+    return proof
+
+
+def require_saved(proof: Proof, saved: Saved) -> Proof:
+    """Return a proof. Raises EvaluationError if it is not of these weights."""
+    if proof.fingerprint != saved.fingerprint:
+        raise EvaluationError(
+            f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
+            where=f"version {saved.version}",
+            fix="report this: the weights in memory are not those that were read",
+        )
+    return proof
 
 
 def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
@@ -357,18 +359,26 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
 
 def build_eval_session(recipe: Recipe, *, replaced: bool = False) -> EvalSession:
     """Load model and task of a recipe. Raises LockstepError for anything that would fail later. `replaced` as in build_policy."""
-    from lockstep.build.build import build_engine, build_policy, build_task_of, build_weight_sync, connect
-    from lockstep.learner.execution import execution_of
+    from lockstep.build.build import build_task_of, connect
 
     task = build_task_of(recipe)
+    model = build_eval_model(recipe, replaced=replaced)
+    connect(task, model.policy)
+    return EvalSession(model.policy, model.engine, model.sync, model.learner, task)
+
+
+def build_eval_model(recipe: Recipe, *, replaced: bool = False) -> EvalModel:
+    """Load a recipe's model, and build its engine."""
+    from lockstep.build.build import build_engine, build_policy, build_weight_sync
+    from lockstep.learner.execution import execution_of
+    from lockstep.scoring.frozen import FrozenLearner
+
     policy = build_policy(recipe, replaced=replaced)
-    connect(task, policy)
-    sync = build_weight_sync(
-        policy, recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": "shared"})})
-    )
+    shared = recipe.sync.model_copy(update={"transport": "shared"})
+    sync = build_weight_sync(policy, recipe.model_copy(update={"sync": shared}))
     execution = execution_of(recipe.update, next(policy.model.parameters()).device)
     learner = FrozenLearner(policy.model, execution.tokens_per_microbatch)
-    return EvalSession(policy, task, build_engine(policy, recipe), sync, learner)
+    return EvalModel(policy, build_engine(policy, recipe), sync, learner)
 
 
 def _misfit(info: CheckpointInfo, what: str) -> NoReturn:

@@ -99,6 +99,8 @@ class Score:
     """All numbers computed from these replies; the first is `accuracy`."""
     source: str = ""
     """Name of the target, as the user gave it. Example: "runs/mine at step 40"."""
+    workers: int = 1
+    """Number of workers whose engines it was dealt to. The result does not depend on it."""
 
     @property
     def se(self) -> float | None:

@@ -56,6 +56,20 @@ def test_a_record_without_proof_and_with_strange_text_reads_back(tmp_path: Path)
     assert read_score(tmp_path / "a.json") == odd
 
 
+def test_a_record_says_the_number_of_workers_and_an_older_one_means_one(written: tuple[Path, Score]) -> None:
+    path, original = written
+    write_score(path, dataclasses.replace(original, workers=4))
+    assert read_score(path).workers == read_brief(path).score.workers == 4
+    assert stored_score(path, original.conditions) is not None  # the result is the same
+    head, _, body = path.read_text().partition("\n")
+    older = body.replace(', "workers": 4', "")
+    digest = hashlib.sha256(older.encode()).hexdigest()
+    path.write_text(f'{head.partition("sha256")[0]}sha256": "{digest}",\n{older}')
+    assert older != body
+    assert read_score(path) == original
+    assert read_brief(path).score.workers == 1
+
+
 def test_writing_again_replaces_the_record(written: tuple[Path, Score]) -> None:
     path, _ = written
     write_score(path, score([True], step=20))

@@ -1,0 +1,142 @@
+"""An evaluation on several workers: each holds the whole weights and an engine, and the driver has no model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, TypeAlias
+
+from lockstep.build.adapter_folder import AdapterTarget
+from lockstep.build.build import build_task_of
+from lockstep.build.parts import PolicyFacts
+from lockstep.checkpoint.store import CheckpointInfo
+from lockstep.cluster.build import connected, group_engine, start_workers
+from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
+from lockstep.cluster.host import Host
+from lockstep.cluster.messages import Facts, Plain, Workers
+from lockstep.cluster.plain import from_plain, to_plain
+from lockstep.cluster.ray_workers import Part
+from lockstep.cluster.sampler import Sampler
+from lockstep.cluster.worker import rank_proof
+from lockstep.config.schema import Colocated, Local, Recipe
+from lockstep.errors import WorkerError, WorkerLost
+from lockstep.plan.devices import workers_of
+from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
+from lockstep.sync.transports import SharedSync
+from lockstep.tasks.base import BuiltTask
+from lockstep.types import LearnerFacts, Proof
+
+
+class Evaluator(Sampler):
+    """A worker that scores. `build` comes first; it reads saved weights itself, and proves its own engine."""
+
+    def build(self, recipe: str, weights: bool) -> Plain:
+        """Build model and engine. `weights`: a checkpoint will replace every weight. Returns Facts."""
+        self._prepare(recipe)
+        self._own = own = build_eval_model(self._here, replaced=weights)
+        self._chat, self._model, self._engine = own.policy.chat, own.policy.model, own.engine
+        learner = LearnerFacts(str(self._device), (), own.base, 0)
+        return to_plain(Facts, Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None))
+
+    def read(self, path: str, step: int, meta: dict[str, Any]) -> Plain:
+        """Read a checkpoint that the driver verified; returns version, fingerprint and note."""
+        return self._kept(self._own.read(CheckpointInfo(step, Path(path), complete=True, meta=meta)))
+
+    def read_adapter(self, path: str, base: str, config: dict[str, Any]) -> Plain:
+        """Read an adapter's folder; returns version, fingerprint and note."""
+        return self._kept(self._own.read_adapter(AdapterTarget(Path(path), base, config)))
+
+    def _kept(self, saved: Saved) -> Plain:
+        self._saved = saved
+        return [saved.version, saved.fingerprint, saved.note]
+
+    def place(self) -> None:
+        """Put what was read in place."""
+        self._own.place(self._saved)
+
+    def push(self) -> Plain:
+        """Prove the engine; returns a RankProof."""
+        sync = self._own.sync
+        assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the model's tensors
+        return rank_proof(sync.push(self._own.learner, self._engine), sync, {})
+
+
+class EvalHost(Host):
+    """Runs an Evaluator."""
+
+    def worker_class(self) -> type[Evaluator]:
+        """Return the class of the worker."""
+        return Evaluator
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSession:
+    """Workers with a model and an engine each, and a task. EvalSession says what the methods do."""
+
+    policy: PolicyFacts
+    task: BuiltTask
+    engine: GroupEngine
+    sync: GroupSync
+    learner: GroupLearner
+    workers: Workers
+    base: str
+
+    def prove(self) -> Proof:
+        """Prove that all engines have the weights in place. Raises SyncError naming tensors and ranks."""
+        return prove_in(self.sync, self.learner, self.engine)
+
+    def read(self, info: CheckpointInfo) -> Saved:
+        """Have all workers read a checkpoint."""
+        return Saved({}, *self.workers.call("read", str(info.path), info.step, dict(info.meta))[0])
+
+    def read_adapter(self, found: AdapterTarget) -> Saved:
+        """Have all workers read an adapter's folder."""
+        return Saved({}, *self.workers.call("read_adapter", str(found.path), found.base, dict(found.config))[0])
+
+    def prove_saved(self, saved: Saved) -> Proof:
+        """Put what was read last in place and prove that all engines have it. Raises SyncError, EvaluationError."""
+        self.workers.call("place")
+        self.learner.version = saved.version
+        return require_saved(self.prove(), saved)
+
+
+Session: TypeAlias = EvalSession | GroupSession
+
+
+def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) -> Session:
+    """Load model and task of a recipe where it places them. Processes that are started end with `stack`."""
+    if isinstance(recipe.placement, Local):
+        return build_eval_session(recipe, replaced=replaced)
+    task = build_task_of(recipe)
+    placement = Colocated(gpus=workers_of(recipe), timeout_s=recipe.placement.timeout_s)  # those that train score, too
+    folder = _folder(stack)
+    resolved, started = start_workers(recipe, placement, folder, stack, EvalHost)
+    started.again = "evaluate again"
+    workers = Part(started, range(started.size))
+    found = workers.call("build", json.dumps(recipe.model_dump(mode="json")), replaced)
+    facts = from_plain(Facts, found[0])
+    return GroupSession(
+        connected(recipe, task, resolved, facts),
+        task,
+        group_engine(recipe, workers, folder, gpu=started.gpu),
+        GroupSync(workers),
+        GroupLearner(workers, facts.learner, folder),
+        workers,
+        facts.learner.base,
+    )
+
+
+def _folder(stack: ExitStack) -> Path:
+    """Make a folder for the workers' logs, which stays if one of them was lost or failed."""
+    folder = Path(mkdtemp(prefix="lockstep-eval-"))
+
+    def remove(kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, WorkerLost | WorkerError):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    stack.push(remove)
+    return folder
