@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models import exact
-from lockstep.models.attention import AttentionKind
+from lockstep.models.attention import AttentionKind, kind_of_layer
 from lockstep.models.decoder import Decoder
 from lockstep.models.exact import adapter_into
 from lockstep.models.experts import Experts, Router
@@ -133,10 +133,8 @@ def _attention(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     """Test each kind of attention that the model's layers have."""
     kinds = set()
     for layer in decoder.module.layers:
-        window, sinks = (getattr(layer.self_attn, name, None) for name in ("sliding_window", "sinks"))
-        if decoder.model.config.model_type in ("mistral", "mixtral"):
-            window = decoder.model.config.sliding_window
-        kinds.add((None if window is None else min(window, NARROW), sinks is not None))
+        kind = kind_of_layer(layer.self_attn, decoder.model.config)
+        kinds.add((None if kind.window is None else min(kind.window, NARROW), kind.sinks_H is not None))
     for window, sunk in sorted(kinds, key=str):
         sinks_H = shape.random(shape.heads) if sunk else None
         yield from _attention_of(shape, AttentionKind(shape.size**-0.5, window, None, sinks_H))

@@ -46,6 +46,14 @@ class AttentionKind:
     """A score per head that takes part in the softmax and carries no value (gpt-oss)."""
 
 
+def kind_of_layer(attention: Any, config: Any) -> AttentionKind:
+    """Return what the attention of a layer computes: of a family whose layers have a scale of their own and no caps."""
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type in ("mistral", "mixtral"):  # theirs is the same in all layers
+        window = config.sliding_window
+    return AttentionKind(float(attention.scaling), window, None, getattr(attention, "sinks", None))
+
+
 class Layout(Protocol):
     """Says what each token of the stream may see."""
 

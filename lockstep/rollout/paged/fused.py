@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import EngineError
 from lockstep.models import exact
-from lockstep.models.attention import AttentionKind
+from lockstep.models.attention import AttentionKind, kind_of_layer
 from lockstep.models.weights import clean_name
 from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
@@ -296,9 +296,6 @@ def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tens
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, float(attention.q_norm.variance_epsilon))
-    window = getattr(attention, "sliding_window", None)
-    if config.model_type in ("mistral", "mixtral"):
-        window = getattr(config, "sliding_window", None)
     qkv = _matrix([attention.q_proj, attention.k_proj, attention.v_proj], names, fused)
     out = _matrix([attention.o_proj], names, fused)
     return _Block(
@@ -308,7 +305,7 @@ def _block(layer: Any, config: Any, names: dict[int, str], fused: dict[str, Tens
         norm_X=layer.input_layernorm.weight,
         mlp_norm_X=layer.post_attention_layernorm.weight,
         head_norms=norms,
-        kind=AttentionKind(float(attention.scaling), window, None, getattr(attention, "sinks", None)),
+        kind=kind_of_layer(attention, config),
     )
 
 
