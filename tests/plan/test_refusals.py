@@ -15,7 +15,7 @@ from lockstep.config.load import load
 from lockstep.doctor.recipe import check_recipe
 from lockstep.errors import RefusedError
 from lockstep.loops.start import start_run
-from lockstep.plan.refusals import refusals, standing
+from lockstep.plan.refusals import refusals
 from tests.loops.runs import terminate_in, words
 
 LORA, PISSA = ("adapter.kind=lora",), ("adapter.kind=lora", "adapter.init=pissa")
@@ -162,10 +162,11 @@ def test_200_steps_that_were_25(tmp_path: Path, tiny_model_dir: Path) -> None:
     args = words(tmp_path, tiny_model_dir, *A26, "steps=200", "epochs=1", "optimizer.warmup_ratio=0")
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(20) for b in range(20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = standing(load(args))
+    (found,) = refusals(load(args))
     assert found.name == "short_horizon"
+    assert not found.allowed
     assert "1 passes over 400 rows, 16 a step, end after 25 steps (200 optimizer steps)" in found.what
-    assert standing(load([*args, "steps=25"])) == []
+    assert refusals(load([*args, "steps=25"])) == []
 
 
 def test_experts_that_vllm_cannot_take_are_refused_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
