@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.track.rundir import RunDirectory
-from tests.commands.saying import Said, Told
+from tests.commands.saying import Printed, Said, Told
 from tests.gallery import Gallery
 
 
@@ -28,6 +28,16 @@ def told(said: Said) -> Told:
     def call(*words: object) -> tuple[int, str]:
         code, out, err = said(*words)
         return code, out + err
+
+    return call
+
+
+@pytest.fixture
+def printed(said: Said) -> Printed:
+    def call(*words: object, code: int = 0) -> str:
+        found, out, err = said(*words)
+        assert found == code, out + err
+        return err if code else out
 
     return call
 
