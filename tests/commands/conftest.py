@@ -1,4 +1,4 @@
-"""What a command says, a run with scores, and a copy of it."""
+"""A run with scores, and a copy of it: for the tests of commands that evaluate."""
 
 from __future__ import annotations
 
@@ -6,40 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
 from lockstep.track.rundir import RunDirectory
-from tests.commands.saying import Printed, Said, Told
 from tests.gallery import Gallery
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(list(map(str, words)))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def told(said: Said) -> Told:
-    def call(*words: object) -> tuple[int, str]:
-        code, out, err = said(*words)
-        return code, out + err
-
-    return call
-
-
-@pytest.fixture
-def printed(said: Said) -> Printed:
-    def call(*words: object, code: int = 0) -> str:
-        found, out, err = said(*words)
-        assert found == code, out + err
-        return err if code else out
-
-    return call
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.evaluation.records import score_path, write_score
-from tests.commands.saying import Said
 from tests.evaluation.scores import score
+from tests.saying import Said
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.evaluation.records import score_path, write_score
 from lockstep.types import Score
-from tests.commands.saying import Said
 from tests.evaluation.scores import score
+from tests.saying import Said
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 

@@ -10,7 +10,7 @@ from lockstep.commands.config import facts
 from lockstep.config.help import groups
 from lockstep.config.load import dump, load
 from lockstep.config.search import WORDS
-from tests.commands.saying import Printed
+from tests.saying import Printed
 
 
 def test_show_prints_the_resolved_recipe(printed: Printed, tmp_path: Path) -> None:

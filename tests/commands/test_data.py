@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.commands.saying import Told
+from tests.data.test_load import jsonl, sums
+from tests.saying import Told
 
 LONG = "find the sum of all positive integers n such that n squared plus one is prime"
-
-
-def jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sums(count: int, start: int = 0) -> list[dict[str, object]]:
-    return [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(start, start + count)]
 
 
 def recipe(folder: Path, model: Path, text: str) -> str:
@@ -70,7 +61,8 @@ def test_stats_count_tokens_of_the_chat_format(tmp_path: Path, tiny_model_dir: P
     train = jsonl(tmp_path / "train.jsonl", [*sums(10), *sums(10), {"prompt": "7" * 300, "answer": 1}])
     code, text = told("data", "stats", train, f"model={tiny_model_dir}", "--limit", 100)
     assert code == 0
-    from lockstep.commands.data import chat_format, recipe_of
+    from lockstep.commands.data import recipe_of
+    from lockstep.export.prompt import chat_format
 
     chat = chat_format(recipe_of([str(train), f"model={tiny_model_dir}"]))
     short, long = (len(chat.render([{"role": "user", "content": content}])) for content in ("0 + 1?", "7" * 300))

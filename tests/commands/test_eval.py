@@ -17,8 +17,8 @@ from lockstep.config.load import load
 from lockstep.errors import ConfigError
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
-from tests.commands.saying import Said
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, weights, words
+from tests.saying import Said
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
-from tests.commands.saying import Said
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, words
+from tests.saying import Said
 from tests.tiny import write_tiny_model
 
 

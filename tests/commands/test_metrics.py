@@ -5,7 +5,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.metric import elsewhere
 from lockstep.track.catalogue import all_metrics, explain, metrics_markdown
-from tests.commands.saying import Printed
+from tests.saying import Printed
 
 
 def test_explain_tells_unit_range_source_and_remedy(printed: Printed) -> None:

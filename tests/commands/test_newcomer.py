@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.saying import Told
 from tests.doctor.refused import refused
 from tests.loops.runs import LORA, NO_EVAL, words
+from tests.saying import Told
 
 
 @pytest.mark.sampled("*column*", "*grade*", "eval.items*", "device*")

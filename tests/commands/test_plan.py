@@ -11,7 +11,7 @@ from lockstep.cli import main
 from lockstep.commands.plan import SECTIONS
 from lockstep.config.load import load
 from lockstep.plan.batch import batch_lines
-from tests.commands.saying import Printed
+from tests.saying import Printed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

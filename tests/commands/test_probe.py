@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.evaluation.records import read_score
-from tests.commands.saying import Said
 from tests.loops.runs import words
+from tests.saying import Said
 
 GOOD = '''
 from lockstep.types import Grade

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from tests.commands.saying import Printed
 from tests.learner.models import FAMILIES
 from tests.models.mxfp4_files import write_mxfp4_model
+from tests.saying import Printed
 from tests.tiny import VOCABULARY, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]

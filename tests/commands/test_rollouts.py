@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.track.rundir import RunDirectory
-from tests.commands.saying import Printed
+from tests.saying import Printed
 from tests.track.runs import FACTS, RECIPE, write_steps
 
 

@@ -12,9 +12,9 @@ from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.text import visible
 from lockstep.types import ItemResult, Message, Prompt
-from tests.commands.saying import Printed
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, words
+from tests.saying import Printed
 from tests.track.runs import HOSTILE
 
 
