@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,19 +15,13 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory
 from tests.loops.runs import LORA, NO_EVAL, fingerprints, trained, weights, words
-from tests.saying import Said
+from tests.saying import Said, shell
 from tests.tiny import write_tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_fresh_process_measures_what_training_measured(run: Path, finished: RunDirectory, tmp_path: Path) -> None:
     """X-1: to the item, greedy and sampled, at a checkpoint in the middle and at the last, beside the same base."""
-    command = [sys.executable, "-m", "lockstep", "eval", str(run), str(run / "checkpoints" / "step_000002")]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False, env=env, timeout=600
-    )
+    result = shell("eval", run, run / "checkpoints" / "step_000002", "--out", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
     for step in (0, 2, 3):
         for mode in ("greedy", "sampled"):

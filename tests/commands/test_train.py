@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
 from tests.loops.runs import LORA, fingerprints, numbers, terminate_in, trained, weights, words
-from tests.saying import Printed
-
-ROOT = Path(__file__).parents[2]
-
-
-def shell(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=600)
+from tests.saying import Printed, shell
 
 
 def test_sigterm_exits_75_and_a_fresh_process_goes_on(tmp_path: Path, tiny_model_dir: Path) -> None:
