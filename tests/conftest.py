@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 
 from tests.gallery import Gallery
+from tests.saying import Printed, Said, Told
 from tests.tiny import write_tiny_model
 
 gc.disable()  # until all tests are collected: what is imported stays
@@ -92,6 +93,38 @@ def model(home: Path) -> Path:
     """The tiny model in a folder of this file's own."""
     write_tiny_model(home / "model")
     return home / "model"
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    from lockstep.cli import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(list(map(str, words)))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def told(said: Said) -> Told:
+    def call(*words: object) -> tuple[int, str]:
+        code, out, err = said(*words)
+        return code, out + err
+
+    return call
+
+
+@pytest.fixture
+def printed(said: Said) -> Printed:
+    def call(*words: object, code: int = 0) -> str:
+        found, out, err = said(*words)
+        assert found == code, out + err
+        return err if code else out
+
+    return call
 
 
 @pytest.fixture(scope="session")

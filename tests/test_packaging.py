@@ -49,7 +49,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def loaded_by(statement: str) -> set[str]:
     """The heavy packages in sys.modules after a fresh interpreter ran `statement`."""
-    script = f"{statement}\nimport sys; print(*({{'torch', 'transformers', 'peft'}} & sys.modules.keys()))"
+    script = (
+        f"{statement}\nimport sys; print(*({{'torch', 'transformers', 'peft', 'rich', 'vllm'}} & sys.modules.keys()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
     )
@@ -67,14 +69,18 @@ COMMANDS = "import pkgutil, importlib, lockstep.commands as c\nfor m in pkgutil.
         "import lockstep.models",
         "import lockstep.cli",
         COMMANDS + "importlib.import_module('lockstep.commands.' + m.name)",
+        "import lockstep.chat, lockstep.evaluation.table, lockstep.plan.batch",
+        "import lockstep.checkpoint.store, lockstep.checkpoint.state, lockstep.sync.record, lockstep.track.console",
     ],
 )
-def test_what_a_user_types_first_loads_no_torch(statement: str) -> None:
+def test_nothing_heavy_is_loaded_unasked(statement: str) -> None:
     assert loaded_by(statement) == set()
 
 
-def test_the_torch_check_can_fail() -> None:
-    assert "torch" in loaded_by("import torch")
+def test_evaluations_load_no_torch_and_the_vllm_engine_no_vllm() -> None:
+    assert loaded_by("import lockstep.evaluation.runner") <= {"rich"}
+    engine = "import lockstep.rollout.vllm.engine, lockstep.rollout.vllm.process, lockstep.rollout.vllm.worker"
+    assert {"torch"} <= loaded_by(engine) <= {"torch", "transformers", "peft"}
 
 
 def test_every_import_is_declared() -> None:

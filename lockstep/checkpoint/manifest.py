@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import CheckpointError, CorruptCheckpointError
+from lockstep.models.cache import sha256_of
 from lockstep.track.files import sync_to_disk
 
 COMMIT = "COMMIT.json"
@@ -62,7 +63,7 @@ def commit(folder: Path, step: int) -> Manifest:
                 fix="remove the file, or do not write it into a checkpoint",
             )
         sync_to_disk(path)
-        files[name] = FileEntry(_sha256(path), path.stat().st_size)
+        files[name] = FileEntry(sha256_of(path), path.stat().st_size)
     manifest = Manifest(step, files)
     (folder / COMMIT).write_bytes(_render(manifest))
     sync_to_disk(folder / COMMIT)
@@ -108,7 +109,7 @@ def verify(folder: Path) -> Manifest:
         size = present[name].stat().st_size
         if size != entry.bytes:
             raise _corrupt(folder, name, f"{size} bytes instead of {entry.bytes}")
-        if _sha256(present[name]) != entry.sha256:
+        if sha256_of(present[name]) != entry.sha256:
             raise _corrupt(folder, name, "its SHA-256 is not the one that was written")
         if reason := _bad_tensors(present[name]):
             raise _corrupt(folder, name, f"refused, {reason}")
@@ -193,11 +194,6 @@ def _render(manifest: Manifest) -> bytes:
     body: dict[str, object] = {"format": FORMAT, "step": manifest.step, "files": files}
     seal = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=1) + "\n").encode()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _corrupt(folder: Path, name: str, reason: str) -> CorruptCheckpointError:

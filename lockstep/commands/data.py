@@ -13,7 +13,6 @@ from lockstep.config.load import built_in, load
 from lockstep.errors import ChatError, ConfigError, DataError, LockstepError
 
 if TYPE_CHECKING:
-    from lockstep.chat.chat import ChatFormat
     from lockstep.config.schema import Recipe
     from lockstep.data.build import Names, Part
     from lockstep.data.sets import DataSet, Loaded
@@ -190,6 +189,7 @@ def _stats(recipe: Recipe, sets: list[DataSet], limit: int | None) -> int:
     from lockstep.data import text
     from lockstep.data.sets import load_set, overlaps
     from lockstep.data.stats import lengths, repeats
+    from lockstep.export.prompt import chat_format
 
     chat = chat_format(recipe)
     loaded = [load_set(one, whole=True) for one in sets]
@@ -206,6 +206,7 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
     from lockstep.data import text
     from lockstep.data.columns import BadRow, to_conversation, to_prompt
     from lockstep.data.load import open_rows
+    from lockstep.export.prompt import chat_format
 
     rows = open_rows(one.data.model_copy(update={"on_bad_row": "drop"}), where=one.where, whole=one.whole)
     if args.mask and recipe.loop == "rl":
@@ -270,15 +271,3 @@ def _names(one: DataSet, args: argparse.Namespace) -> Names:
     plain = [name if re.fullmatch(r"\w+", name) else "" for name in (columns.prompt, columns.answer)]
     prompt, answer = args.prompt_name or plain[0] or "prompt", args.answer_name or plain[1] or "answer"
     return Names(prompt, answer if answer != prompt else "answer")
-
-
-def chat_format(recipe: Recipe) -> ChatFormat:
-    """Return the chat format of the recipe's model, as a run has it; no weights are loaded."""
-    from lockstep.chat.chat import ChatFormat
-    from lockstep.models.load import load_tokenizer
-    from lockstep.models.resolve import resolve
-
-    resolved = resolve(recipe.model)
-    generation = resolved.path / "generation_config.json"
-    ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    return ChatFormat(load_tokenizer(resolved), recipe.chat, ends)

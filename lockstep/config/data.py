@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Json, Section, ShortSection
 from lockstep.config.verifier import NumericVerifier, Verifier
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -153,10 +153,10 @@ def stage_name(settings: Filter) -> str:
     return settings.name or settings.kind
 
 
-class Data(Section):
+class Data(ShortSection):
     """Rows. A text is short for its source: `data: openai/gsm8k`."""
 
-    SHORT: ClassVar[str] = "source"
+    SHORT = "source"
 
     source: str = Field(min_length=1)
     """A hub id (org/name), an hf:// path, a .parquet, .jsonl, .json or .csv file, a folder of them, file.py:generator, or a
@@ -191,11 +191,6 @@ class Data(Section):
     """Take only this many rows after the filters."""
     on_bad_row: Literal["stop", "drop"] = "stop"
     """stop names the bad rows and refuses; drop counts and reports them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {cls.SHORT: value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _source_has_a_form(self) -> Self:

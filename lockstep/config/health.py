@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, create_model, model_validator
 
 from lockstep.config.metric import Condition, Range, Rule, Tier, built_in_rules
-from lockstep.config.section import Json, Section
+from lockstep.config.section import Json, Section, ShortSection
 
 
-class HealthRule(Section):
+class HealthRule(ShortSection):
     """When one rule is broken, and what then happens. A text is short for the tier: `health.clipping: off`."""
 
-    SHORT: ClassVar[str] = "tier"
+    SHORT = "tier"
 
     tier: Tier
     """off does not look; warn reports it once, and again after it was over; stop saves a checkpoint, writes the report and ends
@@ -37,11 +37,6 @@ class HealthRule(Section):
         when = rule.when
         return HealthRule(tier=when.tier, limit=rule.limit, steps=when.steps, within=when.within, until=when.until)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {cls.SHORT: value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _has_patience(self) -> Self:
         if self.within is not None and self.within < self.steps:
@@ -51,10 +46,10 @@ class HealthRule(Section):
         return self
 
 
-class Stall(Section):
+class Stall(ShortSection):
     """When a phase of a run (rollout, update, evaluation, a write) stands still. `health.stall: off` is short for its tier."""
 
-    SHORT: ClassVar[str] = "tier"
+    SHORT = "tier"
 
     tier: Tier = "stop"
     """off does not look; warn writes the stacks of all threads and child processes to stall.txt; stop does, and ends the run with
@@ -66,27 +61,17 @@ class Stall(Section):
     first_s: float = Field(default=7200.0, gt=0)
     """Seconds allowed for the first time of a phase, in which models are compiled and data fetched."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {cls.SHORT: value} if isinstance(value, str) else value
 
-
-class Callback(Section):
+class Callback(ShortSection):
     """A function from your file that is called after each step: def after_step(history, **settings). A text is short for path."""
 
-    SHORT: ClassVar[str] = "path"
+    SHORT = "path"
 
     path: str = Field(pattern=r".+\.py:\w+$")
     """file.py:function. It gets [(step, metrics), …] of the run so far, the last step at the end, and returns None, or the reason
     to end the run. It runs in this process: one that raises ends the run, one that hangs is the watchdog's."""
     settings: dict[str, Json] = Field(default_factory=dict)
     """Passed to the function as keyword arguments."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {cls.SHORT: value} if isinstance(value, str) else value
 
 
 class Spikes(Section):

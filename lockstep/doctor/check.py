@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -32,6 +33,16 @@ def perform(checks: Iterable[tuple[str, Checking]]) -> Iterator[Check]:
         except Exception as error:  # whatever it is, it is shown, and must not hide what the other checks find
             found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", "report this")
         yield from [found] if isinstance(found, Check) else found
+
+
+def failure_of(command: Sequence[str], seconds: float, what: str) -> str:
+    """Run a program; returns the last line that it said if it failed, or how `what` ended, "" if it did not fail."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{what} took more than {seconds:g} s"
+    said = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else (said[-1] if said else f"{what} ended with {done.returncode}")
 
 
 def worst(checks: Iterable[Check]) -> Verdict:

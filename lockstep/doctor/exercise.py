@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
 
-from lockstep.doctor.check import Check, Checking
+from lockstep.doctor.check import Check, Checking, failure_of
 from lockstep.doctor.gpu import gpus_here
 from lockstep.doctor.imports import PIP
 
@@ -99,7 +97,7 @@ def check_uvloop() -> Check:
     """Ask uvloop for an event loop in the main thread, as engines do: 0.22 gives none."""
     if importlib.util.find_spec("uvloop") is None:
         return Check("uvloop", "ok", "not installed, and not needed")
-    trouble = _trouble([sys.executable, "-W", "ignore", "-c", LOOP])
+    trouble = failure_of([sys.executable, "-W", "ignore", "-c", LOOP], SECONDS, "it")
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
     if trouble and not engines:
         return Check("uvloop", "ok", f"installed, and used by no engine here ({trouble})")
@@ -124,7 +122,7 @@ def check_builds() -> Check:
 
 def check_program(name: str, program: str, good: str) -> Check:
     """Run a small program on the GPU in a process of its own."""
-    trouble = _trouble([sys.executable, "-P", "-c", program])
+    trouble = failure_of([sys.executable, "-P", "-c", program], SECONDS, "it")
     return (
         Check(name, "fail", trouble, "lockstep doctor names what is wrong with torch")
         if trouble
@@ -136,13 +134,3 @@ def check_vllm() -> Check:
     if importlib.util.find_spec("vllm") is None:
         return Check("vllm", "ok", "not installed, and not needed by rollout.engine=native")
     return check_program("vllm", SERVE, "starts and answers")
-
-
-def _trouble(command: Sequence[str]) -> str:
-    """Return the last line that a failed process said; "" if it did not fail."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer in {SECONDS:g} s"
-    said = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else (said[-1] if said else f"ended with {done.returncode}")

@@ -14,11 +14,10 @@ from typing import Literal
 
 import psutil
 
-from lockstep.doctor.check import Check
+from lockstep.doctor.check import Check, failure_of
 
 SMI_SECONDS = 5.0
 IMPORT_SECONDS = 120.0
-MIB = 2**20
 LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """Oldest driver, major and minor number, that a CUDA of this major version runs on (NVIDIA, CUDA compatibility)."""
 BF16 = 8.0
@@ -239,13 +238,7 @@ def compiler() -> str | None:
 
 def broken_import(name: str) -> str:
     """Return why a package that is installed cannot be imported, tried in a process of its own; "" if it can."""
-    command = [sys.executable, "-c", f"import {name}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"its import took more than {IMPORT_SECONDS:g} s"
-    said = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else (said[-1] if said else f"its import ended with {done.returncode}")
+    return failure_of([sys.executable, "-c", f"import {name}"], IMPORT_SECONDS, "its import")
 
 
 def check_flash_attention() -> list[Check]:

@@ -53,7 +53,7 @@ def asking_code(recipe: Recipe, run: Path | None, load: str) -> str:
     """Return a Python program that asks the exported model as it was trained. `load` defines `model`, from FOLDER."""
     chat = recipe.chat
     examples = "".join(f"    ({example.user!r}, {example.assistant!r}),\n" for example in chat.examples)
-    ends = list(_format(recipe).stop_ids)
+    ends = list(chat_format(recipe).stop_ids)
     kwargs = "".join(f", {name}={value!r}" for name, value in chat.template_kwargs.items())
     budget = recipe.eval.max_tokens or recipe.rollout.max_tokens
     stops = f", stop_strings={recipe.rollout.stop!r}, tokenizer=tokenizer" if recipe.rollout.stop else ""
@@ -93,7 +93,8 @@ def kind_of_load(kind: Literal["model", "adapter"], base: str) -> str:
     )
 
 
-def _format(recipe: Recipe) -> ChatFormat:
+def chat_format(recipe: Recipe) -> ChatFormat:
+    """Return the chat format of the recipe's model, as a run has it; no weights are loaded."""
     resolved = resolve(recipe.model)
     generation = resolved.path / "generation_config.json"
     ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None

@@ -106,11 +106,6 @@ def refusals(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
     return missing + [refusal for name, check in checks for refusal in _raised(name, check, recipe)]
 
 
-def standing(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
-    """Return the refusals that the recipe does not let through."""
-    return [refusal for refusal in refusals(recipe, gpu_gib) if not refusal.allowed]
-
-
 def require_allowed(recipe: Recipe) -> list[Refusal]:
     """Return the refusals that the recipe lets through. Raises RefusedError, with every reason, if there are others."""
     found = refusals(recipe)

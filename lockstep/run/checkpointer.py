@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from lockstep.build.disk import check_first
 from lockstep.build.parts import Parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
-from lockstep.errors import HealthStop
 from lockstep.run.logger import Clock, RunLogger
 from lockstep.run.state import save_checkpoint
 from lockstep.track.jsonl import number
@@ -31,16 +27,6 @@ class Checkpointer:
             return False
         self._best = (metrics[name], step)
         return True
-
-    @contextmanager
-    def saving_if_stopped(self, step: int, proof: Proof, clock: Clock) -> Iterator[None]:
-        """Guard a block that does not change the weights of `step`: if the run must stop inside it, they are saved first."""
-        try:
-            yield
-        except HealthStop:
-            if step and all(info.step != step for info in list_checkpoints(self._logger.run.path)):
-                self.save(step, proof, clock)
-            raise
 
     def save(self, step: int, proof: Proof, clock: Clock) -> None:
         """Write the checkpoint of a step that is already logged, and add its duration to the step's metrics."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -201,6 +201,22 @@ def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
 
 def _sample(indices: range, count: int) -> Sequence[int]:
     return indices[:: max(1, len(indices) // count)][:count]
+
+
+def first_heldout(
+    pools: Mapping[str, Sequence[Prompt]], role: str, size: int, where: str, what: str = "questions"
+) -> Sequence[Prompt]:
+    """Return the first held-out prompts of a role. Raises TaskError if the task does not have it, or has fewer."""
+    if role not in pools:
+        no_such_role(role, sorted(pools), where)
+    pool = pools[role]
+    if size > len(pool):
+        raise TaskError(
+            f"{size} held-out {what} were asked for, {role} has {len(pool)}",
+            where=where,
+            fix=f"set eval.items={len(pool)} (of `lockstep eval`: --items {len(pool)})",
+        )
+    return pool[:size]
 
 
 def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:

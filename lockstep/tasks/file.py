@@ -10,8 +10,8 @@ from lockstep.config.verifier import reads_rows
 from lockstep.data.load import Rows, open_rows
 from lockstep.data.overlap import NGRAM, measure
 from lockstep.data.split import refuse_overlap, repeats, split
-from lockstep.errors import DataError, TaskError
-from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, no_such_role
+from lockstep.errors import DataError
+from lockstep.tasks.base import VerifiedTask, check_references, draw_batch, first_heldout
 from lockstep.types import Prompt
 from lockstep.verifiers.base import Verifier, notes_of
 from lockstep.verifiers.build import build_verifier
@@ -35,16 +35,7 @@ class FileRows(VerifiedTask):
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         """Return the first `size` held-out rows of the role. Raises TaskError if there are fewer, or none."""
-        if role not in self.heldout_rows:
-            no_such_role(role, sorted(self.heldout_rows), f"task {self.name}")
-        rows = self.heldout_rows[role]
-        if size > len(rows):
-            raise TaskError(
-                f"{size} held-out questions were asked for, {role} has {len(rows)}",
-                where=f"task {self.name}",
-                fix=f"set eval.items={len(rows)} (of `lockstep eval`: --items {len(rows)})",
-            )
-        return rows[:size]
+        return first_heldout(self.heldout_rows, role, size, f"task {self.name}")
 
 
 def build_file_task(settings: schema.FileTask, seed: int) -> FileRows:

@@ -20,7 +20,7 @@ from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
 from lockstep.errors import TaskError
 from lockstep.seeds import seed_for
-from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.tasks.base import BuiltTask, draw_batch, first_heldout
 from lockstep.tasks.generator import Side, side_of
 from lockstep.tasks.python import UserTask
 from lockstep.types import EnvTask, Grade, Message, Prompt, ReplyText
@@ -29,7 +29,6 @@ from lockstep.verifiers.python import UserFunction
 
 OPENINGS = 32
 """Number of openings that are requested together."""
-HELDOUT = ("id_probe",)
 
 
 class LazyRunner:
@@ -161,9 +160,7 @@ class Guessing(BuiltTask):
         return draw_batch(self._train, step, size, self._seed, f"task {self.name}")
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        if role not in HELDOUT:
-            no_such_role(role, HELDOUT, f"task {self.name}")
-        return _first(self._heldout, size, self.name)
+        return first_heldout({"id_probe": self._heldout}, role, size, f"task {self.name}", "episodes")
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return _played_only(self.name)
@@ -217,9 +214,8 @@ class SeededEpisodes(BuiltTask):
         return draw_batch(self._train, step, size, self._seed, self._where)
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        if role not in HELDOUT:
-            no_such_role(role, HELDOUT, self._where)
-        return _first(self._drawn("heldout", size, Side.HELDOUT), size, self.name)
+        drawn = self._drawn("heldout", size, Side.HELDOUT) if role == "id_probe" else ()
+        return first_heldout({"id_probe": drawn}, role, size, self._where, "episodes")
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return _played_only(self.name)
@@ -331,16 +327,6 @@ def _runner(settings: BaseModel, limits: schema.Turns, *, apart: bool) -> Runner
     if apart:
         return ProcessRunner(settings, limits.step_seconds)
     return InlineRunner(env_maker(cast(schema.Task, settings)))
-
-
-def _first(pool: Sequence[Prompt], size: int, name: str) -> Sequence[Prompt]:
-    if size > len(pool):
-        raise TaskError(
-            f"{size} held-out episodes were asked for, there are {len(pool)}",
-            where=f"task {name}",
-            fix=f"set eval.items={len(pool)} (of `lockstep eval`: --items {len(pool)})",
-        )
-    return pool[:size]
 
 
 def _played_only(name: str) -> Grade:

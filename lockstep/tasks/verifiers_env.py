@@ -10,7 +10,7 @@ from lockstep.data.split import split
 from lockstep.envs.programs import Programs
 from lockstep.envs.verifiers_env import INDEX, VerifiersPrograms
 from lockstep.errors import TaskError
-from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
+from lockstep.tasks.base import BuiltTask, draw_batch, first_heldout
 from lockstep.types import Grade, Prompt
 
 
@@ -48,15 +48,7 @@ class VerifiersEnvTask(BuiltTask):
         return draw_batch(self._train, step, size, self._seed, f"task {self.name}")
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
-        if role != "id_probe":
-            no_such_role(role, ("id_probe",), f"task {self.name}")
-        if size > len(self._heldout):
-            raise TaskError(
-                f"{size} held-out tasks were asked for, there are {len(self._heldout)}",
-                where=f"task {self.name}",
-                fix=f"set eval.items={len(self._heldout)} (of `lockstep eval`: --items {len(self._heldout)})",
-            )
-        return self._heldout[:size]
+        return first_heldout({"id_probe": self._heldout}, role, size, f"task {self.name}", "tasks")
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return Grade(None, error=f"{self.name} is graded by its own environment, not by one reply")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -41,7 +40,6 @@ LOSSES: dict[str, tuple[dict[str, Any], PolicyLoss]] = {
     ),
     "reinforce": (REINFORCE, ref.reinforce_loss),
 }
-LEVELS = ("token", "sequence", "geometric")
 CORRECTIONS: dict[str, tuple[dict[str, Any], Weights | None]] = {
     "none": ({"kind": "none"}, None),
     **{
@@ -174,16 +172,6 @@ def test_everything_together(batch: Ragged, loss: str, correction: str, estimato
     assert total == pytest.approx(whole, rel=1e-10, abs=1e-10)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(batch=batches())
-@random_batches
-def test_every_mean(mode: str, batch: Ragged):
-    values = [[token.logp for token in row] for row in batch.rows]
-    weight_N = objective(aggregation=mode).weights(batch.lengths, batch.prompts)
-    found = math.fsum(weight * math.fsum(row) for weight, row in zip(weight_N, values, strict=True))
-    assert found == pytest.approx(ref.aggregate(values, batch.prompts, mode, MAX_TOKENS), rel=1e-10, abs=1e-10)
-
-
 @given(batch=batches())
 @random_batches
 def test_the_token_form_of_gspo_has_the_gradient_of_its_sequence_form(batch: Ragged):
@@ -204,63 +192,3 @@ def test_the_token_form_of_gspo_has_the_gradient_of_its_sequence_form(batch: Rag
             if abs((high - here) - (here - low)) < 1e-9 * (1 + abs(here)):
                 assert float(gradient_T[place]) == pytest.approx(-(high - low) / (2 * STEP), rel=1e-6, abs=1e-6)
             place += 1
-
-
-# --- what each mechanism does to a gradient beyond its bound ------------------------------------------------------------
-def slope(ratio: float, weight: float, advantage: float = 1.0, **parts: Any) -> float:
-    """d loss / d log π_θ of one token with π_θ = ratio · π_old and π_old = weight · π_rollout."""
-    old = -2.0
-    token = Token(old + math.log(ratio), 0.0, old, old - math.log(weight), advantage, 0.0, 0.0)
-    inputs = loss_input([[token]])
-    (gradient_T,) = torch.autograd.grad(objective(**parts).loss(inputs).loss_T.sum(), inputs.logprobs_T)
-    return float(gradient_T)
-
-
-def test_the_clip_has_no_gradient_beyond_its_bound():
-    clip = {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2}
-    assert slope(1.1, 1.0, loss=clip) == pytest.approx(-1.1)
-    assert slope(1.3, 1.0, loss=clip) == 0.0
-    assert slope(0.7, 1.0, advantage=-1.0, loss=clip) == 0.0
-
-
-def test_truncation_keeps_a_gradient_beyond_its_cap():
-    for level in LEVELS:
-        tis = {"kind": "tis", "level": level, "cap": 2.0}
-        assert slope(1.0, 1.5, loss=REINFORCE, correction=tis) == pytest.approx(-1.5)
-        assert slope(1.0, 7.0, loss=REINFORCE, correction=tis) == pytest.approx(-2.0)
-
-
-def test_masking_drops_what_is_outside_its_band():
-    mis = {"kind": "mis", "low": 0.5, "high": 5.0}
-    kept, dropped = (0.51, 2.1, 4.9), (0.21, 0.49, 5.1)
-    assert [slope(1.0, w, loss=REINFORCE, correction=mis) for w in kept] == pytest.approx([-w for w in kept])
-    assert [slope(1.0, w, loss=REINFORCE, correction=mis) for w in dropped] == [0.0] * 3
-
-
-def test_weights_are_constants():
-    """Even if log π_old is handed over with its gradient, as log π_θ itself."""
-    for correction in ({"kind": "tis", "cap": 5.0}, {"kind": "mis"}):
-        given = loss_input([[Token(-2.0, -2.0, -2.0, -2.5, 1.0, 0.0, 0.0)]])
-        inputs = replace(given, old_logprobs_T=given.logprobs_T)
-        loss_T = objective(loss=REINFORCE, correction=correction).loss(inputs).loss_T
-        (gradient_T,) = torch.autograd.grad(loss_T.sum(), given.logprobs_T)
-        assert gradient_T.item() == pytest.approx(-math.exp(0.5))
-
-
-def test_a_band_means_the_weight_and_not_its_inverse():
-    """verl compared -log w with [log 0.5, log 5] and kept [0.2, 2] (`rollout_corr_helper.py`)."""
-    mis = {"kind": "mis", "low": 0.5, "high": 5.0, "weigh": False}
-    assert [slope(1.0, w, loss=REINFORCE, correction=mis) for w in (0.21, 2.1)] == [0.0, -1.0]
-
-
-@pytest.mark.parametrize(("level", "dropped"), [("token", 1), ("sequence", 3), ("geometric", 3)])
-def test_a_level_drops_a_token_or_a_whole_sequence(level: str, dropped: int):
-    """Token weights 1, 9 and 1: their product is 9 and their geometric mean 2.08, each outside its band."""
-    band = {"token": (0.5, 5.0), "sequence": (0.5, 5.0), "geometric": (0.9, 1.1)}[level]
-    row = [Token(-1.0, -1.0, -1.0, -1.0 - math.log(w), 1.0, 0.0, 0.0) for w in (1.0, 9.0, 1.0)]
-    inputs = loss_input([row, row[:1]])
-    mis = {"kind": "mis", "level": level, "low": band[0], "high": band[1]}
-    loss_T = objective(loss=REINFORCE, correction=mis).loss(inputs).loss_T
-    (gradient_T,) = torch.autograd.grad(loss_T.sum(), inputs.logprobs_T)
-    assert int((gradient_T[:3] == 0).sum()) == dropped
-    assert gradient_T[3] == -1.0, "the other sequence is not touched"

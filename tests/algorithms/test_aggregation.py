@@ -66,21 +66,6 @@ def test_every_mode_is_the_mean_it_names(mode: Mode, losses: Losses, prompts: li
         assert aggregated(losses, own, mode) == pytest.approx(MODES[mode](losses, own), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", (1 / 10, 1 / 10, 1 / 10, 0.0)),
-        ("seq-mean-token-mean", (1 / 6, 1 / 9, 1 / 15, 0.0)),
-        ("seq-mean-token-sum", (1 / 3, 1 / 3, 1 / 3, 0.0)),
-        ("seq-mean-token-sum-norm", (1 / 150, 1 / 150, 1 / 150, 0.0)),
-        ("prompt-mean", (1 / 10, 1 / 10, 1 / 10, 0.0)),
-    ],
-)
-def test_by_hand(mode: Mode, expected: tuple[float, ...]):
-    """Two, three and five tokens, then an empty sequence; the first two share a prompt."""
-    assert sequence_weights((2, 3, 5, 0), (0, 0, 1, 2), mode, MAX) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_empty_sequences_have_no_weight_and_no_say(mode: Mode):
     assert sequence_weights((4, 0, 2), (0, 0, 1), mode, MAX)[::2] == sequence_weights((4, 2), (0, 1), mode, MAX)

@@ -68,20 +68,6 @@ def test_a_reply_left_out_of_the_loss_still_counts_in_its_groups_mean():
     assert white == [pytest.approx((math.sqrt(0.5),)), (0.0, 0.0), pytest.approx((-math.sqrt(0.5),))]
 
 
-def test_whitened_returns_by_hand():
-    """Rewards -penalty, plus the reply's at its last trained token; returns at γ = 1/2; whitening over the three tokens."""
-    step = (
-        episode(0, 1.0, (True, False, True, False), (0.25, 9.0, 0.5, 9.0)),
-        episode(0, 2.0, (True,), (0.0,)),
-    )
-    returns = (-0.25 + 0.5 * 0.5, 0.5, 2.0)  # 0, 1/2, 2: mean 5/6, variance 13/12
-    spread = math.sqrt(13 / 12 + 1e-8)
-    expected = [(value - 5 / 6) / spread for value in returns]
-    first, second = rows({"kind": "whitened", "gamma": 0.5}, *step)
-    assert first == pytest.approx((expected[0], 0.0, expected[1], 0.0))
-    assert second == pytest.approx((expected[2],))
-
-
 def test_the_baseline_form_centres_each_group_first():
     """A group that is better as a whole gains nothing by it."""
     step = (episode(0, 10.0, ONE), episode(0, 12.0, ONE), episode(1, 0.0, ONE), episode(1, 2.0, ONE))
@@ -90,13 +76,6 @@ def test_the_baseline_form_centres_each_group_first():
     assert [row[0] for row in found] == pytest.approx([-expected, expected, -expected, expected])
     plain = rows({"kind": "whitened"}, *step)
     assert plain[0][0] > 0 > plain[3][0]
-
-
-def test_critic_credit_by_hand():
-    one = episode(0, 1.0, (True, False, True), (0.25, 0.0, 0.5), (0.5, 9.0, 0.25))
-    # token rewards -0.25 and 1 - 0.5; δ 0.25 and -0.25 + 0.25 - 0.5 = -0.5; λ 1/2: A = -0.375, 0.25
-    (found,) = credit({"kind": "gae", "lam": 0.5, "whiten": False}, one)
-    assert (found.advantages, found.returns) == ((-0.375, 0.0, 0.25), (0.125, 0.0, 0.5))
 
 
 def test_returns_are_those_before_whitening():

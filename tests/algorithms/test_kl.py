@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.algorithms.kl import Estimator, adapted_coef, kl_penalty, reward_penalties
+from lockstep.algorithms.kl import Estimator, adapted_coef, kl_penalty
 
 
 def wide(*values: float) -> torch.Tensor:
@@ -81,14 +81,6 @@ def test_k3_is_never_negative_and_precise_near_0():
 @pytest.mark.parametrize(("estimator", "value"), [("k1", -20.0), ("k2", 200.0), ("k3", math.exp(20) - 21)])
 def test_absurd_gaps_are_cut_at_20(estimator: Estimator, value: float):
     assert float(kl_penalty(wide(-5000.0), wide(-1.0), estimator)) == pytest.approx(value, rel=1e-12)
-
-
-def test_penalties_in_the_reward():
-    found = reward_penalties((-1.0, -7.0, -0.5), (-1.5, -1.0, -0.25), (True, False, True), estimator="k1", coef=0.1)
-    assert found == pytest.approx([0.05, 0.0, -0.025])
-    squared = reward_penalties((-1.0, -0.5), (-1.5, -0.25), (True, True), estimator="k2", coef=2.0)
-    assert squared == pytest.approx([0.25, 0.0625])
-    assert reward_penalties((), (), (), estimator="k3", coef=1.0) == ()
 
 
 @pytest.mark.parametrize(

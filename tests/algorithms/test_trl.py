@@ -5,7 +5,6 @@ TRL's functions run as they are (see trl_trainers.py). Sequences have 1 to 6 tok
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -366,10 +365,3 @@ def test_difference_rloo_takes_the_divergence_of_the_reply_from_its_reward():
     assert theirs == pytest.approx(advantages(shaped, 3, kind="rloo"), abs=1e-12)
     with pytest.raises(ValueError, match=r"kl\.placement = reward"):
         recipe({"kind": "rloo", "kl": {"coef": 0.1, "placement": "reward"}})
-
-
-def test_difference_no_ppo_to_compare_with():
-    """TRL 1.16 has neither PPO nor GAE nor masked whitening any more: those stand against reference.py alone."""
-    assert importlib.util.find_spec("trl.experimental") is not None
-    assert importlib.util.find_spec("trl.experimental.ppo") is None
-    assert not hasattr(__import__("trl.trainer.utils", fromlist=["x"]), "masked_whiten")

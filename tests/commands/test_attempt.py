@@ -10,6 +10,7 @@ import pytest
 
 from lockstep import cli
 from tests.gallery import Gallery
+from tests.saying import Printed
 
 
 def git(*arguments: str) -> str:
@@ -28,29 +29,26 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_attempt_is_a_branch_and_a_tag(project: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_attempt_is_a_branch_and_a_tag(project: Path, printed: Printed):
     (project / "runs").mkdir()
     (project / "runs" / "old").write_text("need not be committed")
     assert cli.main(["attempt", "start", "27-clip"]) == 0
     assert git("rev-parse", "--abbrev-ref", "HEAD").strip() == "attempt-27-clip"
     assert git("rev-parse", "attempt-27-clip-start") == git("rev-parse", "HEAD")
-    assert cli.main(["attempt", "start", "27-clip"]) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "already exists" in printed("attempt", "start", "27-clip", code=2)
 
 
-def test_what_is_not_committed_begins_no_attempt(project: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_not_committed_begins_no_attempt(project: Path, printed: Printed):
     (project / "recipe.yaml").write_text("name: b\n")
-    assert cli.main(["attempt", "start", "28"]) == 2
-    assert "everything committed: not committed: recipe.yaml" in capsys.readouterr().err
+    assert "everything committed: not committed: recipe.yaml" in printed("attempt", "start", "28", code=2)
     assert "attempt" not in git("branch", "--all") + git("tag")
     assert cli.main(["attempt", "start", "--name with blanks"]) == 2
 
 
-def test_a_refusal_of_git_is_told(project: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_refusal_of_git_is_told(project: Path, printed: Printed):
     (project / ".git" / "refs" / "heads" / "attempt-29").mkdir()  # a branch of this name cannot be made
     (project / ".git" / "refs" / "heads" / "attempt-29" / "a").write_text(git("rev-parse", "HEAD"))
-    assert cli.main(["attempt", "start", "29"]) == 2
-    assert "git failed: fatal: " in capsys.readouterr().err
+    assert "git failed: fatal: " in printed("attempt", "start", "29", code=2)
 
 
 def test_the_proposed_commands_record_the_run(project: Path, gallery: Gallery, capsys: pytest.CaptureFixture[str]):

@@ -4,16 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
 from lockstep.evaluation.records import score_path, write_score
 from tests.evaluation.scores import score
-
-
-def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main(["audit", "parser", *map(str, args)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.saying import Said
 
 
 @pytest.fixture
@@ -24,8 +17,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_last_greedy_score_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, folder)
+def test_the_last_greedy_score_is_read(folder: Path, said: Said) -> None:
+    code, out, _ = said("audit", "parser", folder)
     assert code == 0
     lines = out.splitlines()
     assert "greedy of sums/id_probe/numeric: pass@1 25.0 %" in lines[0]
@@ -34,10 +27,10 @@ def test_the_last_greedy_score_is_read(folder: Path, capsys: pytest.CaptureFixtu
     assert sum("graded as a whole, answer" in line for line in lines) == 50
 
 
-def test_a_step_a_mode_and_a_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "80 of 80 scored" in said(capsys, f"{folder}@0", "-n", "5")[1]
-    assert "3 of 3 wrong replies:" in said(capsys, folder, "--mode", "sampled")[1]
-    code, _, err = said(capsys, folder, "--mode", "pass")
+def test_a_step_a_mode_and_a_number(folder: Path, said: Said) -> None:
+    assert "80 of 80 scored" in said("audit", "parser", f"{folder}@0", "-n", "5")[1]
+    assert "3 of 3 wrong replies:" in said("audit", "parser", folder, "--mode", "sampled")[1]
+    code, _, err = said("audit", "parser", folder, "--mode", "pass")
     assert (code, "name one with --mode: greedy, sampled(T=1)" in err) == (7, True)
-    assert said(capsys, folder, "-n", "0")[0] == 7
-    assert said(capsys, folder / "nothing")[0] == 7
+    assert said("audit", "parser", folder, "-n", "0")[0] == 7
+    assert said("audit", "parser", folder / "nothing")[0] == 7

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
 from lockstep.evaluation.records import score_path, write_score
 from lockstep.types import Score
 from tests.evaluation.scores import score
+from tests.saying import Said
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
@@ -21,13 +21,6 @@ def stored(folder: Path, made: Score, mode: str = "greedy", source: str = "") ->
     path = score_path(folder, made.step, mode)
     write_score(path, dataclasses.replace(made, source=source))
     return path
-
-
-def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main(["compare", *map(str, args)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture
@@ -39,10 +32,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_two_files_are_compared_with_all_that_the_numbers_can_say(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = said(capsys, score_path(run, 0, "greedy"), score_path(run, 20, "greedy"))
+def test_two_files_are_compared_with_all_that_the_numbers_can_say(run: Path, said: Said) -> None:
+    code, out, _ = said("compare", score_path(run, 0, "greedy"), score_path(run, 20, "greedy"))
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "sums/id_probe/numeric, greedy"
@@ -56,36 +47,36 @@ def test_two_files_are_compared_with_all_that_the_numbers_can_say(
     assert lines[5] == "  202 of 202 replies differ in their text"
 
 
-def test_a_null_result_is_said_plainly(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said(capsys, f"{run}@0", f"{run}@40")
+def test_a_null_result_is_said_plainly(run: Path, said: Said) -> None:
+    _, out, _ = said("compare", f"{run}@0", f"{run}@40")
     assert (
         "+2.0 points [+0.5, +4.0], 4 rose, 0 fell, p = 0.12 (McNemar, exact): no effect shown; a true difference from"
         in out
     )
     assert "with 202 items, of which 4 changed, no difference can be told from noise" in out
     same = stored(run.parent / "same", score([i < 100 for i in range(202)], weights=B, step=20))
-    _, out, _ = said(capsys, score_path(run, 0, "greedy"), same)
+    _, out, _ = said("compare", score_path(run, 0, "greedy"), same)
     assert (
         "0 rose, 0 fell, p = 1 (McNemar, exact): no effect shown; up to 2% of items may change and none of 202 show it"
         in out
     )
 
 
-def test_a_run_alone_is_its_base_against_its_last_score(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, run)
+def test_a_run_alone_is_its_base_against_its_last_score(run: Path, said: Said) -> None:
+    code, out, _ = said("compare", run)
     assert code == 0
     assert "A run at step 0" in out
     assert "B run at step 40" in out
     (run / "scores" / "step_000000_greedy.json").unlink()
-    code, _, err = said(capsys, run)
+    code, _, err = said("compare", run)
     assert (code, "a base score and a later one" in err) == (7, True)
 
 
-def test_items_are_listed_with_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_items_are_listed_with_what_was_read(tmp_path: Path, said: Said) -> None:
     base, after = score([True, False, False]), score([False, True, False], weights=B)
     read = tuple(dataclasses.replace(r, extracted="12", truncated=True) for r in after.results)
     a, b = stored(tmp_path / "a", base), stored(tmp_path / "b", dataclasses.replace(after, results=read))
-    _, out, _ = said(capsys, a, b, "--items")
+    _, out, _ = said("compare", a, b, "--items")
     rows = [line.split() for line in out.splitlines() if line.startswith(("rose", "fell"))]
     assert rows == [
         ["rose", "item/1", "7", "nothing", "12", "(cut", "off)"],
@@ -94,65 +85,61 @@ def test_items_are_listed_with_what_was_read(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_other_conditions_are_refused_by_name_and_never_called_an_improvement(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, said: Said
 ) -> None:
     better = score([True] * 202, weights=B, step=20, prompt_suffix=" Think.", template_hash="f" * 16)
     other = stored(tmp_path / "other", better)
     base = score_path(run, 0, "greedy")
-    code, out, err = said(capsys, base, other)
+    code, out, err = said("compare", base, other)
     assert (code, out) == (7, "")
     assert "conditions differ" in err
     assert "prompt_suffix: '' against ' Think.'" in err
-    code, out, _ = said(capsys, base, other, "--allow-mismatch")
+    code, out, _ = said("compare", base, other, "--allow-mismatch")
     assert code == 0
     assert "improved" not in out
     assert "p < 0.0001 (McNemar, exact): conditions differ: it is of the conditions and the weights together" in out
 
 
-def test_folders_pair_by_task_and_mode_and_name_what_has_no_partner(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_pair_by_task_and_mode_and_name_what_has_no_partner(tmp_path: Path, said: Said) -> None:
     for folder, weights in (("one", A), ("two", B)):
         stored(tmp_path / folder, score([True, False], weights=weights))
         stored(tmp_path / folder, score([True, False], weights=weights, mode="sampled(T=1)"), "sampled")
     alone = stored(tmp_path / "two", score([True], weights=B, mode="pass@8(T=0.6,n=8)"), "pass@8")
-    code, out, _ = said(capsys, tmp_path / "one" / "scores", tmp_path / "two")
+    code, out, _ = said("compare", tmp_path / "one" / "scores", tmp_path / "two")
     assert code == 0
     assert "2 comparisons: 2 no effect shown. If nothing had changed, 0.1 would look like effects." in out
     assert f"left out, without a partner: {alone}" in out
 
 
-def test_a_number_that_only_some_modes_have_is_compared_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_that_only_some_modes_have_is_compared_where_it_is(tmp_path: Path, said: Said) -> None:
     """A run that is evaluated greedily too has no pass@4 of that, which is no reason to compare none."""
     many = {"mode": "avg@4(T=0.6,n=4)"}
     for step, weights in ((0, A), (3, B)):
         stored(tmp_path / "run", score([True, False], weights=weights, step=step))
         stored(tmp_path / "run", score([[True] * 4, [False] * 4], weights=weights, step=step, **many), "avg@4")
-    code, out, err = said(capsys, tmp_path / "run", "--estimate", "avg@4")
+    code, out, err = said("compare", tmp_path / "run", "--estimate", "avg@4")
     assert (code, err) == (0, "")
     assert "avg@4: +0.0 points" in out
     assert out.count("left out, without avg@4: ") == 1
     assert "step_000003_greedy.json" in out
 
 
-def test_all_steps_pair_step_by_step(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_steps_pair_step_by_step(run: Path, tmp_path: Path, said: Said) -> None:
     for step in (0, 20, 40):
         stored(tmp_path / "again", score([i < 100 for i in range(202)], weights=f"{step:016x}", step=step))
-    _, out, _ = said(capsys, run, tmp_path / "again", "--all-steps")
+    _, out, _ = said("compare", run, tmp_path / "again", "--all-steps")
     assert out.count("sums/id_probe/numeric, greedy") == 3
-    _, out, _ = said(capsys, run, tmp_path / "again")
+    _, out, _ = said("compare", run, tmp_path / "again")
     assert out.count("sums/id_probe/numeric, greedy") == 1
 
 
-def test_identical_replies_are_an_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_replies_are_an_alarm(tmp_path: Path, said: Said) -> None:
     base = score([True, False] * 10)
     twin = dataclasses.replace(base, conditions=dataclasses.replace(base.conditions, weights=B), step=20)
-    _, out, _ = said(capsys, stored(tmp_path / "a", base), stored(tmp_path / "b", twin))
+    _, out, _ = said("compare", stored(tmp_path / "a", base), stored(tmp_path / "b", twin))
     assert "alarm: weights not loaded? All 20 replies are the same" in out
     untrained = stored(tmp_path / "c", score([False, True] * 10, step=20))
-    _, out, _ = said(capsys, stored(tmp_path / "a", base), untrained)
+    _, out, _ = said("compare", stored(tmp_path / "a", base), untrained)
     assert "alarm: after 20 steps the weights are still those of the base" in out
 
 
@@ -168,14 +155,14 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_mistakes_end_with_their_code(
-    args: list[str], code: int, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], code: int, says: str, run: Path, tmp_path: Path, said: Said
 ) -> None:
     raw = score_path(run, 0, "greedy").read_bytes()
     (tmp_path / "damaged.json").write_bytes(raw.replace(b"item/7", b"item/8"))
     (tmp_path / "foreign.json").write_text('{"accuracy": 0.7331}')
     names = {"DAMAGED": "damaged.json", "FOREIGN": "foreign.json", "NONE": "nothing", "RUN": "run"}
     words = [str(tmp_path / names[a]) if a in names else a.replace("RUN@", f"{run}@") for a in args]
-    found, out, err = said(capsys, *words)
+    found, out, err = said("compare", *words)
     assert (found, out) == (code, "")
     assert says in err
 

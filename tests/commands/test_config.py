@@ -10,18 +10,18 @@ from lockstep.commands.config import facts
 from lockstep.config.help import groups
 from lockstep.config.load import dump, load
 from lockstep.config.search import WORDS
+from tests.saying import Printed
 
 
-def test_show_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["config", "show", "smoke", "steps=7"]) == 0
-    shown = capsys.readouterr().out
+def test_show_prints_the_resolved_recipe(printed: Printed, tmp_path: Path) -> None:
+    shown = printed("config", "show", "smoke", "steps=7")
     assert shown == dump(load(["smoke", "steps=7"]))
     file = tmp_path / "shown.yaml"
     file.write_text(shown)
     assert load([str(file)]).steps == 7
 
 
-def test_check_prints_what_a_recipe_amounts_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_what_a_recipe_amounts_to(printed: Printed) -> None:
     overrides = [
         "steps=30",
         "prompts_per_step=4",
@@ -29,8 +29,7 @@ def test_check_prints_what_a_recipe_amounts_to(capsys: pytest.CaptureFixture[str
         "update.samples_per_update=16",
         "update.epochs=2",
     ]
-    assert main(["config", "check", "smoke", *overrides, "optimizer.warmup_steps=5", "eval.at_start=false"]) == 0
-    out = capsys.readouterr().out
+    out = printed("config", "check", "smoke", *overrides, "optimizer.warmup_steps=5", "eval.at_start=false")
     assert out.startswith("ok: smoke\n")
     assert "32 a step = 4 prompts x 8 samples" in out
     assert "at most 768 a step = 32 x 24" in out
@@ -61,19 +60,15 @@ def test_check_prints_every_mistake_and_exits_2(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_help_lists_settings_by_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "help", "rollout.top_"]) == 0
-    out = capsys.readouterr().out
+def test_help_lists_settings_by_prefix(printed: Printed) -> None:
+    out = printed("config", "help", "rollout.top_")
     assert [line.split()[0] for line in out.splitlines()] == ["rollout:", "rollout.top_k", "rollout.top_p"]
-    assert main(["config", "help", "rolout"]) == 2
-    assert "did you mean rollout" in capsys.readouterr().err
-    assert main(["config", "help"]) == 0
-    assert "eval.modes.N.temperature" in capsys.readouterr().out
+    assert "did you mean rollout" in printed("config", "help", "rolout", code=2)
+    assert "eval.modes.N.temperature" in printed("config", "help")
 
 
-def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["title"] == "Recipe"
+def test_schema_is_json(printed: Printed) -> None:
+    assert json.loads(printed("config", "schema"))["title"] == "Recipe"
 
 
 def test_every_built_in_recipe_passes_the_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,11 +91,8 @@ def test_every_built_in_recipe_passes_the_check(capsys: pytest.CaptureFixture[st
         (["temperature"], "rollout.temperature"),
     ],
 )
-def test_help_finds_settings_by_the_words_of_the_field(
-    words: list[str], first: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "help", *words]) == 0
-    head, line, *_ = capsys.readouterr().out.splitlines()
+def test_help_finds_settings_by_the_words_of_the_field(words: list[str], first: str, printed: Printed) -> None:
+    head, line, *_ = printed("config", "help", *words).splitlines()
     assert head.startswith(f"no setting starts with {' '.join(words)!r}; these are nearest")
     assert line.split()[0] == first
 
@@ -110,13 +102,10 @@ def test_every_synonym_leads_to_a_setting() -> None:
     assert {path for paths in WORDS.values() for path in paths} - known == set()
 
 
-def test_names_that_are_alike_are_suggested_once_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "help", "optimizr"]) == 2
-    assert capsys.readouterr().err.count("optimizer ") <= 1
+def test_names_that_are_alike_are_suggested_once_each(printed: Printed) -> None:
+    assert printed("config", "help", "optimizr", code=2).count("optimizer ") <= 1
 
 
-def test_check_refuses_a_run_without_a_task_and_says_what_it_did_not_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", "steps=3"]) == 2
-    assert "task: required" in capsys.readouterr().err
-    assert main(["config", "check", "task=reasoning_gym"]) == 0
-    assert "lockstep doctor RECIPE" in capsys.readouterr().out
+def test_check_refuses_a_run_without_a_task_and_says_what_it_did_not_read(printed: Printed) -> None:
+    assert "task: required" in printed("config", "check", "steps=3", code=2)
+    assert "lockstep doctor RECIPE" in printed("config", "check", "task=reasoning_gym")

@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from tests.data.test_load import jsonl, sums
+from tests.saying import Told
 
 LONG = "find the sum of all positive integers n such that n squared plus one is prime"
-
-
-def jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sums(count: int, start: int = 0) -> list[dict[str, object]]:
-    return [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(start, start + count)]
 
 
 def recipe(folder: Path, model: Path, text: str) -> str:
@@ -25,13 +16,7 @@ def recipe(folder: Path, model: Path, text: str) -> str:
     return str(path)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = main(["data", *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
-
-
-def test_check_reports_every_set_and_the_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_every_set_and_the_overlap(tmp_path: Path, told: Told) -> None:
     train = jsonl(
         tmp_path / "train.jsonl", [*sums(50), {"prompt": f"So: {LONG}", "answer": 3}, {"prompt": "x", "answer": "y"}]
     )
@@ -43,7 +28,7 @@ def test_check_reports_every_set_and_the_overlap(tmp_path: Path, capsys: pytest.
         Path("unused"),
         f"task: {{kind: file, data: {{source: {train}, filters: {filters}}}, heldout: {{id_probe: {probe}, sanity: {bad}}}}}",
     )
-    code, text = said(capsys, "check", path)
+    code, text = told("data", "check", path)
     assert code == 4
     assert "52 rows read, 0 bad, 50 kept; 50 distinct questions" in text
     assert "whole   integer_answer      52        2     50" in text
@@ -54,31 +39,30 @@ def test_check_reports_every_set_and_the_overlap(tmp_path: Path, capsys: pytest.
     assert "problem: task.heldout.sanity" in text
     assert "2 of 2 rows are bad:\n  bad.jsonl:1: 'prompt' is empty\n  bad.jsonl:2: there is no column 'prompt'" in text
     assert "problem: 4 of 21 questions of id_probe are also in train" in text
-    assert said(capsys, "check", path, "task.heldout={}")[0] == 0
+    assert told("data", "check", path, "task.heldout={}")[0] == 0
 
 
-def test_check_of_a_source_against_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_source_against_others(tmp_path: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", [{"q": f"{n} + 1?", "a": n + 1} for n in range(9)])
     apart, same = jsonl(tmp_path / "apart.jsonl", sums(3, 50)), jsonl(tmp_path / "same.jsonl", sums(3))
-    code, text = said(capsys, "check", train, "prompt=q", "answer=a", "--against", apart, "--against", same)
+    code, text = told("data", "check", train, "prompt=q", "answer=a", "--against", apart, "--against", same)
     assert code == 4
     assert "train  apart           3      0           0        0" in text
     assert "train  same            3      3           3        3" in text
-    code, text = said(capsys, "check", train, "prompt=q", "answer=a", "--against", apart)
+    code, text = told("data", "check", train, "prompt=q", "answer=a", "--against", apart)
     assert (code, text.splitlines()[-1]) == (0, "ok: fit to train")
-    assert said(capsys, "check", train, "--against", "own.py")[0] == 2
-    code, text = said(capsys, "check", jsonl(tmp_path / "words.jsonl", [{"prompt": "Capital?", "answer": "Paris"}]))
+    assert told("data", "check", train, "--against", "own.py")[0] == 2
+    code, text = told("data", "check", jsonl(tmp_path / "words.jsonl", [{"prompt": "Capital?", "answer": "Paris"}]))
     assert code == 4
     assert "the verifier cannot grade 1 of 1 questions" in text
 
 
-def test_stats_count_tokens_of_the_chat_format(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stats_count_tokens_of_the_chat_format(tmp_path: Path, tiny_model_dir: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", [*sums(10), *sums(10), {"prompt": "7" * 300, "answer": 1}])
-    code, text = said(capsys, "stats", train, f"model={tiny_model_dir}", "--limit", 100)
+    code, text = told("data", "stats", train, f"model={tiny_model_dir}", "--limit", 100)
     assert code == 0
-    from lockstep.commands.data import chat_format, recipe_of
+    from lockstep.commands.data import recipe_of
+    from lockstep.export.prompt import chat_format
 
     chat = chat_format(recipe_of([str(train), f"model={tiny_model_dir}"]))
     short, long = (len(chat.render([{"role": "user", "content": content}])) for content in ("0 + 1?", "7" * 300))
@@ -90,20 +74,18 @@ def test_stats_count_tokens_of_the_chat_format(
     assert "the longest is train/21" in text
 
 
-def test_show_prints_rows_and_what_is_trained(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_rows_and_what_is_trained(tmp_path: Path, tiny_model_dir: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", [*sums(5), {"prompt": "\x1b[2J", "answer": 6}, {"prompt": "q"}])
-    code, text = said(capsys, "show", train, "-n", 2)
+    code, text = told("data", "show", train, "-n", 2)
     assert (code, text.count("── row")) == (0, 2)
     assert "     │ 1 + 1?\n   answer:\n     │ 2" in text
-    assert "\\x1b[2J" in said(capsys, "show", train, "--row", 6)[1]
+    assert "\\x1b[2J" in told("data", "show", train, "--row", 6)[1]
     assert (
         "row 7 · train.jsonl:7 · cannot be used: there is no column 'answer'"
-        in said(capsys, "show", train, "--row", 7)[1]
+        in told("data", "show", train, "--row", 7)[1]
     )
-    assert said(capsys, "show", train, "--row", 99)[0] == 4
-    code, text = said(capsys, "show", train, f"model={tiny_model_dir}", "--row", 3, "--mask")
+    assert told("data", "show", train, "--row", 99)[0] == 4
+    code, text = told("data", "show", train, f"model={tiny_model_dir}", "--row", 3, "--mask")
     assert code == 0
     assert text.splitlines()[2].startswith("── row 3 · train.jsonl:3 · ")
     assert text.splitlines()[2].endswith(" tokens, 2 trained")
@@ -112,70 +94,70 @@ def test_show_prints_rows_and_what_is_trained(
     assert text.splitlines()[-1] == "   | ⏎", "what the template writes after the end token is not trained"
 
 
-def test_mask_of_a_whole_conversation(tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mask_of_a_whole_conversation(tmp_path: Path, tiny_model_dir: Path, told: Told) -> None:
     turns = [
         {"role": role, "content": text}
         for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
     ]
     file = jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     path = recipe(tmp_path, tiny_model_dir, f"loop: sft\nsft: {{data: {{source: {file}, messages: messages}}}}")
-    code, text = said(capsys, "show", path, "--mask")
+    code, text = told("data", "show", path, "--mask")
     assert code == 0, text
     assert [line for line in text.splitlines() if line.startswith("   + ")] == [
         "   + 2·<|im_end|>",
         "   + 4·<|im_end|>",
     ]
-    code, text = said(capsys, "check", path)
+    code, text = told("data", "check", path)
     assert (code, "1 rows read, 0 bad, 1 kept" in text) == (0, True), text
-    assert "chats.jsonl" in said(capsys, "show", path)[1]
+    assert "chats.jsonl" in told("data", "show", path)[1]
 
 
-def test_build_and_split_write_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_and_split_write_a_manifest(tmp_path: Path, told: Told) -> None:
     train = jsonl(tmp_path / "train.jsonl", sums(40))
-    code, text = said(capsys, "split", train, "--out", tmp_path / "s", "--parts", "test=5,train=rest", "--seed", 7)
+    code, text = told("data", "split", train, "--out", tmp_path / "s", "--parts", "test=5,train=rest", "--seed", 7)
     assert code == 0, text
     assert "40 distinct questions dealt by hash (seed 7); 0 repeats and 0 questions left out" in text
     lines = {name: (tmp_path / "s" / f"{name}.jsonl").read_text().splitlines() for name in ("test", "train")}
     assert (len(lines["test"]), len(lines["train"])) == (5, 35)
-    code, text = said(
-        capsys, "check", tmp_path / "s" / "train.jsonl", "id=id", "--against", tmp_path / "s" / "test.jsonl"
+    code, text = told(
+        "data", "check", tmp_path / "s" / "train.jsonl", "id=id", "--against", tmp_path / "s" / "test.jsonl"
     )
     assert (code, "35 rows read" in text) == (0, True)
     names = ("--prompt-name", "input", "--answer-name", "label", "--format", "parquet")
-    code, text = said(capsys, "build", train, "--out", tmp_path / "b", *names)
+    code, text = told("data", "build", train, "--out", tmp_path / "b", *names)
     assert code == 0, text
     assert (tmp_path / "b" / "manifest.json").is_file()
-    code, _ = said(capsys, "check", tmp_path / "b" / "train.parquet", "prompt=input", "answer=label")
+    code, _ = told("data", "check", tmp_path / "b" / "train.parquet", "prompt=input", "answer=label")
     assert code == 0
-    assert said(capsys, "build", train, "--out", tmp_path / "b", *names)[0] == 4, "nothing is written over"
+    assert told("data", "build", train, "--out", tmp_path / "b", *names)[0] == 4, "nothing is written over"
     with_overlap = ("build", train, "--out", tmp_path / "c", "--against", tmp_path / "s" / "test.jsonl")
-    assert said(capsys, *with_overlap)[0] == 4
+    assert told("data", *with_overlap)[0] == 4
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("parts", ["test", "test=x", "a=1,a=2", "=3"])
-def test_parts_that_are_none(parts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "split", "x.jsonl", "--out", tmp_path, "--parts", parts)[0] == 2
+def test_parts_that_are_none(parts: str, tmp_path: Path, told: Told) -> None:
+    assert told("data", "split", "x.jsonl", "--out", tmp_path, "--parts", parts)[0] == 2
 
 
-def test_lists_and_wrong_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = said(capsys, "filters")
+def test_lists_and_wrong_targets(tmp_path: Path, told: Told) -> None:
+    code, text = told("data", "filters")
     assert code == 0
     assert "integer_answer: Keep rows whose answer is written as one whole number" in text
     assert "    columns    required" in text
-    code, text = said(capsys, "presets")
+    code, text = told("data", "presets")
     assert code == 0
     assert "gsm8k: openai/gsm8k main/train" in text
-    code, text = said(capsys, "check", tmp_path / "trian.jsonl")
+    code, text = told("data", "check", tmp_path / "trian.jsonl")
     assert code == 4
     assert "looks like a file but does not exist" in text
-    code, text = said(capsys, "check", "smoke")
+    code, text = told("data", "check", "smoke")
     assert code == 2
     assert "the recipe reads no data: its task is of kind reasoning_gym" in text
-    code, text = said(capsys, "check", "https://huggingface.co/datasets/openai/gsm8k")
+    code, text = told("data", "check", "https://huggingface.co/datasets/openai/gsm8k")
     assert code == 2
     assert "write the hub id openai/gsm8k" in text
-    assert said(capsys, "check", "a.jsonl", "promt=q")[0] == 2
+    assert told("data", "check", "a.jsonl", "promt=q")[0] == 2
 
 
 def test_the_numinamath_recipe_names_its_stages() -> None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,8 @@ from lockstep.evaluation.runner import require_proof
 from lockstep.rollout.native import NativeEngine
 from lockstep.scoring.targets import EvalSession, build_eval_session, find_target
 from lockstep.types import ItemResult, Score, WeightStream
+from tests.saying import shell
 
-ROOT = Path(__file__).parents[2]
 STEPS, ITEMS, DIGITS = 5, 40, 8
 LABEL = "mxfp4-w4a4(floor, bf16)"
 RECIPE = """
@@ -54,9 +51,7 @@ save: {{every: {steps}}}
 
 def lockstep(*words: object, code: int = 0) -> str:
     """What a fresh process says."""
-    command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=900)
+    result = shell(*words)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 

@@ -5,40 +5,35 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.metric import elsewhere
 from lockstep.track.catalogue import all_metrics, explain, metrics_markdown
+from tests.saying import Printed
 
 
-def test_explain_tells_unit_range_source_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "explain", "length/truncated", "eval/greedy/unscored"]) == 0
-    first, second = capsys.readouterr().out.split("\n\n")
+def test_explain_tells_unit_range_source_and_remedy(printed: Printed) -> None:
+    first, second = printed("metrics", "explain", "length/truncated", "eval/greedy/unscored").split("\n\n")
     assert first.splitlines()[0] == "length/truncated  (share of replies)"
     assert "healthy: ≤ 0.5 (" in first
     assert "if not:  Raise rollout.max_tokens" in first
     assert "described as eval/<mode>/unscored" in second
 
 
-def test_a_name_that_does_not_exist_is_exit_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "explain", "lenght/mean"]) == 2
-    assert "did you mean length/mean" in capsys.readouterr().err
+def test_a_name_that_does_not_exist_is_exit_2_with_the_nearest(printed: Printed) -> None:
+    assert "did you mean length/mean" in printed("metrics", "explain", "lenght/mean", code=2)
 
 
-def test_list_has_a_line_a_metric_and_filters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(all_metrics()) + 2
-    assert main(["metrics", "list", "grad/"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [
+def test_list_has_a_line_a_metric_and_filters(printed: Printed) -> None:
+    assert len(printed("metrics", "list").splitlines()) == len(all_metrics()) + 2
+    assert [line.split()[0] for line in printed("metrics", "list", "grad/").splitlines()[2:]] == [
         "grad/norm",
         "grad/escalation",
         "grad/clipped",
         "grad/skipped",
     ]
-    assert main(["metrics", "list", "eval/greedy/accuracy"]) == 0
-    assert "described as eval/<mode>/accuracy" in capsys.readouterr().out
+    assert "described as eval/<mode>/accuracy" in printed("metrics", "list", "eval/greedy/accuracy")
     assert main(["metrics", "list", "gard/"]) == 2
 
 
-def test_the_page_can_be_written_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "list", "--markdown"]) == 0
-    assert capsys.readouterr().out == metrics_markdown()
+def test_the_page_can_be_written_from_the_command_line(printed: Printed) -> None:
+    assert printed("metrics", "list", "--markdown") == metrics_markdown()
 
 
 def test_each_metric_of_another_system_is_one_of_ours() -> None:
@@ -62,6 +57,5 @@ def test_each_metric_of_another_system_is_one_of_ours() -> None:
         ("kl", "here kl/ref"),
     ],
 )
-def test_names_of_other_systems_are_understood(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "explain", name]) == 0
-    assert says in capsys.readouterr().out
+def test_names_of_other_systems_are_understood(name: str, says: str, printed: Printed) -> None:
+    assert says in printed("metrics", "explain", name)

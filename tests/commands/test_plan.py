@@ -11,13 +11,13 @@ from lockstep.cli import main
 from lockstep.commands.plan import SECTIONS
 from lockstep.config.load import load
 from lockstep.plan.batch import batch_lines
+from tests.saying import Printed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def test_plan_prints_batches_formula_rate_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"]) == 0
-    out = capsys.readouterr().out
+def test_plan_prints_batches_formula_rate_and_steps(printed: Printed) -> None:
+    out = printed("plan", "smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5")
     recipe = load(["smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"])
     assert out.startswith("smoke: rl, task reasoning_gym, 40 steps\n")
     said = [section.title for section in SECTIONS if f"\n{section.title}\n" in out]
@@ -30,23 +30,22 @@ def test_plan_prints_batches_formula_rate_and_steps(capsys: pytest.CaptureFixtur
 
 
 def test_an_adapter_of_a_model_that_is_not_here_is_still_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    printed: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    assert main(["plan", "smoke", "adapter.kind=lora"]) == 0
-    assert "  lora: its layers are not counted, since the model's config is not known here\n" in capsys.readouterr().out
+    assert "  lora: its layers are not counted, since the model's config is not known here\n" in printed(
+        "plan", "smoke", "adapter.kind=lora"
+    )
 
 
-def test_plan_refuses_a_recipe_with_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "smoke", "stepz=1"]) == 2
-    assert "did you mean steps?" in capsys.readouterr().err
+def test_plan_refuses_a_recipe_with_mistakes(printed: Printed) -> None:
+    assert "did you mean steps?" in printed("plan", "smoke", "stepz=1", code=2)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_of_the_repository_has_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_of_the_repository_has_a_plan(path: Path, printed: Printed) -> None:
     several = load([str(path)]).placement.kind != "local"
-    assert main(["plan", str(path), *(["--gpu-gib", "141"] if several else [])]) == 0
-    assert "optimizer step" in capsys.readouterr().out
+    assert "optimizer step" in printed("plan", path, *(["--gpu-gib", "141"] if several else []))
 
 
 def test_a_recipe_for_eight_gpus_is_planned_and_refused_for_those_that_are_missing(

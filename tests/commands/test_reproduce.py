@@ -17,6 +17,7 @@ import torch
 from lockstep.cli import main
 from tests.learner.models import FAMILIES
 from tests.models.mxfp4_files import write_mxfp4_model
+from tests.saying import Printed
 from tests.tiny import VOCABULARY, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -127,12 +128,13 @@ def test_without_the_hub_it_says_what_is_missing(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-def test_a_recipe_without_published_figures_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", str(ROOT / "recipes" / "quickstart.yaml")]) == 2
-    assert "quickstart.expects.yml: the file does not exist" in capsys.readouterr().err
+def test_a_recipe_without_published_figures_is_refused(tmp_path: Path, printed: Printed) -> None:
+    assert "quickstart.expects.yml: the file does not exist" in printed(
+        "reproduce", ROOT / "recipes" / "quickstart.yaml", code=2
+    )
 
 
-def test_the_stages_of_numinamath_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_of_numinamath_are_counted(tmp_path: Path, printed: Printed) -> None:
     rows: list[dict[str, str]] = []
 
     def add(number: int, **changes: str) -> None:
@@ -162,8 +164,7 @@ def test_the_stages_of_numinamath_are_counted(tmp_path: Path, capsys: pytest.Cap
         "task.data.preset=numinamath-1.5",
     ]
     words += [f"task.data.filters.6.sources=[{aime}]", "task.data.filters.6.preset=aime-2024", "--counts-only"]
-    assert main(["reproduce", *words]) == 0
-    said = capsys.readouterr().out
+    said = printed("reproduce", *words)
     assert said.count("| same |") == 7
     assert "| rows of train after length | 10 | 10 | same | here |" in said
 

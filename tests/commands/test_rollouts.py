@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.track.rundir import RunDirectory
+from tests.saying import Printed
 from tests.track.runs import FACTS, RECIPE, write_steps
 
 
@@ -16,9 +17,8 @@ def run(tmp_path: Path) -> str:
     return str(tmp_path / "a")
 
 
-def test_a_step_is_printed_with_question_reply_and_grade(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", run, "--step", "2"]) == 0
-    out = capsys.readouterr().out
+def test_a_step_is_printed_with_question_reply_and_grade(run: str, printed: Printed) -> None:
+    out = printed("rollouts", run, "--step", "2")
     assert "── sums/2 · sample 0 · right · reward 1 · advantage +0.500" in out
     assert "extracted '7' by boxed, answer '7', 3 tokens, weights v3" in out
     assert "     │ State the final answer: 4 + 3 = (step 2)" in out
@@ -27,9 +27,8 @@ def test_a_step_is_printed_with_question_reply_and_grade(run: str, capsys: pytes
     assert out.splitlines()[-1] == "step 2: 4 replies, 1 right, 2 wrong, 1 unscored; shown 4 of 4"
 
 
-def test_escapes_in_replies_are_shown_not_obeyed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", run, "--step", "1"]) == 0
-    out = capsys.readouterr().out
+def test_escapes_in_replies_are_shown_not_obeyed(run: str, printed: Printed) -> None:
+    out = printed("rollouts", run, "--step", "1")
     assert not {"\x1b", "\x07", "\x00", "\u202e"} & set(out)
     assert "\\x1b[2J\\x1b]0;owned\\x07 \\x00 \\u202etxet" in out
 
@@ -44,19 +43,16 @@ def test_escapes_in_replies_are_shown_not_obeyed(run: str, capsys: pytest.Captur
         (["--wrong", "--limit", "1"], "shown 1 of 2 wrong"),
     ],
 )
-def test_filters(run: str, options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", run, *options]) == 0
-    out = capsys.readouterr().out
+def test_filters(run: str, options: list[str], expected: str, printed: Printed) -> None:
+    out = printed("rollouts", run, *options)
     assert (
         out.splitlines()[-1] == f"step 3: 4 replies, 1 right, 2 wrong, 1 unscored; {expected}"
     )  # the last stored step
     assert out.count("──") == int(expected.split()[1])
 
 
-def test_what_is_not_there_is_said(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", run, "--step", "7"]) == 6
-    assert "3 stored steps, 1 to 3" in capsys.readouterr().err
-    assert main(["rollouts", str(tmp_path / "b")]) == 6
-    assert "runs in" in capsys.readouterr().err
+def test_what_is_not_there_is_said(run: str, tmp_path: Path, printed: Printed) -> None:
+    assert "3 stored steps, 1 to 3" in printed("rollouts", run, "--step", "7", code=6)
+    assert "runs in" in printed("rollouts", tmp_path / "b", code=6)
     assert main(["rollouts", run, "--limit", "0"]) == 2
     assert main(["rollouts", run, "--wrong", "--right"]) == 2

@@ -14,6 +14,7 @@ from lockstep.track.text import visible
 from lockstep.types import ItemResult, Message, Prompt
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, words
+from tests.saying import Printed
 from tests.track.runs import HOSTILE
 
 
@@ -22,10 +23,9 @@ def run(gallery: Gallery) -> RunDirectory:
     return gallery.run("lora")
 
 
-def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, printed: Printed) -> None:
     score = read_score(score_path(run.path, 3, "greedy"))
-    assert main(["sample", str(run.path), "-n", "3", "--greedy"]) == 0
-    out = capsys.readouterr().out
+    out = printed("sample", run.path, "-n", "3", "--greedy")
     assert out.startswith(f"{run.path} at step 3: weights {score.conditions.weights} in fp32, greedy, id_probe\n")
     for result in score.results[:3]:
         reward, word = f"{result.reward:g}", "right" if result.correct else "wrong"
@@ -36,26 +36,22 @@ def test_greedy_samples_are_the_replies_of_the_score(run: RunDirectory, capsys: 
     assert out.splitlines()[-1].startswith("3 replies: ")
 
 
-def test_temperature_and_target_change_the_replies(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_temperature_and_target_change_the_replies(run: RunDirectory, printed: Printed) -> None:
     shown = {}
     for name, extra in {"base": ["--step", "0"], "warm": [], "again": [], "hot": ["--temperature", "2"]}.items():
-        assert main(["sample", str(run.path), "-n", "8", *extra]) == 0
-        shown[name] = capsys.readouterr().out.split("\n", 1)
+        shown[name] = printed("sample", run.path, "-n", "8", *extra).split("\n", 1)
     assert shown["warm"] == shown["again"]
     assert len({body for _, body in shown.values()}) == 3
     assert ", T=1, " in shown["warm"][0]
     assert ", T=2, " in shown["hot"][0]
 
 
-def test_a_model_with_a_recipe(home: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_a_recipe(home: Path, model: Path, printed: Printed) -> None:
     args = [str(model), "--recipe", *words(home, model, *LORA), "rollout.max_tokens=2"]
-    assert main(["sample", *args, "-n", "1"]) == 0
-    assert "2 tokens, cut off" in capsys.readouterr().out
+    assert "2 tokens, cut off" in printed("sample", *args, "-n", "1")
 
 
-def test_an_adapters_folder_is_sampled_and_not_its_base(
-    run: RunDirectory, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapters_folder_is_sampled_and_not_its_base(run: RunDirectory, home: Path, printed: Printed) -> None:
     adapter = run.checkpoints_path / "step_000003"
     shown = {}
     for name, target in {
@@ -65,8 +61,7 @@ def test_an_adapters_folder_is_sampled_and_not_its_base(
     }.items():
         extra = ["--recipe", *words(home, home / "model", *LORA)] if name == "adapter" else []
         extra += ["--step", "0"] if name == "base" else []
-        assert main(["sample", target, "-n", "8", "--greedy", *extra]) == 0
-        out = capsys.readouterr().out
+        out = printed("sample", target, "-n", "8", "--greedy", *extra)
         shown[name] = out[out.index(": weights ") :]
     assert shown["adapter"] == shown["run"] != shown["base"]
 
@@ -79,20 +74,17 @@ def copied(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_numerics_are_those_of_an_evaluation(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", str(run.path), "-n", "8", "--greedy"]) == 0
-    plain = capsys.readouterr().out
-    assert main(["sample", str(run.path), "-n", "8", "--greedy", "--set", "numerics.eval=mxfp4-w4a4"]) == 0
-    quantised = capsys.readouterr().out
+def test_the_numerics_are_those_of_an_evaluation(run: RunDirectory, printed: Printed) -> None:
+    plain = printed("sample", run.path, "-n", "8", "--greedy")
+    quantised = printed("sample", run.path, "-n", "8", "--greedy", "--set", "numerics.eval=mxfp4-w4a4")
     assert " in mxfp4-w4a4(floor, fp32), greedy" in quantised.splitlines()[0]
     assert quantised.split("\n", 1)[1] != plain.split("\n", 1)[1]
 
 
-def test_a_task_of_turns_is_played(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_of_turns_is_played(home: Path, printed: Printed) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "envs" / "guess_number.yaml"
     few = ["rollout.max_tokens=24", "rollout.slots=4", "device=cpu", "model.dtype=fp32"]
-    assert main(["sample", str(home / "model"), "--recipe", str(recipe), *few, "-n", "2", "--greedy"]) == 0
-    out = capsys.readouterr().out
+    out = printed("sample", home / "model", "--recipe", recipe, *few, "-n", "2", "--greedy")
     assert "2 replies: 0 right, 2 wrong, 0 unscored" in out
 
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
 from tests.loops.runs import LORA, fingerprints, numbers, terminate_in, trained, weights, words
-
-ROOT = Path(__file__).parents[2]
-
-
-def shell(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=600)
+from tests.saying import Printed, shell
 
 
 def test_sigterm_exits_75_and_a_fresh_process_goes_on(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -42,11 +32,8 @@ def test_sigterm_exits_75_and_a_fresh_process_goes_on(tmp_path: Path, tiny_model
     assert run.report_path.is_file()
 
 
-def test_a_finished_run_ends_with_0_and_its_table(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words(tmp_path, tiny_model_dir, "steps=1")]) == 0
-    out = capsys.readouterr().out.splitlines()
+def test_a_finished_run_ends_with_0_and_its_table(tmp_path: Path, tiny_model_dir: Path, printed: Printed) -> None:
+    out = printed("train", *words(tmp_path, tiny_model_dir, "steps=1")).splitlines()
     assert any(line.startswith("task ") and line.endswith("verdict") for line in out)
     assert out[-1] == f"report: {tmp_path}/runs/run/report.html"
 

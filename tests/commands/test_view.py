@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from tests.saying import Printed
 from tests.track.runs import finished_run
 
 
@@ -41,22 +41,19 @@ def test_it_prints_where_the_page_is_and_ends_with_ctrl_c(tmp_path: Path) -> Non
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before, "it writes nothing into a run"
 
 
-def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["view", str(tmp_path / "gone")]) == 6
-    assert "no such run directory" in capsys.readouterr().err
+def test_what_is_no_run_is_said(tmp_path: Path, printed: Printed) -> None:
+    assert "no such run directory" in printed("view", tmp_path / "gone", code=6)
 
 
-def test_a_port_that_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["view", str(tmp_path), "--port", "99999"]) == 2
-    assert "must be from 0 to 65535" in capsys.readouterr().err
+def test_a_port_that_is_none_is_said(tmp_path: Path, printed: Printed) -> None:
+    assert "must be from 0 to 65535" in printed("view", tmp_path, "--port", "99999", code=2)
 
 
 def test_without_the_library_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    assert main(["view", str(finished_run(tmp_path / "run", steps=13))]) == 8
-    assert "pip install 'lockstep-rl[view]'" in capsys.readouterr().err
+    assert "pip install 'lockstep-rl[view]'" in printed("view", str(finished_run(tmp_path / "run", steps=13)), code=8)
 
 
 def test_the_page_loads_no_torch(tmp_path: Path) -> None:

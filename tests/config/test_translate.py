@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import main
 from lockstep.config.foreign_files import read_settings, system_of
 from lockstep.config.foreign_settings import SYSTEMS, Json, System, entry_of, table
 from lockstep.config.help import groups
@@ -20,6 +19,7 @@ from lockstep.config.translate import Field, translate
 from lockstep.config.translate_rules import RULES
 from lockstep.errors import ConfigError
 from tests.docs.translation_table import PAGE, page
+from tests.saying import Printed
 
 VERL_LORA = {  # settings of verl's example of GSM8K with Qwen2.5-3B and LoRA, at b178a3c
     "algorithm.adv_estimator": "grpo", "trainer.val_before_train": False, "data.train_files": "gsm8k/train.parquet",
@@ -178,10 +178,9 @@ def test_the_notes_run_under_its_older_names_shows_what_it_amounts_to(tmp_path: 
     assert "a KL in the rewards of group_norm" in fields(in_reward.fields)["init_kl_coef"].said
 
 
-def test_a_call_of_trl_is_read_and_not_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_of_trl_is_read_and_not_executed(tmp_path: Path, printed: Printed) -> None:
     (tmp_path / "grpo.py").write_text(TRL_CALL)
-    assert main(["config", "translate", str(tmp_path / "grpo.py"), "--ranks", "2"]) == 0
-    text = capsys.readouterr().out
+    text = printed("config", "translate", tmp_path / "grpo.py", "--ranks", "2")
     recipe = recipe_of(tmp_path, text)
     assert (recipe.samples_per_step, recipe.samples_per_update) == (4 * 2 * 8, 4 * 2 * 4)
     assert (recipe.prompts_per_step, recipe.steps, recipe.save.every) == (8, 100, 50)  # two updates a step
@@ -234,11 +233,10 @@ def test_yaml_and_json_and_options_are_the_same(tmp_path: Path, system: System) 
     assert read[0] == read[1] == read[2] == flat
 
 
-def test_what_cannot_be_a_recipe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_a_recipe_is_said(tmp_path: Path, printed: Printed) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m verl.x data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=3\n")
-    assert main(["config", "translate", str(path)]) == 2
-    assert "update.samples_per_update = 3 does not divide" in capsys.readouterr().err
+    assert "update.samples_per_update = 3 does not divide" in printed("config", "translate", path, code=2)
     path.write_text("echo hello\n")
     with pytest.raises(ConfigError, match="no settings found"):
         read_settings(path)

@@ -34,6 +34,7 @@ from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.types import Turn
 from tests.envs.test_adapters import episodes, played, turn
+from tests.pythons import python_with
 
 SERVER = Path(__file__).parents[2] / "recipes" / "envs" / "letters_server.py"
 TEXT = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["text"]}
@@ -288,15 +289,7 @@ def test_a_server_ends_with_its_owner_and_takes_along_what_it_started() -> None:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python that has openenv."""
-    folder = tmp_path_factory.mktemp("hub")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
-    made = subprocess.run(
-        [python, "-m", "pip", "install", "-q", "openenv"], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"openenv cannot be installed here: {made.stderr[-200:]}")
-    return str(python)
+    return python_with(tmp_path_factory.mktemp("hub"), "openenv")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lockstep.export.export import Exported, export
 from lockstep.scoring.targets import find_target
 from lockstep.track.rundir import RunDirectory
 from tests.loops.runs import LORA, NO_EVAL, trained
+from tests.saying import Printed
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +79,15 @@ def test_the_card_gets_the_scores_of_later(run: RunDirectory, tmp_path: Path) ->
     assert made(copy).reused
 
 
-def test_a_folder_of_ones_own(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_ones_own(run: RunDirectory, tmp_path: Path, printed: Printed) -> None:
     """The same export is left alone; another, or one with files of the user, is replaced on request alone, or never."""
     out = tmp_path / "out"
     words = ["export", str(run.path), str(out), "--adapter", "--step"]
-    assert main([*words, "2"]) == 0
-    assert "not made again" not in capsys.readouterr().out
-    assert main([*words, "2"]) == 0
-    assert "it is there already, every file whole: not made again" in capsys.readouterr().out
-    assert main([*words, "1"]) == 2
-    assert f"exists already: an export of {run.path} at step 2" in capsys.readouterr().err
+    assert "not made again" not in printed(*words, "2")
+    assert "it is there already, every file whole: not made again" in printed(*words, "2")
+    assert f"exists already: an export of {run.path} at step 2" in printed(*words, "1", code=2)
     assert main([*words, "1", "--again"]) == 0
     assert json.loads((out / "lockstep_export.json").read_text())["source"]["step"] == 1
     (out / "notes.txt").write_text("mine")
-    assert main([*words, "2", "--again"]) == 2
-    assert "files that are not of an export: notes.txt" in capsys.readouterr().err
+    assert "files that are not of an export: notes.txt" in printed(*words, "2", "--again", code=2)
     assert (out / "notes.txt").read_text() == "mine"

@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lockstep.cli import main
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.export.import_checkpoint import import_checkpoint
 from lockstep.models.foreign import Kind, find_foreign
@@ -23,6 +22,7 @@ from lockstep.models.torch_files import joined, load_torch_file
 from lockstep.scoring.targets import build_eval_session, find_target
 from tests.learner.models import logprobs_of, tokens
 from tests.loops.runs import words
+from tests.saying import Printed
 from tests.tiny import write_tiny_model
 
 WORLD = Path(__file__).with_name("verl_world.py")
@@ -50,12 +50,9 @@ def verl(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_verl_shards_are_imported_and_evaluated(
-    verl: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verl_shards_are_imported_and_evaluated(verl: Path, trained: Path, tmp_path: Path, printed: Printed) -> None:
     out = tmp_path / "out"
-    assert main(["import", str(verl), str(out)]) == 0
-    assert "FSDP shards of verl of step 29" in capsys.readouterr().out
+    assert "FSDP shards of verl of step 29" in printed("import", verl, out)
     plain = AutoModelForCausalLM.from_pretrained(trained).eval()
     own = load_file(out / "model.safetensors")
     for name, parameter in plain.named_parameters():
@@ -76,8 +73,7 @@ def test_verl_shards_are_imported_and_evaluated(
         "4",
         "--no-base",
     ]
-    assert main([*arguments, "--out", str(tmp_path / "scores")]) == 0
-    assert "id_probe" in capsys.readouterr().out
+    assert "id_probe" in printed(*arguments, "--out", tmp_path / "scores")
 
 
 def test_shards_that_do_not_fit_are_refused(verl: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lockstep.track.rundir import RunDirectory
 from tests.gallery import Gallery
 from tests.hosts.sshd import Machine, machine, trust
 from tests.loops.runs import words
+from tests.saying import Printed
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,7 +142,7 @@ def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
 
 @pytest.mark.slow
 def test_a_training_that_is_stopped_saves_and_goes_on_here(
-    spare: Machine, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    spare: Machine, tmp_path: Path, tiny_model_dir: Path, printed: Printed
 ) -> None:
     recipe = words(
         tmp_path / "elsewhere", tiny_model_dir, "eval.enabled=false", "steps=150", "save.every=150", "name=long"
@@ -152,14 +153,12 @@ def test_a_training_that_is_stopped_saves_and_goes_on_here(
     while not log.exists() or log.read_text().count("  reward ") < 2:
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)
-    assert main(["host", "stop", "spare", "long"]) == 0
-    assert "long ended with 75" in capsys.readouterr().out  # interrupted, and saved
+    assert "long ended with 75" in printed("host", "stop", "spare", "long")  # interrupted, and saved
     assert main(["host", "fetch", "spare", "long"]) == 75
     place = tmp_path / "elsewhere/runs/long"
     (saved,) = list_checkpoints(place)
     assert (saved.complete, 2 <= saved.step < 150) == (True, True)
-    assert main(["train", "--resume", str(place)]) == 0
-    assert f"resumed from step {saved.step}: every file verified" in capsys.readouterr().out
+    assert f"resumed from step {saved.step}: every file verified" in printed("train", "--resume", place)
     steps = [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 151))
     assert [info.step for info in list_checkpoints(place) if info.complete] == [saved.step, 150]
@@ -280,10 +279,9 @@ def test_a_damaged_piece_is_sent_again(spare: Machine, monkeypatch: pytest.Monke
     assert link().call("compare", names={"weights": jobs.Hashes().of(Path("weights"))})["wrong"] == {}
 
 
-def test_another_host_key_is_refused(spare: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_host_key_is_refused(spare: Machine, printed: Printed) -> None:
     trust(spare.home, spare.port, "other_key")
-    assert main(["host", "list", "spare"]) == 10
-    said = capsys.readouterr().err
+    said = printed("host", "list", "spare", code=10)
     assert "Host key verification failed" in said
     assert "Compare the fingerprint" in said
     assert not spare.folder.exists()
@@ -354,24 +352,21 @@ def test_an_environment_is_made_there_from_a_lock_file(spare: Machine, monkeypat
 
 
 @pytest.mark.slow
-def test_what_no_job_needs_is_removed_on_request(
-    spare: Machine, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
+def test_what_no_job_needs_is_removed_on_request(spare: Machine, printed: Printed, monkeypatch) -> None:
     small_code(monkeypatch)
     Path("rows.jsonl").write_text("{}\n")
     assert main(["host", "sync", "spare", "rows.jsonl"]) == 0
     sha = jobs.Hashes().of(Path("rows.jsonl"))
     assert main(["host", "gc", "spare", "--yes"]) == 0
     assert (spare.folder / "store" / sha).exists()  # sync brought it on purpose
-    assert main(["host", "gc", "spare", "--all"]) == 0
-    assert f"would remove store/{sha}" in capsys.readouterr().out
+    assert f"would remove store/{sha}" in printed("host", "gc", "spare", "--all")
     assert main(["host", "gc", "spare", "--all", "--yes"]) == 0
     assert not (spare.folder / "store" / sha).exists()
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("host", "said"),
+    ("host", "why"),
     [
         ({"ssh": "-oProxyCommand=touch pwned"}, "write an alias, machine or user@machine"),
         ({"ssh": "a b"}, "write an alias"),
@@ -380,12 +375,10 @@ def test_what_no_job_needs_is_removed_on_request(
     ],
 )
 def test_a_wrong_configuration_is_refused(
-    host: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: dict[str, str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": {"spare": host}}))
     monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "hosts.yaml"))
-    assert main(["host", "list"]) == 2
-    assert said in capsys.readouterr().err
+    assert why in printed("host", "list", code=2)
     monkeypatch.setenv("LOCKSTEP_CONFIG", str(tmp_path / "none.yaml"))
-    assert main(["host", "list"]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "there is no such file" in printed("host", "list", code=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +23,7 @@ from lockstep.track.places import run_of
 from lockstep.track.rundir import RunDirectory
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, NO_EVAL, recipe, terminate_in, weights, words
-
-ROOT = Path(__file__).parents[2]
+from tests.saying import shell
 
 
 @pytest.fixture
@@ -44,8 +41,7 @@ def killed(folder: Path, model: Path, *overrides: str) -> Path:
     grader.write_text(grader.read_text().replace("signal.SIGTERM", "signal.SIGKILL"))
     run = folder / "runs" / "run"
     terminate_in(folder, run, 2)
-    command = [sys.executable, "-m", "lockstep", "train", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = shell("train", *arguments)
     assert done.returncode == -9, done.stderr
     return run
 

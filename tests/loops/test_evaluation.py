@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,8 @@ from lockstep.track.writer import read_metrics
 from lockstep.types import Forward
 from tests.gallery import Gallery
 from tests.loops.runs import LORA, events, recipe, trained, words
+from tests.saying import shell
 
-ROOT = Path(__file__).parents[2]
 FADING = '''
 from pathlib import Path
 
@@ -105,12 +102,8 @@ def test_a_fresh_process_gives_the_scores_of_training_in_every_set_and_mode(
     export.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (export / name).write_bytes((run.checkpoints_path / "step_000003" / name).read_bytes())
-    command = [sys.executable, "-m", "lockstep", "eval", f"ckpt={run.path}", f"peft={export}", "--no-base"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [*command, "--recipe", str(tmp_path / "recipe.yaml"), *overrides, "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}, timeout=600,
-    )  # fmt: skip
+    which = ("--recipe", tmp_path / "recipe.yaml", *overrides, "--out", tmp_path / "out")
+    result = shell("eval", f"ckpt={run.path}", f"peft={export}", "--no-base", *which)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("greedy", "pass@4", "ood_probe.greedy", "ood_probe.pass@4"):
         inside = read_score(score_path(run.path, 3, name))

@@ -11,11 +11,10 @@ from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.loops.start import resume_run
 from lockstep.track.rundir import RunDirectory
 from tests.loops.runs import LORA, fingerprints, numbers, trained, words
+from tests.saying import Printed
 
 
-def test_a_longer_run_is_equal_to_one_of_that_length(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_longer_run_is_equal_to_one_of_that_length(tmp_path: Path, tiny_model_dir: Path, printed: Printed):
     overrides = (*LORA, "eval.every=2", "eval.modes=greedy", "save.keep_last=9")
     whole = trained(tmp_path / "whole", tiny_model_dir, *overrides, "steps=5", f"task.data={tmp_path}/whole/sums.jsonl")
     given = words(tmp_path / "short", tiny_model_dir, *overrides, "steps=2", f"task.data={tmp_path}/whole/sums.jsonl")
@@ -33,8 +32,7 @@ def test_a_longer_run_is_equal_to_one_of_that_length(
         assert {k: v for k, v in values.items() if not k.startswith(disk)} == {
             k: v for k, v in again[step].items() if not k.startswith(disk)
         }
-    assert cli.main(["train", "--resume", str(run)]) == 0
-    assert "is finished: step 5" in capsys.readouterr().out
+    assert "is finished: step 5" in printed("train", "--resume", run)
 
 
 def test_a_run_whose_plan_depends_on_its_length_is_refused_in_words(tmp_path: Path, tiny_model_dir: Path):

@@ -11,7 +11,7 @@ import yaml
 
 from lockstep.build import build as parts
 from lockstep.checkpoint.store import list_checkpoints
-from lockstep.errors import ChatError, HealthStop, LearnerError, RunDirectoryError, SyncError
+from lockstep.errors import ChatError, HealthStop, LearnerError, SyncError
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import start_run
 from lockstep.models.weights import named_weights
@@ -240,12 +240,6 @@ def test_the_best_checkpoint_is_kept_and_the_base_is_none(tmp_path: Path, tiny_m
     rewards = {row.step: row.metrics["reward/mean"] for row in read_metrics(run) if row.step}
     best = min(step for step, reward in rewards.items() if reward == max(rewards.values()))
     assert [info.step for info in list_checkpoints(run.path)] == sorted({best, 4})
-
-
-def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
-    trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
-    with pytest.raises(RunDirectoryError, match="a run already exists here"):
-        trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=1")
 
 
 def test_the_stored_recipe_is_complete(gallery: Gallery) -> None:

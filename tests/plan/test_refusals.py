@@ -15,8 +15,9 @@ from lockstep.config.load import load
 from lockstep.doctor.recipe import check_recipe
 from lockstep.errors import RefusedError
 from lockstep.loops.start import start_run
-from lockstep.plan.refusals import refusals, standing
+from lockstep.plan.refusals import refusals
 from tests.loops.runs import terminate_in, words
+from tests.saying import Printed
 
 LORA, PISSA = ("adapter.kind=lora",), ("adapter.kind=lora", "adapter.init=pissa")
 A26 = ("prompts_per_step=16", "samples_per_prompt=8", "update.samples_per_update=16", "eval.enabled=false",
@@ -139,7 +140,7 @@ def test_plan_doctor_and_train_say_the_same_refusal(
 def test_further_refusals_are_the_same_three_times(
     tiny_model_dir: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
     changes: dict[str, Any],
     overrides: tuple[str, ...],
     name: str,
@@ -150,8 +151,7 @@ def test_further_refusals_are_the_same_three_times(
     assert (check.name, says in check.found) == (name, True)
     said = []
     for command in ("plan", "train"):
-        assert main([command, *args]) == 2
-        said.append(still(capsys.readouterr().err))
+        said.append(still(printed(command, *args, code=2)))
     assert said[0] == said[1]
     assert f"{name}: {still(check.found)}\n    to fix: {check.fix}" in said[0]
     assert not (tmp_path / "runs").exists()
@@ -162,10 +162,11 @@ def test_200_steps_that_were_25(tmp_path: Path, tiny_model_dir: Path) -> None:
     args = words(tmp_path, tiny_model_dir, *A26, "steps=200", "epochs=1", "optimizer.warmup_ratio=0")
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(20) for b in range(20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = standing(load(args))
+    (found,) = refusals(load(args))
     assert found.name == "short_horizon"
+    assert not found.allowed
     assert "1 passes over 400 rows, 16 a step, end after 25 steps (200 optimizer steps)" in found.what
-    assert standing(load([*args, "steps=25"])) == []
+    assert refusals(load([*args, "steps=25"])) == []
 
 
 def test_experts_that_vllm_cannot_take_are_refused_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -187,12 +188,9 @@ def test_a_gpu_that_is_not_here_can_be_too_small(tmp_path: Path, capsys: pytest.
     assert "Let through\n  memory: memory plan: full fine-tuning" in capsys.readouterr().out
 
 
-def test_all_of_them_are_shown_at_once(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_of_them_are_shown_at_once(tiny_model_dir: Path, tmp_path: Path, printed: Printed) -> None:
     recipe = words(tmp_path, tiny_model_dir, *LORA, "adapter.targets=[nope]", "rollout.max_tokens=100000")
-    assert main(["train", *recipe]) == 2
-    said = capsys.readouterr().err
+    said = printed("train", *recipe, code=2)
     assert "  context: " in said
     assert "  adapter: " in said
 
@@ -214,32 +212,27 @@ def test_what_is_let_through_stands_in_the_manifest_and_stays_on_a_resume(
     capsys.readouterr()
 
 
-def test_epochs_are_the_horizon_of_a_run(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epochs_are_the_horizon_of_a_run(tiny_model_dir: Path, tmp_path: Path, printed: Printed) -> None:
     args = words(tmp_path, tiny_model_dir, "epochs=0.25", "eval.enabled=false")
     text = (tmp_path / "recipe.yaml").read_text().replace("steps: 3\n", "")
     (tmp_path / "recipe.yaml").write_text(text)
-    assert main(["plan", *args]) == 0
-    out = capsys.readouterr().out
+    out = printed("plan", *args)
     assert "run: rl, task file, 4 steps" in out
     assert "32 rows to train on: 8 are asked, 75% never (4 steps x 2), with 4 replies each time" in out
     run = start_run(load(args))
     assert load([str(run.recipe_path)]).steps == 4
     with pytest.raises(RefusedError, match="short_horizon"):
         start_run(load([*args, "steps=50", "name=other"]))
-    assert main(["plan", "smoke", "epochs=2"]) == 2
-    assert "task.kind = reasoning_gym has no fixed number: set steps" in capsys.readouterr().err
+    assert "task.kind = reasoning_gym has no fixed number: set steps" in printed("plan", "smoke", "epochs=2", code=2)
 
 
 @pytest.mark.parametrize("lie", [{"hidden_size": "64"}, {"max_position_embeddings": None}, {"hidden_size": -4}])
 def test_a_config_that_lies_is_the_loaders_to_refuse(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lie: dict[str, object]
+    tiny_model_dir: Path, tmp_path: Path, printed: Printed, lie: dict[str, object]
 ) -> None:
     args = words(tmp_path, changed(tmp_path, tiny_model_dir, lie))
     assert refusals(load(args)) == []
-    assert main(["train", *args]) == 4
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in printed("train", *args, code=4)
 
 
 def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lockstep.errors import TaskError
 from lockstep.loops.start import start_run
 from lockstep.tasks.build import build_task
 from lockstep.track.rollouts import read_rollouts
+from tests.pythons import python_with
 
 ENVIRONMENT = Path(__file__).parents[2] / "recipes" / "envs" / "digit_sums.py"
 
@@ -46,15 +46,7 @@ def test_a_reward_that_is_no_number_is_no_score() -> None:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python that has verifiers."""
-    folder = tmp_path_factory.mktemp("hub")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
-    made = subprocess.run(
-        [python, "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"verifiers cannot be installed here: {made.stderr[-200:]}")
-    return str(python)
+    return python_with(tmp_path_factory.mktemp("hub"), "verifiers>=0.4,<0.5", "uv")
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -115,14 +114,6 @@ def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path, writes: int)
     with RunDirectory.create(path, RECIPE, FACTS) as run:
         assert run.recipe_yaml() == RECIPE
         assert run.taken_from is not None
-
-
-def test_only_one_process_writes(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS):
-        with pytest.raises(RunLockedError, match=str(os.getpid())):
-            RunDirectory.resume(tmp_path / "a", FACTS)
-        assert not RunDirectory.open(tmp_path / "a").writable
-    RunDirectory.resume(tmp_path / "a", FACTS).close()
 
 
 def test_a_refused_writer_changes_nothing(tmp_path: Path) -> None:

@@ -91,11 +91,6 @@ def test_output_to_a_pipe_is_plain(given: list[str]):
     assert "━" not in done.stdout
 
 
-def test_rich_is_loaded_for_a_terminal_alone():
-    script = "import sys, lockstep.track.console; assert 'rich' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def test_a_killed_run_leaves_the_cursor():
     program = (
         "import os, signal; from lockstep.track.console import Console; "

@@ -89,24 +89,6 @@ def test_after_kill_9_in_a_write_the_next_attempt_continues_and_says_what_it_fou
     assert (run.path / "metrics.jsonl.torn").read_bytes() == b'{"step": 4, "attem\n'
 
 
-def test_metrics_cut_at_every_byte_of_the_last_row_are_continued(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run, RunWriter(run) as writer:
-        for step in (1, 2):
-            writer.step(step, {"reward/mean": step / 10, "grad/norm": math.nan}, proof(step))
-    data = run.metrics_path.read_bytes()
-    start = data[:-1].rfind(b"\n") + 1
-    for cut in range(start, len(data)):
-        run.metrics_path.write_bytes(data[:cut])
-        run.events_path.unlink(missing_ok=True)
-        with RunDirectory.resume(run.path, {}) as again, RunWriter(again) as writer:
-            complete = cut == len(data) - 1
-            writer.step(3, {"reward/mean": 0.3})
-        assert [r.step for r in read_metrics(again)] == ([1, 2, 3] if complete else [1, 3]), cut
-        assert [e.facts["bytes"] for e in read_events(again)] == ([] if complete or cut == start else [cut - start]), (
-            cut
-        )
-
-
 def row(step: int, attempt: int, **metrics: float) -> StepRecord:
     return StepRecord(step, attempt, "2026-11-21T03:30:00.000Z", metrics)
 

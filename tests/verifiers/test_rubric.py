@@ -6,7 +6,6 @@ import importlib.util
 import json
 import site
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.verifiers.rubric import VerifiersRubric
+from tests.pythons import python_with
 
 CLASSIC = Path(__file__).parent / "rewards" / "rubrics.py"
 ROOT = Path(__file__).parents[2]
@@ -36,13 +36,9 @@ print(json.dumps([[[grade.reward, grade.error, dict(grade.metrics)] for grade in
 """
 
 
-def python_with(folder: Path, package: str) -> str:
+def python_behind(folder: Path, package: str) -> str:
     """Make a Python that has a package, and behind it what this one has."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = str(folder / "bin" / "python")
-    made = subprocess.run([python, "-m", "pip", "install", "-q", package], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"{package} cannot be installed here: {made.stderr[-200:]}")
+    python = python_with(folder, package)
     (own,) = folder.glob("lib/python*/site-packages")
     (own / "zz_behind.pth").write_text("\n".join([str(ROOT), *site.getsitepackages()]))
     return python
@@ -50,12 +46,12 @@ def python_with(folder: Path, package: str) -> str:
 
 @pytest.fixture(scope="module")
 def classic(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return python_with(tmp_path_factory.mktemp("classic"), "verifiers>=0.3,<0.4")
+    return python_behind(tmp_path_factory.mktemp("classic"), "verifiers>=0.3,<0.4")
 
 
 @pytest.fixture(scope="module")
 def v1(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return python_with(tmp_path_factory.mktemp("v1"), "verifiers>=0.4,<0.5")
+    return python_behind(tmp_path_factory.mktemp("v1"), "verifiers>=0.4,<0.5")
 
 
 def ran(python: str, *arguments: str) -> str:
