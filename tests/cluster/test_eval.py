@@ -25,8 +25,8 @@ from lockstep.scoring.targets import find_target
 from lockstep.scoring.workers import GroupSession, Session, open_session
 from lockstep.types import Rollout, Sampling
 from tests.cluster.test_runs import no_orphans, processes
-from tests.commands.evaluating import said
 from tests.gallery import Gallery
+from tests.saying import Said
 
 __all__ = ["no_orphans"]
 
@@ -37,12 +37,12 @@ ONE = "threads=1"
 @pytest.mark.usefixtures("no_orphans")
 @pytest.mark.parametrize(("name", "workers"), [("plain", 2), ("plain", 4), ("plain_lora", 2)])
 def test_a_score_does_not_depend_on_the_number_of_workers(
-    gallery: Gallery, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, workers: int
+    gallery: Gallery, tmp_path: Path, said: Said, name: str, workers: int
 ) -> None:
     """S0-10: item by item, of a checkpoint and its base, greedy and sampled; a score of one process stands for it."""
     run = gallery.copy(name, tmp_path / "mine").path
-    assert said(capsys, str(run), ONE)[0] == 0
-    code, out, _ = said(capsys, str(run), ONE, "--gpus", str(workers))
+    assert said("eval", str(run), ONE)[0] == 0
+    code, out, _ = said("eval", str(run), ONE, "--gpus", str(workers))
     assert code == 0
     assert out.count("all 8 replies are those of the stored score") == 2
     assert out.count("measured before under the same conditions") == 2
@@ -51,7 +51,7 @@ def test_a_score_does_not_depend_on_the_number_of_workers(
     assert len(stored) == 4
     for path in stored:
         path.rename(tmp_path / path.name)
-    assert said(capsys, str(run), ONE, "--gpus", str(workers))[0] == 0
+    assert said("eval", str(run), ONE, "--gpus", str(workers))[0] == 0
     for path in stored:
         alone, together = read_score(tmp_path / path.name), read_score(path)
         assert together.results == alone.results
@@ -131,10 +131,10 @@ def process_of(rank: int) -> int:
 
 
 def test_more_gpus_than_there_are_are_refused_before_anything_is_loaded(
-    gallery: Gallery, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    gallery: Gallery, said: Said, tmp_path: Path
 ) -> None:
     run = gallery.run("plain").path
-    code, out, err = said(capsys, str(run), "device=cuda", "--gpus", "64", "--out", str(tmp_path / "out"))
+    code, out, err = said("eval", str(run), "device=cuda", "--gpus", "64", "--out", str(tmp_path / "out"))
     assert code == 2
     assert "64 workers need a GPU each, and this machine has" in err
     assert "rank 63 trains and samples missing" in " ".join(err.split())

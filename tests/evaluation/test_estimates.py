@@ -94,7 +94,7 @@ def test_items_with_too_few_scored_replies_are_left_out_of_pass_at_k() -> None:
     assert estimate(results, "pass@2", 2).se is None  # of one item nothing can be told
     with pytest.raises(EvaluationError, match="no item has enough scored replies for pass@2"):
         estimate(results[:2], "pass@2", 2)
-    with pytest.raises(EvaluationError, match="no estimate best@2"):
+    with pytest.raises(EvaluationError, match="there is no estimate called best@2"):
         item_values(results, "best@2")
 
 

@@ -158,8 +158,8 @@ def test_a_run_measures_a_task_and_compares_it_with_the_base(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"metric": "f1"}, "it has no f1"),
-        ({"filter": "strict"}, "it has no strict"),
+        ({"metric": "f1"}, "the task has no metric or filter .f1"),
+        ({"filter": "strict"}, "the task has no metric or filter .strict"),
         ({"path": "nothing.yaml"}, "there is no file"),
     ],
 )

@@ -57,7 +57,7 @@ def grade(prompt, reply):
         case "eat slowly":
             kept = []
             while True:
-                kept.append(bytearray(2**24))
+                kept.append(bytearray(2**26))
         case "exit": os._exit(3)
         case "segfault": ctypes.string_at(0)
         case "kill": os.kill(os.getpid(), signal.SIGKILL)
