@@ -56,7 +56,7 @@ class Experts:
     bias_EO: Tensor | None = None
     down_bias_EO: Tensor | None = None
     used: tuple[Operands | None, Operands | None] = (None, None)
-    """Of the product with gate and up, and of that with down, where they are quantised."""
+    """Those of the products with gate and up, and with down, where they are quantised."""
 
     @staticmethod
     def of(module: Any) -> Experts | None:
