@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from lockstep.config.section import Section
 
 Numeric: TypeAlias = Literal["bf16", "fp32", "mxfp4-w4a16", "mxfp4-w4a4", "nvfp4-w4a16", "nvfp4-w4a4"]
-"""bf16 and fp32 use the weights as they are; the others quantise linear layers block by block and compute on the result."""
+"""bf16 and fp32 use the weights as they are; the others quantise linear layers and experts and compute on the result."""
 
 
 PLAIN = frozenset({"bf16", "fp32"})
@@ -34,8 +34,8 @@ class Numerics(Section):
     """Scale of an MXFP4 block: floor is the OCP rule, whose largest values saturate; rceil is the least that never saturates;
     ceil is a power of two above the largest value."""
     exclude: list[str] = Field(default_factory=list)
-    """Linear layers left alone, besides embeddings, head, norms, routers and adapters: names, or consecutive parts of them.
-    Example: ["down_proj", "layers.0"]"""
+    """Linear layers and experts left alone, besides embeddings, head, norms, routers and adapters: names, or consecutive parts
+    of them. Example: ["down_proj", "layers.0"]"""
 
     def of(self, phase: Phase) -> str:
         """Return the numeric that quantises in this phase; empty where it computes in the precision of the weights."""

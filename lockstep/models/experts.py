@@ -9,6 +9,7 @@ Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -35,6 +36,15 @@ MANY = 128
 
 
 @dataclass(frozen=True, slots=True)
+class Operands:
+    """Quantised operands of a product. Gradients pass straight through to its own matrices and rows."""
+
+    weight_EOX: Tensor
+    activation: Callable[[Tensor], Tensor] | None = None
+    """Function of the rows that enter; None leaves them as they are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """The tensors of a layer's experts: matrices [E, outputs, inputs] in any order in memory, or kept in MXFP4, and how they are
     activated.
@@ -45,6 +55,8 @@ class Experts:
     activation: Activation
     bias_EO: Tensor | None = None
     down_bias_EO: Tensor | None = None
+    used: tuple[Operands | None, Operands | None] = (None, None)
+    """Those of the products with gate and up, and with down, where they are quantised."""
 
     @staticmethod
     def of(module: Any) -> Experts | None:
@@ -72,12 +84,14 @@ class Experts:
             function: Any = _Mixture
             biases = self.bias_EO, self.down_bias_EO
             result: Tensor = function.apply(
-                x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, *biases, self.activation, experts
+                x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, *biases, self.activation, experts, *self.used
             )
             return result
-        rows = sort_rows(index_TK, experts)
+        rows, (first, second) = sort_rows(index_TK, experts), self.used
+        x_TH, gate_up_EOX = _rows(first, x_TH), _matrices(first, gate_up_EOX)
         inner_RI = gate_up(x_TH, gate_up_EOX, self.bias_EO, rows, self.activation)
-        return combine(product(inner_RI, down_EOX, rows), self.down_bias_EO, rows, weight_TK)
+        out_RH = product(_rows(second, inner_RI), _matrices(second, down_EOX), rows)
+        return combine(out_RH, self.down_bias_EO, rows, weight_TK)
 
 
 class _Mixture(torch.autograd.Function):
@@ -90,25 +104,30 @@ class _Mixture(torch.autograd.Function):
     def forward(
         ctx: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EOX: Tensor | Packed, down_EOX: Tensor | Packed,
         bias_EO: Tensor | None, down_bias_EO: Tensor | None, activation: Activation, experts: int,
+        first: Operands | None, second: Operands | None,
     ) -> Tensor:  # fmt: skip
         rows = sort_rows(index_TK, experts)
-        both_RO = _grouped(x_TH[_tokens(rows)], _dense(gate_up_EOX, x_TH), rows)
-        inner_RI = activate(both_RO, bias_EO, rows, activation)
+        gate_up_EOX, down_EOX = _matrices(first, gate_up_EOX), _matrices(second, down_EOX)
+        both_RO = _grouped(_rows(first, x_TH)[_tokens(rows)], _dense(gate_up_EOX, x_TH), rows)
+        inner_RI = _rows(second, activate(both_RO, bias_EO, rows, activation))
         out_TH = combine(_grouped(inner_RI, _dense(down_EOX, x_TH), rows), down_bias_EO, rows, weight_TK)
         matrices = [None if isinstance(one, Packed) else one for one in (gate_up_EOX, down_EOX)]
         ctx.save_for_backward(x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO)
         ctx.packed = tuple(one if isinstance(one, Packed) else None for one in (gate_up_EOX, down_EOX))
-        ctx.rows, ctx.activation = rows, activation
+        ctx.rows, ctx.activation, ctx.used = rows, activation, (first, second)
         return out_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, index_TK, weight_TK, *matrices, bias_EO, down_bias_EO, both_RO = ctx.saved_tensors
         gate_up_EOX, down_EOX = (packed or dense for packed, dense in zip(ctx.packed, matrices, strict=True))
-        rows, need, activation = ctx.rows, ctx.needs_input_grad, ctx.activation
+        rows, need, activation, (first, second) = ctx.rows, ctx.needs_input_grad, ctx.activation, ctx.used
         grad_TH, token_R = grads[0].contiguous(), _tokens(rows)
         inner_grad_RI = _grouped(grad_TH[token_R], _dense(down_EOX, x_TH).transpose(1, 2), rows)
         both_grad_RO, share_R = activate_back(both_RO, bias_EO, rows, activation, inner_grad_RI, weight_TK)
+        if second is not None and second.activation is not None:  # what the router weighs was made of other numbers
+            inner_RI = second.activation(activate(both_RO, bias_EO, rows, activation))
+            share_R[rows.order_R] = (inner_grad_RI.float() * inner_RI.float()).sum(1)
         del inner_grad_RI
         share_TK = share_R.view_as(weight_TK)
         if down_bias_EO is not None:
@@ -118,15 +137,24 @@ class _Mixture(torch.autograd.Function):
             x_grad_TH = combine(
                 _grouped(both_grad_RO, _dense(gate_up_EOX, x_TH).transpose(1, 2), rows), None, rows, None
             )
-        both_grad = outer(both_grad_RO, x_TH[token_R], rows) if need[3] else None
+        both_grad = outer(both_grad_RO, _rows(first, x_TH)[token_R], rows) if need[3] else None
         bias_grad = _by_expert(both_grad_RO, bias_EO, rows) if need[5] else None
         down_grad = down_bias_grad = None
         if need[4] or need[6]:
             grad_RH = grad_TH[token_R] * weight_TK.reshape(-1)[rows.order_R, None].to(grad_TH.dtype)
-            down_grad = outer(grad_RH, activate(both_RO, bias_EO, rows, activation), rows) if need[4] else None
+            if need[4]:
+                down_grad = outer(grad_RH, _rows(second, activate(both_RO, bias_EO, rows, activation)), rows)
             down_bias_grad = _by_expert(grad_RH, down_bias_EO, rows) if need[6] else None
         weight_grad_TK = share_TK.to(weight_TK.dtype) if need[2] else None
-        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, None, None
+        return x_grad_TH, None, weight_grad_TK, both_grad, down_grad, bias_grad, down_bias_grad, *[None] * 4
+
+
+def _matrices(used: Operands | None, own: Tensor | Packed) -> Tensor | Packed:
+    return own if used is None else used.weight_EOX
+
+
+def _rows(used: Operands | None, own_RX: Tensor) -> Tensor:
+    return own_RX if used is None or used.activation is None else used.activation(own_RX)
 
 
 def _dense(matrix: Tensor | Packed, like: Tensor) -> Tensor:
@@ -241,7 +269,7 @@ class RouterForward:
 def fuse_experts(module: nn.Module) -> bool:
     """Replace the forward of an experts module or a router, if it is of a known form."""
     replaced: Any = module
-    if Experts.of(module) is not None:
+    if "forward" not in module.__dict__ and Experts.of(module) is not None:
         replaced.forward = ExpertsForward(module)
         return True
     if "forward" not in module.__dict__ and Router.of(module) is not None:

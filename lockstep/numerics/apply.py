@@ -1,4 +1,4 @@
-"""The linear layers of a model that are quantised, and the numeric in which they compute now.
+"""The linear layers and experts of a model that are quantised, and the numeric in which they compute now.
 
 The learner and the native engine run the same modules, so the numeric is a switch of the model and not of a layer: the learner
 sets the default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a
@@ -9,16 +9,17 @@ change. `verify` makes every copy again and compares the bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.numerics import Numerics, Phase
 from lockstep.errors import EngineError, LearnerError, ModelError
+from lockstep.numerics.experts import MATRICES, Stack, find_stacks, mix, mix_by_kernels
 from lockstep.numerics.linear import Quantiser, quantised_linear
 from lockstep.numerics.spec import Scale
 
@@ -44,6 +45,9 @@ def settle(model: nn.Module, settings: Numerics, phase: Phase = "train") -> Mode
     return numerics
 
 
+Layer: TypeAlias = nn.Linear | Stack
+
+
 @dataclass(slots=True)
 class _Copy:
     """A quantised weight."""
@@ -54,7 +58,7 @@ class _Copy:
 
 
 class ModelNumerics:
-    """The linear layers of a model's decoder and the numeric in which they compute."""
+    """The linear layers and experts of a model's decoder and the numeric in which they compute."""
 
     def __init__(self, base: Any, scale: Scale = "floor", exclude: Sequence[str] = ()) -> None:
         """Take a transformers model without PEFT around it. Nothing of it changes before a numeric quantises something.
@@ -62,11 +66,12 @@ class ModelNumerics:
         Raises ModelError for an entry of `exclude` that names no linear layer.
         """
         self._scale: Scale = scale
-        self.targets, self.excluded = _linear_layers(base, exclude)
-        """Layers by their name in the checkpoint: those that a numeric quantises, and the linear layers that none does."""
-        self._experts = _experts(base, exclude)
+        stacks, unknown = find_stacks(base)
+        self.targets, self.excluded = _layers(base, stacks, unknown, exclude)
+        """Layers by their name in the checkpoint: those that a numeric quantises, and those that none does."""
+        self._unknown = tuple(name for name in unknown if not any(_names(entry, name) for entry in exclude))
         self._settled = self._current = ""
-        self._copies: dict[tuple[str, nn.Linear], _Copy] = {}
+        self._copies: dict[tuple[str, Layer], _Copy] = {}
         self._wholes: dict[tuple[str, tuple[nn.Linear, ...]], Tensor] = {}
         self._wired = False
         self._last: tuple[str, weakref.ref[Tensor], int, Tensor] | None = None
@@ -94,16 +99,15 @@ class ModelNumerics:
         """Prepare for `computing(numeric)`, like `serve`, but return 0 instead of raising."""
         if self.quantiser(numeric) is None:
             return 0
-        if self._experts:
-            raise ModelError(
-                f"{numeric} quantises linear layers, but the model's experts are stacked tensors, not linear layers",
-                where=", ".join(self._experts[:2]),
-                fix="train it in the precision of its weights, or list these in numerics.exclude to leave the experts alone",
-            )
+        if self._unknown:
+            raise refuse_experts(numeric, self._unknown)
         if not self._wired:
             for layer in self.targets.values():
-                replaced: Any = layer
-                replaced.forward = _Forward(self, layer)
+                replaced: Any = layer.module if isinstance(layer, Stack) else layer
+                if isinstance(layer, nn.Linear):
+                    replaced.forward = _Forward(self, layer)
+                elif not isinstance(replaced.forward, _ExpertsForward):
+                    replaced.forward = _ExpertsForward(self, replaced)
             self._wired = True
         return len(self.targets)
 
@@ -134,15 +138,19 @@ class ModelNumerics:
             return None
         return self._activation(quantiser, x), self.weight(quantiser, layer)
 
-    def weight(self, quantiser: Quantiser, layer: nn.Linear) -> Tensor:
-        """Return DQ(Q(W)) of a layer for its present weight. Always in the same memory, so that captured graphs may read it."""
+    def weight(self, quantiser: Quantiser, layer: Layer) -> Tensor:
+        """Return DQ(Q(W)) of a layer for its present weight ([E, O, X] of a stack). Always in the same memory, so that captured
+        graphs may read it.
+        """
         key = (quantiser.spec.weights or "", layer)
         copy = self._copies.get(key)
         made_of = _state(layer.weight)
         if copy is None:
-            copy = self._copies[key] = _Copy(torch.empty_like(layer.weight, requires_grad=False))
+            shape = (layer.weight_EOX if isinstance(layer, Stack) else layer.weight).shape
+            copy = self._copies[key] = _Copy(layer.weight.new_empty(shape))
         if copy.made_of != made_of:
-            quantiser.weight(layer.weight.detach(), out=copy.tensor)
+            for matrix, out in _matrices(layer, copy.tensor):
+                quantiser.weight(matrix, out=out)
             copy.made_of = made_of
         return copy.tensor
 
@@ -181,15 +189,15 @@ class ModelNumerics:
 
         This finds a write that torch did not count (through `.data`, or a user's kernel). Raises EngineError.
         """
-        names = {id(layer): name for name, layer in self.targets.items()}
+        names = {layer: name for name, layer in self.targets.items()}
         for (kind, layer), copy in self._copies.items():
             if copy.made_of != _state(layer.weight):
                 continue  # makes it again before it is read
-            again = Quantiser(f"{kind}-w4a16", self._scale).weight(layer.weight.detach())
-            if not _same_bits(again, copy.tensor):
+            again = Quantiser(f"{kind}-w4a16", self._scale)
+            if not all(_same_bits(again.weight(matrix), made) for matrix, made in _matrices(layer, copy.tensor)):
                 raise EngineError(
                     "its quantised copy differs from the present weight: it was changed in a way that torch does not record",
-                    where=names[id(layer)],
+                    where=names[layer],
                     fix="write weights in place under torch.no_grad(), never through .data",
                 )
         return len(self._copies)
@@ -211,7 +219,7 @@ class ModelNumerics:
 
         twin = object.__new__(ModelNumerics)
         memo[id(self)] = twin
-        twin._scale, twin._experts, twin._wired = self._scale, self._experts, self._wired
+        twin._scale, twin._unknown, twin._wired = self._scale, self._unknown, self._wired
         twin._settled, twin._current = self._settled, self._settled
         twin.targets = {name: copy.deepcopy(layer, memo) for name, layer in self.targets.items()}
         twin.excluded = self.excluded
@@ -234,6 +242,26 @@ class _Forward:
         return quantised_linear(x, layer.weight, layer.bias, quantiser, used_x=used[0], used_weight=used[1])
 
 
+class _ExpertsForward:
+    """Replacement of an experts module's forward."""
+
+    def __init__(self, numerics: ModelNumerics, module: nn.Module) -> None:
+        self.numerics, self.module = numerics, module
+        self.plain: Any = module.forward
+        self.mix = mix_by_kernels if "forward" in module.__dict__ else mix
+        """On a GPU models.experts has replaced the forward already."""
+        stacks = (Stack(module, name) for name in MATRICES)
+        self.stacks = tuple(stack if stack in numerics.targets.values() else None for stack in stacks)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given, quantiser = (hidden_states, top_k_index, top_k_weights), self.numerics.quantiser(self.numerics.current)
+        if quantiser is None:
+            result: Tensor = self.plain(*given)
+            return result
+        used = tuple(None if stack is None else self.numerics.weight(quantiser, stack) for stack in self.stacks)
+        return self.mix(self.module, quantiser, used, *given)
+
+
 def operands(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the quantised operands of a linear layer instead of x and its weight; None if it uses these themselves."""
     forward = layer.__dict__.get("forward")
@@ -249,11 +277,29 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(kind), other.view(kind))
 
 
-def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.Linear], tuple[str, ...]]:
-    """Return the decoder's linear layers except routers, adapters and those that `exclude` names."""
+def _matrices(layer: Layer, made: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return each matrix that is quantised by itself, with its place in the copy."""
+    if isinstance(layer, Stack):
+        return zip(layer.weight_EOX.detach(), made, strict=True)
+    return [(layer.weight.detach(), made)]
+
+
+def refuse_experts(numeric: str, names: Sequence[str]) -> ModelError:
+    """Make the error for experts that no numeric quantises."""
+    return ModelError(
+        f"{numeric} cannot quantise the model's experts: they are of an unknown form, or kept in MXFP4",
+        where=", ".join(names[:2]),
+        fix="train it in the precision of its weights, or list these in numerics.exclude to leave the experts alone",
+    )
+
+
+def _layers(
+    base: Any, stacks: Mapping[str, Stack], unknown: Sequence[str], exclude: Sequence[str]
+) -> tuple[Mapping[str, Layer], tuple[str, ...]]:
+    """Return the decoder's linear layers and stacks of experts except routers, adapters and those that `exclude` names."""
     inside = {id(module) for module in base.get_decoder().modules()}
-    targets: dict[str, nn.Linear] = {}
-    left: list[str] = []
+    left = [name for name in stacks if any(_names(entry, name) for entry in exclude)]
+    targets: dict[str, Layer] = {name: stack for name, stack in stacks.items() if name not in left}
     names: list[str] = []
     for full, module in base.named_modules():
         parts = full.removesuffix(".base_layer").split(".")
@@ -265,7 +311,7 @@ def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.L
             left.append(name)
         else:
             targets[name] = module
-    known = [*names, *(name for name, _ in base.named_parameters())]
+    known = [*names, *unknown, *(name for name, _ in base.named_parameters())]
     for entry in exclude:
         if not any(_names(entry, name) for name in known):
             raise ModelError(
@@ -274,15 +320,6 @@ def _linear_layers(base: Any, exclude: Sequence[str]) -> tuple[Mapping[str, nn.L
                 fix=f"linear layers here: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in names}))}",
             )
     return targets, tuple(left)
-
-
-def _experts(base: Any, exclude: Sequence[str]) -> tuple[str, ...]:
-    """Return the weights of experts that are stacked in one tensor, except the excluded ones."""
-    decoder = base.get_decoder()
-    convolved = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Conv1d)}
-    three = [(name, parameter) for name, parameter in decoder.named_parameters() if parameter.dim() == 3]
-    stacked = [name for name, parameter in three if id(parameter) not in convolved]
-    return tuple(n for n in stacked if "lora_" not in n and not any(_names(entry, n) for entry in exclude))
 
 
 def _names(entry: str, name: str) -> bool:

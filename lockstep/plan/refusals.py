@@ -233,10 +233,15 @@ def _require_mxfp4(recipe: Recipe) -> None:
 
 def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:
     """Raise LockstepError for a numeric that the layers cannot compute in, as setting it on the loaded model would."""
-    from lockstep.numerics.apply import settle
+    from lockstep.numerics.apply import refuse_experts, settle
+    from lockstep.numerics.experts import Stack
 
+    packed = getattr(recipe.adapter, "base", "") == "mxfp4"
     for phase in PHASES:
-        settle(model, recipe.numerics, phase)
+        targets = settle(model, recipe.numerics, phase).targets
+        stacks = [name for name, layer in targets.items() if isinstance(layer, Stack)]
+        if packed and stacks and (numeric := recipe.numerics.of(phase)):
+            raise refuse_experts(numeric, stacks)
 
 
 def _noise(recipe: Recipe, model: PreTrainedModel) -> None:
