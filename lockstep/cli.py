@@ -122,14 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OUTPUT_FAILED
 
 
-def commands() -> dict[str, ModuleType]:
+def commands(names: Sequence[str] = COMMANDS) -> dict[str, ModuleType]:
     """Return the command modules by name."""
-    names = [name for name in COMMANDS if importlib.util.find_spec(f"lockstep.commands.{name}")]
+    names = [name for name in names if importlib.util.find_spec(f"lockstep.commands.{name}")]
     return {name: importlib.import_module(f"lockstep.commands.{name}") for name in names}
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    modules = commands()
+    first = next(iter(sys.argv[1:] if argv is None else argv), "")
+    # The modules of other commands matter only to the list of all.
+    modules = commands((first,) if first in COMMANDS else () if first == "--version" else COMMANDS)
     parser = Parser(
         prog="lockstep", description="Post-train language models by reinforcement learning with verifiable rewards."
     )

@@ -42,7 +42,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_starting_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from lockstep.cli import main; code = main(sys.argv[1:])\n"
+        "import sys; from lockstep.cli import commands, main; commands(); code = main(sys.argv[1:])\n"
         "print(code, sorted({'torch', 'transformers', 'numpy', 'peft', 'pyarrow', 'rich'} & sys.modules.keys()))"
     )
     result = shell("config", "check", "smoke", code=code)
@@ -134,7 +134,7 @@ def is_interrupted(args: object) -> int:
 def test_a_command_ends_with_its_exit_code(
     run: object, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "commands", lambda: {"probe": command(run)})
+    monkeypatch.setattr(cli, "commands", lambda names: {"probe": command(run)})
     assert main(["probe"]) == code
     assert capsys.readouterr().err == text
 
@@ -143,7 +143,7 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(args: object) -> int:
         raise BrokenPipeError("of something else than stdout")
 
-    monkeypatch.setattr(cli, "commands", lambda: {"probe": command(fails)})
+    monkeypatch.setattr(cli, "commands", lambda names: {"probe": command(fails)})
     with pytest.raises(BrokenPipeError, match="something else"):
         main(["probe"])
 

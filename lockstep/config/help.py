@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from lockstep.config.schema import TAG, Recipe, Section
+from lockstep.config.section import meanings
 
 ITEM = "N"
 """Stands for the number of a list item in the path of a setting: eval.modes.N.name."""
@@ -217,7 +218,7 @@ def _groups(
 
     `place`: the default of the setting that holds the section; its values replace the section's own defaults.
     """
-    schema = section.model_json_schema()
+    properties = _properties(section)
     settings: list[Setting] = []
     inner: list[Group] = []
     for name, field in section.model_fields.items():
@@ -225,17 +226,20 @@ def _groups(
         children = variants(field.annotation)
         if name in known or (name == TAG and variant):
             continue
+        own = meanings(section).get(name, "").replace("\n", " ")
         if not children or ("" in children and type(None) in typing.get_args(field.annotation)):
-            settings.append(_setting(at, field, schema["properties"][name], place))
+            settings.append(_setting(at, field, properties[name], own, place))
         if len(children) > 1:
-            settings.append(Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), _meaning(field)))
+            settings.append(
+                Setting(f"{at}.{TAG}", "choice", default_kind(field), ", ".join(children), _meaning(field, own))
+            )
         default = field.get_default(call_default_factory=True)
         if (
             "" in children
             and isinstance(default, Section)
             and any(f.is_required() for f in children[""].model_fields.values())
         ):
-            inner += _groups(children[""], at, "", (field.description or "").replace("\n", " "), frozenset(), default)
+            inner += _groups(children[""], at, "", own, frozenset(), default)
         else:
             inner += _variant_groups(children, at)
         for kind, item in variants(item_annotation(field.annotation)).items():
@@ -244,6 +248,12 @@ def _groups(
     if settings or not known:
         yield Group(path, variant, text, tuple(settings))
     yield from inner
+
+
+@functools.cache
+def _properties(section: type[Section]) -> dict[str, Any]:
+    """Return the JSON schemas of a section's settings: a section stands in many places, and each schema takes milliseconds."""
+    return dict(section.model_json_schema()["properties"])
 
 
 def _variant_groups(children: Mapping[str, type[Section]], at: str) -> Iterator[Group]:
@@ -273,8 +283,8 @@ def _overrides(tree: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     return tuple(found)
 
 
-def _meaning(field: FieldInfo) -> str:
-    """Return the meaning of a setting's variants; variants that share their settings are listed apart."""
+def _meaning(field: FieldInfo, own: str) -> str:
+    """Return the meaning of a setting's variants before its own; variants that share their settings are listed apart."""
     children = variants(field.annotation)
     kinds = "; ".join(f"{kind}: {_text(child).rstrip('.')}" for kind, child in children.items())
     common = common_section(children)
@@ -282,7 +292,6 @@ def _meaning(field: FieldInfo) -> str:
         child.model_fields.keys() - {TAG} <= common.model_fields.keys() for child in children.values()
     ):
         kinds = "A name for one choice of the settings below; what each chooses is listed there"
-    own = (field.description or "").replace("\n", " ")
     return f"{kinds}. {own}" if own else kinds
 
 
@@ -290,12 +299,14 @@ def _text(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
 
 
-def _setting(path: str, field: FieldInfo, schema: dict[str, Any], place: Section | None = None) -> Setting:
+def _setting(
+    path: str, field: FieldInfo, schema: dict[str, Any], meaning: str, place: Section | None = None
+) -> Setting:
     default = "required"
     if place is not None or not field.is_required():
         value = getattr(place, path.rpartition(".")[2]) if place else field.get_default(call_default_factory=True)
         default = json.dumps(to_jsonable_python(value), ensure_ascii=False)
-    return Setting(path, _type(schema), default, _allowed(schema), (field.description or "").replace("\n", " "))
+    return Setting(path, _type(schema), default, _allowed(schema), meaning)
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
+import sys
 from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -12,10 +17,15 @@ TAG = "kind"
 Json: TypeAlias = str | int | float | bool | list[Any] | dict[str, Any] | None
 
 
-class Section(BaseModel):
-    """A frozen group of settings."""
+def _add_meanings(schema: dict[str, Any], section: type[BaseModel]) -> None:
+    for name, text in meanings(section).items():
+        schema["properties"][name]["description"] = text
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+class Section(BaseModel):
+    """A frozen group of settings. The text under a setting is its meaning: see `meanings`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, json_schema_extra=_add_meanings)
 
 
 class ShortSection(Section):
@@ -27,3 +37,45 @@ class ShortSection(Section):
     @classmethod
     def _short(cls, value: Any) -> Any:
         return {cls.SHORT: value} if isinstance(value, str) else value
+
+
+@functools.cache
+def meanings(section: type[BaseModel]) -> dict[str, str]:
+    """Return the meaning of each setting that has one: its `description`, or the text under it, its own or inherited.
+
+    The source is read when asked for: pydantic's `use_attribute_docstrings` reads it at every start of the program.
+    """
+    found: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        if issubclass(each, Section) and each is not Section:
+            found |= _texts(each)
+    given = {name: field.description for name, field in section.model_fields.items() if field.description}
+    return {name: text for name, text in (found | given).items() if name in section.model_fields}
+
+
+def _texts(section: type[BaseModel]) -> dict[str, str]:
+    """Return the texts under the settings of a class's own; none for a class that was made by a call."""
+    tree = _classes(section.__module__).get(section.__qualname__)
+    return {
+        setting.target.id: inspect.cleandoc(text.value.value)
+        for setting, text in itertools.pairwise(tree.body if tree else [])
+        if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by their qualified names; the module is read once for all of them."""
+    found: dict[str, ast.ClassDef] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found[prefix + child.name] = child
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, f"{prefix}{child.name}.<locals>." if isinstance(child, ast.FunctionDef) else prefix)
+
+    visit(ast.parse(inspect.getsource(sys.modules[module])), "")
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.data import FILTERS
+from lockstep.config.section import meanings
 from lockstep.track.text import one_line, plain_table, visible
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ def filter_table() -> str:
                 continue
             default = field.get_default(call_default_factory=True)
             shown = "required" if field.is_required() else _default(default)
-            lines.append(f"    {name:<10} {shown:<24} {one_line(field.description or 'how answers are graded')}")
+            lines.append(
+                f"    {name:<10} {shown:<24} {one_line(meanings(section).get(name, 'how answers are graded'))}"
+            )
     return "\n".join(lines)
 
 

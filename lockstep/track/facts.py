@@ -96,11 +96,11 @@ def code_facts(folder: Path, skip: str | None = None) -> dict[str, Any]:
     try:
         if not git(folder, "ls-files", "--", ".").strip():
             return {"commit": None, "why": "not tracked by git"}
-        commit = git(folder, "rev-parse", "HEAD").strip()
-        branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        commit, branch = git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
         changed = git(folder, "status", "--porcelain", *_but(skip)).splitlines()
-        diff = git(folder, "diff", "HEAD", *_but(skip))
-        summary = git(folder, "diff", "HEAD", "--shortstat", *_but(skip)).strip()
+        known = any(not line.startswith("??") for line in changed)  # a new file is in no diff
+        found = git(folder, "diff", "HEAD", "--shortstat", "--patch", *_but(skip)) if known else ""
+        summary, _, diff = found.partition("\n\n")
     except (OSError, subprocess.SubprocessError) as error:
         return {"commit": None, "why": git_trouble(error)}
     return {
@@ -108,7 +108,7 @@ def code_facts(folder: Path, skip: str | None = None) -> dict[str, Any]:
         "branch": branch,
         "changed_files": len(changed),
         "changed": changed[:CHANGED_SHOWN],
-        "diff": summary,
+        "diff": summary.strip(),
         "diff_sha256": hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest() if diff else None,
     }
 

@@ -66,7 +66,7 @@ def keep_sources(run: RunDirectory, settings: object, runs_dir: str) -> list[str
             home = run.path / one.copy
             shutil.copyfile(one.path, home if not before else home.with_name(f"attempt{run.attempt}_{home.name}"))
     project = code_facts(Path.cwd(), skip=runs_dir)
-    if not before and project["commit"] is not None and (diff := project_diff(Path.cwd(), skip=runs_dir)):
+    if not before and project.get("diff_sha256") and (diff := project_diff(Path.cwd(), skip=runs_dir)):
         lines = (SECRET_TEXT.sub("***", hide_secrets(line)) for line in diff[:COPIED_BYTES].splitlines(keepends=True))
         write_atomic(folder / "project.diff", "".join(lines).encode("utf-8", "backslashreplace"))
     facts: dict[str, object] = {"sources": [asdict(one) for one in sources], "project": project}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+os.environ["DISABLE_MLFLOW_INTEGRATION"] = "TRUE"  # two seconds of imports in each worker; nothing is tracked here
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+
+del os.environ["DISABLE_MLFLOW_INTEGRATION"]
 
 NAN = float("nan")
 

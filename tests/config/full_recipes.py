@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.load import dump, load_mapping
+from lockstep.config.load import load_mapping
 
 Tree = dict[str, Any]
 
@@ -27,7 +27,7 @@ COMPOSITE: Tree = {
 
 def complete(given: Tree) -> Tree:
     """With every setting that `given` leaves out: a setting that is added to the schema is mutated without a change here."""
-    return yaml.safe_load(dump(load_mapping(given)))
+    return load_mapping(given).model_dump(mode="json")
 
 
 FULL = complete(GIVEN)

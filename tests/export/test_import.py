@@ -100,7 +100,7 @@ class Evil:
         return Path.touch, (Path("/tmp/lockstep-was-here"),)  # type: ignore[return-value]
 
 
-def test_a_shard_that_would_run_code_is_refused(verl: Path, tmp_path: Path) -> None:
+def test_a_shard_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"model.norm.weight": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(CheckpointError, match="cannot be read as tensors"):
         load_torch_file(tmp_path / "evil.pt")
@@ -113,11 +113,13 @@ def test_a_shard_that_would_run_code_is_refused(verl: Path, tmp_path: Path) -> N
         load_torch_file(tmp_path / "rubbish.pt")
 
 
+@pytest.mark.sampled("tied")
 def test_an_evaluation_points_to_import(verl: Path, trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lockstep import"):
         find_target(str(verl / "global_step_29"), words(tmp_path, trained))
 
 
+@pytest.mark.sampled("tied")
 def test_a_step_is_not_guessed(verl: Path, tmp_path: Path) -> None:
     shutil.copytree(verl, tmp_path / "verl")
     shutil.copytree(verl / "global_step_29", tmp_path / "verl" / "global_step_9")
