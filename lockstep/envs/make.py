@@ -89,7 +89,7 @@ def own_class(path: str) -> type:
         function = getattr(made, method, None)
         if not callable(function):
             raise TaskError(
-                f"it has no method {method}",
+                f"the class has no method {method}",
                 where=path,
                 fix="define start(self, seed) and step(self, reply) for an Env, or env(self, prompt) for an EnvTask",
             )

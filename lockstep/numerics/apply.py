@@ -188,7 +188,8 @@ class ModelNumerics:
             again = Quantiser(f"{kind}-w4a16", self._scale).weight(layer.weight.detach())
             if not _same_bits(again, copy.tensor):
                 raise EngineError(
-                    "its quantised copy differs from the present weight: it was changed in a way that torch does not record",
+                    "the layer's quantised copy differs from the present weight: "
+                    "it was changed in a way that torch does not record",
                     where=names[id(layer)],
                     fix="write weights in place under torch.no_grad(), never through .data",
                 )

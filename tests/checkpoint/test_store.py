@@ -79,7 +79,7 @@ def test_the_newest_is_opened_or_the_one_asked_for(tmp_path: Path):
     assert [info.step for info in list_checkpoints(tmp_path)] == [5, 20, 100]
     assert open_checkpoint(tmp_path).step == 100
     assert open_checkpoint(tmp_path, 20).step == 20
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; saved are steps 5, 20, 100"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; the saved steps are 5, 20, 100"):
         open_checkpoint(tmp_path, 7)
 
 

@@ -115,7 +115,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     split_set(loaded, PARTS, tmp_path / "out")
     with pytest.raises(DataError, match="it exists already"):
         split_set(loaded, PARTS, tmp_path / "out")
-    with pytest.raises(DataError, match="the parts ask for 60 questions, there are 50 different ones"):
+    with pytest.raises(DataError, match="the parts ask for 60 questions, but there are only 50 different ones"):
         split_set(loaded, [Part("a", 60)], tmp_path / "other")
     with pytest.raises(DataError, match="only the last part can take the rest"):
         split_set(loaded, PARTS[::-1], tmp_path / "other")

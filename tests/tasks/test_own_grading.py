@@ -99,7 +99,7 @@ UNSCORED = {
     "none": "the grader returned NoneType, not a number, bool or Grade",
     "inf": "the grader returned inf, not a finite number",
     "list": "the grader returned list, not a number, bool or Grade",
-    "fork": "StartsProcessError: it tried to start a process (os.fork)",
+    "fork": "StartsProcessError: the code tried to start a process (os.fork)",
     "eat": "the grader met its memory limit: MemoryError",
     "exit": "the grader did not live: its process ended (exit code 3)",
 }

@@ -67,7 +67,7 @@ def test_the_settings_win_over_the_runs_seed(tmp_path):
             "def batch(self, step)",
             "it takes (step), but is called with 2 positional arguments",
         ),
-        ("def grade(self, prompt, reply)", "async def grade(self, prompt, reply)", "it is async"),
+        ("def grade(self, prompt, reply)", "async def grade(self, prompt, reply)", "the function is async"),
         (
             "self.top, self.seed = top, seed",
             "raise ValueError('no')",
@@ -91,9 +91,9 @@ def test_unknown_settings_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [self.ask(0)] * size", "two of its prompts have the same id"),
+        ("return [self.ask(0)] * size", "two of the prompts have the same id"),
         ("return [self.ask(0)]", "it gives 1 prompts\n  to fix: give 3"),
-        ("return ['2 * 2 ='] * size", "it gives a str"),
+        ("return ['2 * 2 ='] * size", "the task gives a str"),
         ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("return [self.ask(i / 0) for i in range(size)]", "ZeroDivisionError: division by zero ({file}:14)"),
         ("yield self.ask(1)\n        raise KeyError('gone')", "KeyError: 'gone'"),

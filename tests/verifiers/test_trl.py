@@ -164,7 +164,7 @@ def test_what_cannot_be_used_is_refused():
         rewards("corect")
     with pytest.raises(ValidationError, match="weights has 1 numbers for 2 functions"):
         rewards("correct", "short", weights=[1.0])
-    with pytest.raises(ValidationError, match="name at least one function"):
+    with pytest.raises(ValidationError, match="give at least one function"):
         schema.TrlVerifier(path=[])
 
 
