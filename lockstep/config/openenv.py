@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv has."""
+"""Settings of the task `openenv`, whose environments a server of OpenEnv has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifiers: the reward of a reply."""
+"""Settings of verifiers, which decide the reward of a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it loads no data and no torch."""
+"""Turns a task's settings into a function from a prompt to its environment. Runs in the environments' processes; loads no torch."""
 
 from __future__ import annotations
 

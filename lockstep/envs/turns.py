@@ -1,4 +1,4 @@
-"""Checks of what an environment returns."""
+"""Checks what an environment returns, before a reply's turn is used."""
 
 from __future__ import annotations
 

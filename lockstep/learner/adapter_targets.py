@@ -1,4 +1,4 @@
-"""Selection of the layers that get an adapter."""
+"""Selects the layers that get an adapter, from `adapter.targets`."""
 
 from __future__ import annotations
 

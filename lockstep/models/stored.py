@@ -1,4 +1,4 @@
-"""Number of parameters in a folder's weight files, from their headers alone. Loads no torch."""
+"""Counts the parameters in a folder's weight files, from their headers alone. Loads no torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RunState:
     """The state of a run. Example: RunState("stopped", "the gradient was 0 in 20 steps", "2026-11-22T10:00:00.000Z")"""
 
     name: StateName
-    """stopped: by a health rule. interrupted: by a signal, after saving. failed: by another error. killed: no reason is recorded."""
+    """stopped: by a health rule. interrupted: by a signal, after saving. failed: by another error. killed: no recorded reason."""
     reason: str
     time: str
     """Time of the event that decides the state, UTC."""
