@@ -110,7 +110,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
     )
     rows = answers(0, 1, 2)
     assert kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:even"}) == [1, 3]
-    with pytest.raises(DataError, match="it gives 'yes' for row 1"):
+    with pytest.raises(DataError, match="the filter gives 'yes' for row 1"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:wrong"})
     with pytest.raises(DataError, match=r"the filter fails at row 1: KeyError: 'x' \(.*own.py:6\)"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:fails"})

@@ -221,7 +221,7 @@ def test_what_fails_says_where(own: Path):
     odd = MasterOptimizer(given, PythonOptimizer(path=f"{own}:Odd"))
     loss_of(given, 0).backward()
     odd.step(0.1)
-    with pytest.raises(CheckpointError, match="its state 'history' is a list"):
+    with pytest.raises(CheckpointError, match="the optimizer's state 'history' is a list"):
         odd.tensors()
 
 

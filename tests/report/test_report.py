@@ -336,7 +336,7 @@ def test_a_page_shows_what_a_resume_refuses(tmp_path: Path) -> None:
     """Scores with a link in their place are not read from elsewhere."""
     path = finished_run(tmp_path / "run", steps=13)
     (path / "report.html").symlink_to(tmp_path / "diary.txt")
-    with pytest.raises(RunDirectoryError, match=r"report\.html: is a symbolic link"):
+    with pytest.raises(RunDirectoryError, match=r"report\.html: this is a symbolic link"):
         write_report(path)
     assert not (tmp_path / "diary.txt").exists()
 
