@@ -237,7 +237,7 @@ def test_what_cannot_be_read_or_compared_is_a_note(tmp_path: Path) -> None:
     assert facts.rows == ()
     assert facts.samples is None
     notes = "\n".join(facts.notes)
-    assert "step_000003_greedy.json is left out: its checksum" in notes
+    assert "step_000003_greedy.json is left out: the record's checksum" in notes
     assert "step_000009_greedy.json is left out: its weights belong to an attempt" in notes
     assert "not compared" in notes
     assert "max_tokens: 16 against 99" in notes
