@@ -1,4 +1,4 @@
-"""`python -m lockstep`."""
+"""Starts the command line for `python -m lockstep`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Setting of how OpenMP's threads wait for each other, which must be made before torch is loaded."""
+"""Sets how OpenMP's threads wait for each other, which must happen before torch is loaded."""
 
 from __future__ import annotations
 

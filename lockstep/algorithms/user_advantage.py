@@ -35,7 +35,9 @@ class UserAdvantage:
         values = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, list | tuple) or len(values) != len(replies):
             found = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-            raise LearnerError(f"it returned {found} for {len(replies)} replies", where=self.path, fix=_RETURN)
+            raise LearnerError(
+                f"the estimator returned {found} for {len(replies)} replies", where=self.path, fix=_RETURN
+            )
         return [
             self._given(reply, value, number) for number, (reply, value) in enumerate(zip(replies, values, strict=True))
         ]

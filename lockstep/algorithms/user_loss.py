@@ -69,16 +69,22 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
     """Load a user's function and see that it takes (first, **settings). Raises LearnerError."""
     function = load_object(path, LearnerError)
     if not callable(function):
-        raise LearnerError(f"it is a {type(function).__name__}, not a function", where=path, fix="name a function")
+        raise LearnerError(
+            f"the path leads to a {type(function).__name__}, not a function",
+            where=path,
+            fix="give the path of a function (file.py:function)",
+        )
     if inspect.iscoroutinefunction(function):
-        raise LearnerError("it is async; its result is used at once", where=path, fix="use def")
+        raise LearnerError(
+            "the function is async, but its result is used at once", where=path, fix="define it with def"
+        )
     signature = inspect.signature(function)
     try:
         signature.bind(None, **settings)
     except TypeError as error:
         names = ", ".join([first, *(f"{name}={value!r}" for name, value in settings.items())])
         raise LearnerError(
-            f"it takes {signature}, but would be called with ({names}): {error}",
+            f"the function takes {signature}, but would be called with ({names}): {error}",
             where=path,
             fix=f"define it as ({first}, **settings), with the names of the settings beside its path",
         ) from error

@@ -101,7 +101,9 @@ def _layers(folder: Path) -> list[str]:
         with safe_open(folder / ADAPTER_TENSORS, framework="pt") as file:
             return layers_of(file.keys())
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{ADAPTER_TENSORS} cannot be read: {error}", where=str(folder)) from error
+        raise ModelError(
+            f"{ADAPTER_TENSORS} cannot be read: {error}", where=str(folder), fix="copy the folder again"
+        ) from error
 
 
 def _unread(found: AdapterTarget, why: str, setting: str = "") -> ModelError:

@@ -200,5 +200,5 @@ def require_precision(recipe: Recipe, weights: str) -> None:
             [
                 f"numerics names {named}, but the weights are in {weights}, and unquantised layers compute in their precision"
             ],
-            fix=f"set model.dtype: {named}, or name {weights} in numerics",
+            fix=f"set model.dtype: {named}, or set {weights} in numerics",
         )

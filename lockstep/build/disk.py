@@ -82,6 +82,6 @@ def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
         raise CheckpointError(
             f"{told}; the largest files are {largest}",
             where=str(checkpoint),
-            fix="report this: it holds more than was trained",
+            fix="report this: the checkpoint holds more than was trained",
         )
     return told if verdict == "off" else ""

@@ -117,7 +117,9 @@ def find_opponent(name: str) -> Place:
     path = Path(name).expanduser()
     if not path.is_dir():
         raise TaskError(
-            "there is no such folder", where=f"{WHERE} = {name}", fix="name an adapter, a checkpoint or a run"
+            "there is no such folder",
+            where=f"{WHERE} = {name}",
+            fix="set the path of a run with an adapter, or of an adapter's folder",
         )
     info: CheckpointInfo | None = None
     if (path / "manifest.json").is_file():
@@ -127,9 +129,13 @@ def find_opponent(name: str) -> Place:
     found = find_adapter(info.path if info is not None else path)
     if found is None:
         what = (
-            "it trained all weights and has no adapter" if info is not None else "it holds no adapter in PEFT's layout"
+            "this run or checkpoint trained all weights and has no adapter"
+            if info is not None
+            else "the folder holds no adapter in PEFT's layout"
         )
-        raise TaskError(what, where=f"{WHERE} = {name}", fix="name a run with an adapter, or an adapter's folder")
+        raise TaskError(
+            what, where=f"{WHERE} = {name}", fix="set the path of a run with an adapter, or of an adapter's folder"
+        )
     if info is None:
         return Place(found.path, str(path))
     run = run_of(info.path.resolve())
@@ -147,7 +153,7 @@ def _require_model(place: Place, recipe: Recipe) -> None:
             f"{place.label} was trained on {theirs.path}{f' ({theirs.revision})' if theirs.revision else ''}, this run "
             f"trains {ours.path}{f' ({ours.revision})' if ours.revision else ''}",
             where=WHERE,
-            fix="name an adapter of this run's model",
+            fix="set an adapter of this run's model",
         )
 
 
@@ -185,7 +191,9 @@ class OpponentSampler:
         found, until = [], time.monotonic() + seconds
         while True:
             if self._broken is not None:
-                raise EngineError(f"the opponent's engine failed: {self._broken}", where=WHERE) from self._broken
+                raise EngineError(
+                    f"the opponent's engine failed: {self._broken}", where=WHERE, fix="resume the run"
+                ) from self._broken
             try:
                 found.append(self._outbox.get_nowait())
             except queue.Empty:

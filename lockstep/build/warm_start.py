@@ -84,7 +84,9 @@ def find_checkpoint(name: str) -> CheckpointInfo:
     raise CheckpointError(
         "the checkpoint that this run starts from is missing" if gone else "the path is neither a run nor a checkpoint",
         where=f"{WHERE} = {name}",
-        fix="put it back: a run that was started from it needs it, to resume too" if gone else "name a run's directory",
+        fix="put it back: a run that was started from it needs it, to resume too"
+        if gone
+        else "set the path of a run or of a checkpoint",
     )
 
 
@@ -115,7 +117,7 @@ def _require_fit(parent: Parent, adapter: Adapter) -> None:
         raise CheckpointError(
             f"the checkpoint has adapters ({parent.trained}), but this run trains all weights",
             where=where,
-            fix="export the merged model with lockstep export --merge and name it in model.path, or set the adapter of that run",
+            fix="export the merged model with lockstep export --merge and set model.path to it, or set the adapter of that run",
         )
     if getattr(adapter, "start", None) is not None:
         raise CheckpointError(

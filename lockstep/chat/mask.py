@@ -1,4 +1,4 @@
-"""Positions of the assistant's turns in a rendered chat."""
+"""Finds the token positions of the assistant's turns in a rendered chat, for training on replies."""
 
 from __future__ import annotations
 

@@ -197,4 +197,6 @@ def _render(manifest: Manifest) -> bytes:
 
 
 def _corrupt(folder: Path, name: str, reason: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{name}: {reason}", where=str(folder))
+    return CorruptCheckpointError(
+        f"{name}: {reason}", where=str(folder), fix="use another checkpoint, or copy this one again"
+    )

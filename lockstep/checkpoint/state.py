@@ -151,7 +151,9 @@ def _plain_config(path: Path) -> str:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="correct the model's folder") from error
+        raise CheckpointError(
+            f"the file is not JSON: {error}", where=str(path), fix="correct the model's folder"
+        ) from error
     if "quantization_config" not in config:
         return text
     del config["quantization_config"]

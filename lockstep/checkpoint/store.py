@@ -108,7 +108,7 @@ def check_space(folder: Path, bytes_needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if bytes_needed + SPARE > free:
         raise CheckpointError(
-            f"need {_gib(bytes_needed + SPARE)}, {_gib(free)} free",
+            f"a checkpoint needs {_gib(bytes_needed + SPARE)} of disk, but only {_gib(free)} are free",
             where=str(folder),
             fix="free space, lower save.keep_last, or put runs_dir or paths.checkpoints on a larger disk",
         )
@@ -153,12 +153,16 @@ def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[i
     Raises CheckpointError if `keep_last` is less than 1 or `keep_best` is not a checkpoint.
     """
     if keep_last < 1:
-        raise CheckpointError(f"keep_last = {keep_last} would delete every checkpoint", where=str(run_dir))
+        raise CheckpointError(
+            f"keep_last = {keep_last} would delete every checkpoint", where=str(run_dir), fix="keep at least 1"
+        )
     clean(run_dir)
     complete = [info for info in list_checkpoints(run_dir) if info.complete]
     if keep_best is not None and keep_best not in {info.step for info in complete}:
         raise CheckpointError(
-            f"the best checkpoint, step {keep_best}, does not exist", where=str(checkpoints_of(run_dir))
+            f"the best checkpoint, step {keep_best}, does not exist",
+            where=str(checkpoints_of(run_dir)),
+            fix="resume the run: it warns and goes on without a best checkpoint",
         )
     doomed = [info for info in complete[:-keep_last] if info.step != keep_best]
     for info in doomed:
@@ -192,7 +196,9 @@ def _state(step: int, meta: Mapping[str, Json]) -> str:
     try:
         text = json.dumps({"step": step, "meta": dict(meta)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's meta is not JSON: {error}", where=STATE) from error
+        raise CheckpointError(
+            f"the checkpoint's meta is not JSON: {error}", where=STATE, fix="use text, numbers, lists and objects only"
+        ) from error
     if json.loads(text)["meta"] != meta:
         raise CheckpointError(
             "a value of the checkpoint's meta changes when it is written as JSON",
@@ -220,8 +226,9 @@ def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool
     places = [info for info in infos if info.complete or _place(info.path.name)[0] == ""]
     steps = sorted({info.step for info in places}, reverse=True)
     if step is not None and step not in steps:
-        there = f"saved are steps {', '.join(map(str, reversed(steps)))}" if steps else "none is saved"
-        raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(checkpoints_of(run_dir)))
+        there = f"the saved steps are {', '.join(map(str, reversed(steps)))}" if steps else "none is saved"
+        fix = "choose one of these steps" if steps else "start the run from the beginning"
+        raise CheckpointError(f"no checkpoint of step {step}; {there}", where=str(checkpoints_of(run_dir)), fix=fix)
     if not steps:
         unfinished = "".join(f"; {_passed_over(info)}" for info in infos)
         raise CheckpointError(
@@ -251,7 +258,9 @@ def verify_checkpoint(folder: Path) -> CheckpointInfo:
     step, meta = _read_state(folder)
     if step != manifest.step:
         raise CorruptCheckpointError(
-            f"{STATE} is of step {step}, but the checkpoint is of step {manifest.step}", where=str(folder)
+            f"{STATE} is of step {step}, but the checkpoint is of step {manifest.step}",
+            where=str(folder),
+            fix="restore the checkpoint from a copy, or choose another",
         )
     return CheckpointInfo(step, folder, complete=True, bytes=manifest.bytes, meta=meta)
 
@@ -294,7 +303,7 @@ class _Facts(dict[str, Json]):
 
     def __missing__(self, key: str) -> NoReturn:
         fix = "choose another checkpoint: Lockstep did not write this one as it is"
-        raise CorruptCheckpointError(f"{STATE}: it has no {key!r}", where="the checkpoint", fix=fix)
+        raise CorruptCheckpointError(f"{STATE} has no {key!r}", where="the checkpoint", fix=fix)
 
 
 class _Meta(BaseModel):

@@ -96,7 +96,7 @@ class Samplers(Part):
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:
                 raise SyncError(
-                    f"its log-probabilities of the probe differ by {gap:.3g} on average, above {tolerance:.3g}",
+                    f"the worker's log-probabilities of the probe differ by {gap:.3g} on average, above {tolerance:.3g}",
                     where=f"rank {trainers + rank}",
                     fix="use no sample of this run's last step; resume from the last checkpoint",
                 )

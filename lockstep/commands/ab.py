@@ -68,7 +68,8 @@ def pair_of(
         raise ConfigError([f"--set {' '.join(changed)}: both runs would be the same"], fix="give another value")
     if own := [path for path in paths if path.split(".")[0] in OWN]:
         raise ConfigError(
-            [f"--set {own[0]}: it has no effect on the results of a run"], fix="name the runs with --name"
+            [f"--set {own[0]}: this setting has no effect on the results of a run"],
+            fix="set the names of the runs with --name",
         )
     if "seed" in paths:
         raise ConfigError(

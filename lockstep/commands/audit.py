@@ -31,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from lockstep.evaluation.table import score_line
 
     if args.n < 1:
-        raise EvaluationError(f"-n {args.n}: nothing would be shown", fix="take at least 1")
+        raise EvaluationError(f"-n {args.n}: nothing would be shown", fix="set -n to 1 or more")
     records = newest(records_of(args.score))
     chosen = [record for record in records if record.key[1].startswith(args.mode or "")]
     if not chosen:
         modes = ", ".join(sorted({record.key[1] for record in records}))
         raise EvaluationError(
-            f"there is no score of mode {args.mode}", where=args.score, fix=f"name one with --mode: {modes}"
+            f"there is no score of mode {args.mode}", where=args.score, fix=f"choose one with --mode: {modes}"
         )
     record = min(chosen, key=lambda one: (not one.key[1].startswith("greedy"), one.path))
     score = read_score(record.path)

@@ -172,7 +172,9 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
             found.append(dataclasses.replace(target, label=label, name=name))
     names = [target.label for target in found]
     if len(set(names)) < len(names):
-        raise ConfigError([f"two targets are called {max(names, key=names.count)}"], fix="name each: a=PATH b=PATH")
+        raise ConfigError(
+            [f"two targets are called {max(names, key=names.count)}"], fix="give each a name: a=PATH b=PATH"
+        )
     refuse_one_file_for_two([target for target in found if args.out or target.run is None])
     return found
 
@@ -188,7 +190,7 @@ def refuse_one_file_for_two(targets: Sequence[Target]) -> None:
         other, label = owners.setdefault(file, (owner, target.label))
         if other != owner:
             what = f"{label} and {target.label}: their scores would have the same file's name, and one would be lost"
-            raise ConfigError([what], fix="name each: a=PATH b=PATH")
+            raise ConfigError([what], fix="give each a name: a=PATH b=PATH")
 
 
 def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
@@ -197,7 +199,7 @@ def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
     from lockstep.track.rundir import is_run
 
     if step is not None:
-        raise ConfigError(["--step and --all-checkpoints cannot be used together"])
+        raise ConfigError(["--step and --all-checkpoints cannot be used together"], fix="leave one of them out")
     if not is_run(Path(path)):
         raise ConfigError([f"--all-checkpoints: {path} is not a run directory"], fix="give a run, such as runs/mine")
     found = list_checkpoints(Path(path))
@@ -350,7 +352,7 @@ def split_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     overrides = [word for word in args.target if "=" in word and not Path(word).exists() and not named(word)[0]]
     names = [word for word in args.target if word not in overrides]
     if not names:
-        raise ConfigError(["no target was given"], fix="name a run, a checkpoint or a model first")
+        raise ConfigError(["no target was given"], fix="give a run, a checkpoint or a model first")
     return names, [*overrides, *args.set]
 
 

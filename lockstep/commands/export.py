@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
     """Write and verify. Raises ExportError if the outcome is not the trained model."""
     gguf = args.format == "gguf"
     if gguf and args.adapter:
-        raise ConfigError(["--format gguf writes merged models, and --adapter asks for the adapter alone"])
+        raise ConfigError(
+            ["--format gguf writes merged models, and --adapter asks for the adapter alone"],
+            fix="leave one of them out",
+        )
     if not 0 < args.shard_gb < math.inf:
         raise ConfigError([f"--shard-gb {args.shard_gb:g} is not a file size: it must be above 0"])
     from lockstep.export.export import choice_note, export

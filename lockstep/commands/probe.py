@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     args.all_checkpoints, args.numerics = False, None
     (target, *others) = find_targets(args)
     if others:
-        raise ConfigError([f"{others[0].label}: only one target can be probed at a time"])
+        raise ConfigError(
+            [f"{others[0].label}: only one target can be probed at a time"], fix="probe the targets one after the other"
+        )
     if args.action == "format":
         score = measure(target, args, format_mode())
         form = probe_format(score.results)
@@ -77,7 +79,7 @@ def headroom_mode(target: Target, samples: int) -> EvalMode:
     from lockstep.config.schema import EvalMode
 
     if samples < 2:
-        raise ConfigError(["--samples 1: one sample says nothing about groups"], fix="take 8 or more")
+        raise ConfigError(["--samples 1: one sample says nothing about groups"], fix="set --samples to 8 or more")
     return EvalMode(name="headroom", temperature=target.recipe.rollout.temperature, samples=samples)
 
 

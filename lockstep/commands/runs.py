@@ -1,4 +1,4 @@
-"""`lockstep runs`: list runs, note, tag and archive them, remove what is of no more use, show the best known scores."""
+"""`lockstep runs`: list runs, note, tag and archive them, delete what is no longer needed, show the best known scores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 ACTIONS = {
     "list": "list runs (the default)",
-    "best": "show the best known score of each set of items and mode",
+    "best": "show the best known score for each task, mode and set of questions",
     "note": "fill in the entry of runs in NOTES.md",
     "tag": "give a run tags",
     "untag": "take tags from a run",
     "archive": "leave runs out of the list",
     "unarchive": "list them again",
-    "gc": "say what is of no more use, or delete it",
+    "gc": "list what is no longer needed, or delete it",
 }
 
 

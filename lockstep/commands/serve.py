@@ -113,6 +113,6 @@ def _token(path: Path | None) -> str:
             path.write_text(token + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                [f"{path}: the token cannot be written: {error.strerror}"], fix="name another file"
+                [f"{path}: the token cannot be written: {error.strerror}"], fix="give another file"
             ) from error
     return token

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.allow_fallback:
         raise ConfigError(
-            ["--allow-fallback works only with --resume"], fix="name the run with --resume, or leave it out"
+            ["--allow-fallback works only with --resume"],
+            fix="give the run with --resume, or leave --allow-fallback out",
         )
     if args.steps is not None:
         raise ConfigError(["--steps works only with --resume"], fix=f"write steps={args.steps}")

@@ -185,7 +185,8 @@ class Kl(Section):
             raise ValueError("a target needs a coef above 0 to start from: 0 times any factor stays 0")
         if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError(
-                "k1 in the loss has no gradient in expectation, so no effect; choose estimator k2 or k3, or placement reward"
+                "the KL estimator k1 gives no gradient on average when used in the loss: choose estimator k2 or k3, "
+                "or placement reward"
             )
         return self
 

@@ -221,7 +221,8 @@ class Data(ShortSection):
         one_file = ".py:" in text or text.startswith("hf://") or text.lower().endswith(FILE_SUFFIXES)
         if one_file and (self.subset is not None or self.split is not None):
             raise ValueError(
-                f"subset and split belong to a hub id (org/name) or a folder; {text} already says which rows are meant"
+                f"subset and split belong to a hub id (org/name) or a folder: leave them out, "
+                f"{text} already says which rows are meant"
             )
         if self.revision is not None and (one_file or text.startswith((".", "/", "~"))):
             where = "write hf://datasets/org/name@revision/…" if text.startswith("hf://") else "leave it out"

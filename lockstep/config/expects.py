@@ -51,7 +51,7 @@ def expects_of(recipe: Path) -> Expects:
             [
                 f"{path}: the file does not exist; it must have the published figures that {recipe.name} is compared with"
             ],
-            fix="write it as recipes/tasks/gsm8k_0.5b.expects.yml is written, or name one of recipes/tasks",
+            fix="write it as recipes/tasks/gsm8k_0.5b.expects.yml is written, or give a recipe of recipes/tasks",
         ) from None
     except (ValidationError, yaml.YAMLError) as error:
         raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from None

@@ -54,7 +54,7 @@ def system_of(text: str) -> System:
     if not found:
         raise ConfigError(
             ["the file has no setting that shows whether it is of verl, OpenRLHF or TRL"],
-            fix="name the system: --from verl, openrlhf or trl",
+            fix="give the system: --from verl, openrlhf or trl",
         )
     return found[0]
 

@@ -118,7 +118,7 @@ class _Health(Section):
             if name in built_in_rules():
                 raise ValueError(f"rules.{name}: a rule of this name is built in; change it by health.{name}")
             if not rule.metric:
-                raise ValueError(f"rules.{name}: name its metric")
+                raise ValueError(f"rules.{name}: set its metric")
             HealthRule.of(rule)
         return self
 

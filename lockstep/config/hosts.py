@@ -32,7 +32,7 @@ def _address(value: str) -> str:
 
 def _word(value: str) -> str:
     if not value or any(character in value for character in "'\"\\\n\0"):
-        raise ValueError("it must not be empty, nor have quotes, backslashes or line ends")
+        raise ValueError("must not be empty, nor have quotes, backslashes or line ends")
     return value
 
 
@@ -79,7 +79,7 @@ def hosts() -> dict[str, Host]:
     document = read(path)
     found = document.value.get("hosts") if isinstance(document.value, dict) else None
     if not isinstance(found, dict) or not found:
-        raise ConfigError([f"{path}: it has no hosts"], where="hosts", fix=example)
+        raise ConfigError([f"{path}: the file has no hosts"], where="hosts", fix=example)
     return {name: _host(path, name, value) for name, value in found.items()}
 
 

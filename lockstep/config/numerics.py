@@ -1,4 +1,4 @@
-"""Precision of each phase, and noise in rollouts."""
+"""Settings of the precision of each phase, and of noise in rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv has."""
+"""Settings of the task `openenv`, whose environments a server of OpenEnv has."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OpenEnvTask(Section):
         if self.command is None and self.env:
             raise ValueError("env applies to command only: the server at url has its own environment variables")
         if self.command is not None and not shlex.split(self.command):
-            raise ValueError("command names no program")
+            raise ValueError("command is empty: set the program that starts the server")
         if "seed" in self.reset:
             raise ValueError("reset gets the seed of each episode: leave it out")
         return self

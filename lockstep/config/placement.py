@@ -1,4 +1,4 @@
-"""Place of a run's computing: its own process, or several workers of this machine."""
+"""Settings of where a run computes: its own process, or several workers of this machine."""
 
 from __future__ import annotations
 

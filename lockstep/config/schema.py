@@ -291,7 +291,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _loop_has_its_settings(self) -> Self:
         if self.task.kind == "none" and (self.loop == "rl" or self.eval.enabled):
-            raise ValueError("task.kind = none has no questions: name a task, or set loop = sft, eval.enabled = false")
+            raise ValueError("task.kind = none has no questions: set a task, or set loop = sft, eval.enabled = false")
         if self.loop == "sft":
             if self.sft is None:
                 raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
@@ -303,7 +303,10 @@ class Recipe(Section):
             own, fields = ("prompts_per_step", "samples_per_prompt"), type(self).model_fields
             idle += [name for name in own if getattr(self, name) != fields[name].default]
             if idle:
-                raise ValueError(f"{idle[0]} applies to loop = rl only; with loop = sft set sft.sequences_per_step")
+                raise ValueError(
+                    f"{idle[0]} applies to loop = rl only: remove it (with loop = sft, "
+                    "sft.sequences_per_step sets the rows per step)"
+                )
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
                 raise ValueError("algorithm applies to loop = rl only; sft minimises the negative log-likelihood")
         elif self.epochs is not None and self.task.kind != "file":
@@ -311,7 +314,7 @@ class Recipe(Section):
                 f"epochs counts passes over rows, and task.kind = {self.task.kind} has no fixed number: set steps"
             )
         elif self.sft is not None:
-            raise ValueError("section sft is set, but loop is rl: it would have no effect")
+            raise ValueError("section sft has no effect with loop = rl: remove it, or set loop = sft")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Base of every group of settings."""
+"""The base class of every group of settings."""
 
 from __future__ import annotations
 

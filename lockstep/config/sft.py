@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the rows, and the turns that carry loss."""
+"""Settings of supervised fine-tuning: the rows, and the turns that carry loss."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ class OpenSpielTask(Section):
             if self.reward_mode != mode and getattr(self, name) != field.get_default(call_default_factory=True):
                 raise ValueError(f"{name} applies to reward_mode = {mode} only, not to {self.reward_mode}")
         if (self.opponent == "adapter") is not (self.rival is not None):
-            has = "names no adapter: set rival.path" if self.rival is None else "is not adapter: rival has no effect"
+            has = "needs an adapter: set rival.path" if self.rival is None else "is not adapter: rival has no effect"
             raise ValueError(f"opponent = {self.opponent} {has}")
         return self

@@ -1,4 +1,4 @@
-"""Tasks: the source of questions, and the chat around them."""
+"""Settings of tasks: the source of questions, and the chat around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of episodes, and the tools that replies may call."""
+"""Settings of episodes: their limits, and the tools that replies may call."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _prompt(model: str) -> Rule:
 
 def _one_file(value: Json) -> str:
     if isinstance(value, list) and len(value) > 1:
-        raise Missing("several files: put them into one folder, and name it as the source")
+        raise Missing("several files: put them into one folder, and set it as the source")
     return str(value[0] if isinstance(value, list) else value)
 
 
@@ -106,7 +106,9 @@ def _openrlhf_correction(f: Foreign, value: Json) -> Found:
             return {"algorithm.correction": {"kind": "mis", "level": "token", "low": limits[0], "high": limits[1]}}
         case "tis":
             return {"algorithm.correction": {"kind": "tis", "level": "token", "cap": limits[1]}}
-    raise Missing("masks by the geometric mean and weighs by the token's ratio; take kind mis, level geometric, or tis")
+    raise Missing(
+        "this masks by the geometric mean and weighs by the token's ratio; take kind mis, level geometric, or tis"
+    )
 
 
 def _trl_correction(f: Foreign, value: Json) -> Found:
@@ -132,7 +134,7 @@ def _openrlhf_kl(f: Foreign, value: Json) -> Found:
     if not in_loss and kind not in ("gae", "reinforce", "reinforce_baseline"):
         raise Missing(f"a KL in the rewards of {kind}: {instead}, which is a KL in the loss")
     if in_loss and estimator == "k1":
-        raise Missing(f"k1 in the loss has no gradient in expectation: {instead}")
+        raise Missing(f"the KL estimator k1 gives no gradient on average when used in the loss: {instead}")
     return {"algorithm.kl": {"coef": value, "estimator": estimator, "placement": "loss" if in_loss else "reward"}}
 
 

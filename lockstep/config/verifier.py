@@ -1,4 +1,4 @@
-"""Verifiers: the reward of a reply."""
+"""Settings of verifiers, which decide the reward of a reply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER = "ANSWER"
 
 
 class NumericVerifier(Section):
-    """Exact match of a number: last boxed answer, else (if allowed) the last number of the reply."""
+    """Match of a number within `tolerance`: last boxed answer, else (if allowed) the last number of the reply."""
 
     kind: Literal["numeric"] = "numeric"
     fallback: Literal["none", "last_number"] = "none"
@@ -178,7 +178,7 @@ class TrlVerifier(OwnGrading):
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         if not self.paths:
-            raise ValueError("path is an empty list: name at least one function")
+            raise ValueError("path is an empty list: give at least one function")
         if self.weights is not None and len(self.weights) != len(self.paths):
             raise ValueError(
                 f"weights has {len(self.weights)} numbers for {len(self.paths)} functions: give one for each"

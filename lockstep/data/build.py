@@ -137,7 +137,7 @@ def split_set(
     wanted = sum(part.size or 0 for part in parts)
     if wanted > len(order) or any(part.size is None for part in parts[:-1]):
         raise DataError(
-            f"the parts ask for {wanted} questions, there are {len(order)} different ones"
+            f"the parts ask for {wanted} questions, but there are only {len(order)} different ones"
             if wanted > len(order)
             else "only the last part can take the rest",
             where=loaded.set.where,
@@ -192,7 +192,7 @@ def _write_parts(
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{format}" for name, _ in parts]
     if there := next((path for path in (*paths, folder / MANIFEST) if path.exists()), None):
-        raise DataError("it exists already", where=str(there), fix="give another folder, or remove it")
+        raise DataError("this file exists already", where=str(there), fix="give another folder, or remove the file")
     outputs = []
     for path, (name, prompts) in zip(paths, parts, strict=True):
         with atomic_path(path) as temporary:
@@ -258,5 +258,5 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
         raise DataError(
             f"a column has values of several types, which Parquet cannot hold: {reason}",
             where=str(path),
-            fix="name an output file that ends in .jsonl",
+            fix="give an output file that ends in .jsonl",
         ) from error

@@ -349,7 +349,9 @@ def _own(settings: PythonFilter) -> Keep:
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     if not callable(function):
         raise DataError(
-            f"it is a {type(function).__name__}, not a function", where=settings.path, fix="name a function"
+            f"the path leads to a {type(function).__name__}, not a function",
+            where=settings.path,
+            fix="give the path of a function (file.py:function)",
         )
 
     def keep(row: Row) -> bool:
@@ -357,13 +359,13 @@ def _own(settings: PythonFilter) -> Keep:
             verdict = function(dict(row.values or {}))
         except Exception as error:
             raise DataError(
-                f"it fails at row {row.number}: {describe(error, file)}",
+                f"the filter fails at row {row.number}: {describe(error, file)}",
                 where=settings.path,
                 fix="correct the function",
             ) from error
         if not isinstance(verdict, bool):
             raise DataError(
-                f"it gives {verdict!r} for row {row.number}",
+                f"the filter gives {verdict!r} for row {row.number}",
                 where=settings.path,
                 fix="give True to keep, False to drop",
             )

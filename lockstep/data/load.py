@@ -204,7 +204,8 @@ class Rows:
         if not tally.kept:
             worst = max(stages, key=lambda stage: stage.dropped)
             raise DataError(
-                f"no row passes the filters: of {tally.read}, {worst.name} drops {worst.dropped}",
+                f"no row passes the filters: {tally.read} rows were read; "
+                f"the filter {worst.name} drops the most, {worst.dropped}",
                 where=self._place(),
                 fix=f"correct the filters; lockstep data check shows what {worst.name} drops",
             )
@@ -227,7 +228,9 @@ class Rows:
         first = "the first " if tally.hopeless else ""
         fix = "correct or remove these rows, or set on_bad_row: drop"
         if tally.bad == tally.read:
-            fix = f"name the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
+            fix = (
+                f"set the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
+            )
         return DataError(
             f"{tally.bad} of {first}{tally.read} rows are bad{more}:\n{shown}", where=self._place(), fix=fix
         )

@@ -62,7 +62,7 @@ def locate(data: Data, where: str) -> Located:
         path = Path(text).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, an unknown user's home
-        raise DataError(f"{text[:100]!r} cannot be a path: {error}", where=where, fix="correct it") from error
+        raise DataError(f"{text[:100]!r} cannot be a path: {error}", where=where, fix="correct the path") from error
     if is_folder:
         return _of_folder(path, data, where)
     if is_file:
@@ -125,7 +125,9 @@ def _files_below(folder: Path, where: str) -> list[str]:
     """Return the paths of all files in a folder, without hidden ones. Raises DataError if they are too many to be a data set."""
 
     def unreadable(error: OSError) -> None:
-        raise DataError(f"it cannot be read: {error.strerror}", where=str(error.filename), fix="give another folder")
+        raise DataError(
+            f"this folder cannot be read: {error.strerror}", where=str(error.filename), fix="give another folder"
+        )
 
     names: list[str] = []
     for root, folders, files in os.walk(folder, onerror=unreadable):
@@ -241,7 +243,9 @@ def _config(configs: Sequence[Mapping[str, object]], subset: str | None, where: 
         subset = names[0]
     if subset is None:
         raise DataError(
-            f"it has {len(names)} subsets: {', '.join(names[:20])}", where=where, fix="set subset to one of them"
+            f"the data set has {len(names)} subsets: {', '.join(names[:20])}",
+            where=where,
+            fix="set subset to one of them",
         )
     if subset not in names:
         raise DataError(

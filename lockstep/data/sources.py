@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises DataError if the file is of another kind, or a parquet file is damaged.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise DataError("is not a regular file", where=str(path), fix="write the rows into a file")
+        raise DataError("this is not a regular file", where=str(path), fix="write the rows into a file")
     match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl(path)
@@ -64,7 +64,11 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
     file = Path(spec.rpartition(":")[0]).expanduser()
     function = load_object(spec, DataError)
     if not callable(function):
-        raise DataError(f"it is a {type(function).__name__}, not a function", where=spec, fix="name a function")
+        raise DataError(
+            f"the path leads to a {type(function).__name__}, not a function",
+            where=spec,
+            fix="give the path of a function (file.py:function)",
+        )
     number = 0
     try:
         for values in function(**settings):
@@ -77,7 +81,7 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
         raise
     except Exception as error:
         raise DataError(
-            f"it fails after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
+            f"the generator fails after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
         ) from error
 
 

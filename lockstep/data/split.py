@@ -38,7 +38,7 @@ def split(prompts: Sequence[Prompt], heldout: int, where: str = "") -> Split:
         raise DataError(
             f"{heldout} questions are to be held out, but there are only {len(first)} different ones",
             where=where,
-            fix="set task.heldout_rows lower, or name a file in task.heldout.id_probe",
+            fix="set task.heldout_rows lower, or give a file in task.heldout.id_probe",
         )
     chosen = sorted(first)[:heldout]
     held = set(chosen)

@@ -97,7 +97,7 @@ class Cells:
         self._limits = limits
         self._wanted = [str(Path(path).expanduser().absolute()) for path in readable]
         if missing := [path for path in self._wanted if not Path(path).exists()]:
-            raise TaskError(f"there is no {missing[0]}", where="task.readable", fix="correct it")
+            raise TaskError(f"there is no {missing[0]}", where="task.readable", fix="correct the path")
         program = str(Path(shutil.which(command[0]) or command[0]).absolute())
         self._wanted += [
             program,
@@ -109,7 +109,7 @@ class Cells:
             raise TaskError(
                 f"{taken[0]} is a folder that the sandbox makes itself",
                 where="task.readable",
-                fix="name the files and folders in it that are needed",
+                fix="list the files and folders in it that are needed",
             )
         self._shown = outermost((*system, *own))
         self._try()
@@ -169,7 +169,7 @@ class Cells:
                 raise _refused(f"the sandbox does not work, status {status}: {log[-1][:300]}")
             wrong = json.loads((folder / "output").read_text())
         if wrong:
-            fix = "name a path that every user may read (chmod a+rX): as root, programs run as a user of their own"
+            fix = "give a path that every user may read (chmod a+rX): as root, programs run as a user of their own"
             raise TaskError(f"the sandbox failed a check: {wrong[0]}", where="task.isolation", fix=fix)
 
 

@@ -84,7 +84,9 @@ def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
     if ".py:" in settings.env:
         found = load_object(settings.env)
         if not callable(found):
-            raise TaskError("it is not a class", where=settings.env, fix="name a class with reset and step")
+            raise TaskError(
+                "the path does not lead to a class", where=settings.env, fix="give a class with reset and step"
+            )
         factory = found
     else:
 
@@ -104,17 +106,23 @@ def _check(env: Any, settings: schema.GymnasiumTask) -> None:
 
     where, action, seen = f"task.env = {settings.env}", env.action_space, env.observation_space
     if not isinstance(action, Discrete | Text):
-        raise TaskError(f"its actions are {action}, neither text nor a choice", where=where, fix="wrap the environment")
+        raise TaskError(
+            f"the environment's actions are {action}, neither text nor a choice",
+            where=where,
+            fix="wrap the environment",
+        )
     if isinstance(action, Discrete) and settings.actions and len(settings.actions) != action.n:
         raise TaskError(
-            f"it has {action.n} actions, task.actions names {len(settings.actions)}", where=where, fix="name each one"
+            f"the environment has {action.n} actions, but task.actions names {len(settings.actions)}",
+            where=where,
+            fix="list one name for each action",
         )
     shown = getattr(env.unwrapped, "render_mode", None) == "ansi"
     if not shown and isinstance(seen, Box) and len(seen.shape) > 1:
         raise TaskError(
-            f"its observations are arrays of shape {seen.shape}, not words",
+            f"the environment's observations are arrays of shape {seen.shape}, not words",
             where=where,
-            fix="set task.settings.render_mode=ansi if it has that, or wrap it",
+            fix="set task.settings.render_mode=ansi if it has that, or wrap the environment",
         )
 
 

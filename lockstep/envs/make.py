@@ -1,4 +1,4 @@
-"""Settings → a function from a prompt to its environment. Runs in the environments' processes: it loads no data and no torch."""
+"""Turns a task's settings into a function from a prompt to its environment. Runs in the environments' processes; no torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def own_class(path: str) -> type:
         function = getattr(made, method, None)
         if not callable(function):
             raise TaskError(
-                f"it has no method {method}",
+                f"the class has no method {method}",
                 where=path,
                 fix="define start(self, seed) and step(self, reply) for an Env, or env(self, prompt) for an EnvTask",
             )

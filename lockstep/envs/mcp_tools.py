@@ -50,13 +50,15 @@ class McpServer:
             raise TaskError(
                 f"the MCP server gives no list of tools: {_cause(error)}",
                 where=self._where,
-                fix="start it by hand to see why; it must speak MCP on its standard output and print nothing else there",
+                fix="start the server by hand to see why; it must speak MCP on its standard output and print nothing else there",
             ) from error
         wanted = self._settings.only
         if missing := sorted(set(wanted or ()) - {tool.name for tool in tools}):
             names = ", ".join(tool.name for tool in tools) or "none"
             raise TaskError(
-                f"it has no tool {missing[0]}; it has {names}", where=self._where, fix="correct the names in `only`"
+                f"the server has no tool {missing[0]}; it has {names}",
+                where=self._where,
+                fix="correct the names in `only`",
             )
         return [tool for tool in tools if wanted is None or tool.name in wanted]
 

@@ -113,7 +113,9 @@ class OpenEnv:
             raise _BrokeError(what, where=self._address, fix="see what the server printed") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise TaskError(
-                "the server's answer has no field data", where=self._address, fix="name a server of OpenEnv"
+                "the server's answer has no field data",
+                where=self._address,
+                fix="give the address of an OpenEnv server",
             )
         return answer
 
@@ -129,7 +131,9 @@ class OpenEnv:
         if field is not None:
             if field not in seen:
                 raise TaskError(
-                    f"its observation has {', '.join(seen)}, no {field}", where="task.observation", fix="correct it"
+                    f"the observation has {', '.join(seen)}, no {field}",
+                    where="task.observation",
+                    fix="correct task.observation",
                 )
             return _text(seen[field])
         for name in ("metadata", "reward", "done"):
@@ -201,7 +205,7 @@ def _field(named: str | None, action: Mapping[str, Any], address: str) -> str:
         f"a reply cannot be {f'its {named}' if named else 'the action'}: the action has {', '.join(properties)} and "
         f"requires {', '.join(required) or 'nothing'}",
         where=f"task.action, {address}",
-        fix="name the one text field that it needs, or set task.action=json",
+        fix="set task.action to the one text field that the server needs, or to json",
     )
 
 
@@ -212,13 +216,13 @@ def _action_schema(address: str, seconds: float) -> dict[str, Any]:
         action = answer.raise_for_status().json()["action"]
         if isinstance(action, dict):
             return action
-        why = "its schema of the action is no object"
+        why = "the server's schema of the action is no object"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     raise TaskError(
         f"no server of OpenEnv answers there ({why})",
         where=f"task.url = {address}",
-        fix="start it, or give task.command to have the run start it",
+        fix="start the server, or give task.command to have the run start it",
     )
 
 
@@ -251,7 +255,7 @@ def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
                 raise TaskError(
                     f"the server {what}; it printed: {said[-500:] or 'nothing'}",
                     where=where,
-                    fix="start it by hand to see why; it must listen on 127.0.0.1 at {port}",
+                    fix="start the server by hand to see why; it must listen on 127.0.0.1 at {port}",
                 ) from error
         time.sleep(0.1)
 

@@ -240,11 +240,13 @@ def outcome_of(output: str, result: str) -> Outcome:
 def _whole(command: Sequence[str]) -> list[str]:
     """Return a command that works in any folder: names of files that are here become whole paths. Raises TaskError."""
     if not command:
-        raise TaskError("the command is empty", where="task.command", fix="name a program")
+        raise TaskError("the command is empty", where="task.command", fix="give a program")
     if shutil.which(command[0]) is None:
-        raise TaskError(f"there is no program {command[0]}", where="task.command", fix="correct it, or install it")
+        raise TaskError(
+            f"there is no program {command[0]}", where="task.command", fix="correct the command, or install the program"
+        )
     if missing := [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not Path(part).exists()]:
-        raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct it")
+        raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct the command")
     return [str(Path(part).absolute()) if "/" in part and Path(part).exists() else part for part in _here(command)]
 
 

@@ -174,7 +174,7 @@ class ProcessRunner:
         except Gone:
             template.end()
             raise TaskError(
-                f"the process for its environments ended while it imported their code, or took over {START_SECONDS:g} s",
+                f"the process for the task's environments ended while it imported their code, or took over {START_SECONDS:g} s",
                 where="task",
                 fix="run the file with python to see why; import less at its top level",
             ) from None

@@ -99,7 +99,9 @@ def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
     if settings.opponent != "random":
         found = load_object(settings.opponent)
         if not callable(found):
-            raise TaskError("it is not a function", where=settings.opponent, fix="define it as (text, numbers)")
+            raise TaskError(
+                "the path does not lead to a function", where=settings.opponent, fix="define it as (text, numbers)"
+            )
         opponent = found
 
     def make() -> Arena:

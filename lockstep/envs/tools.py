@@ -89,7 +89,11 @@ def build_tool(settings: schema.Tool) -> Tool:
     else:
         found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
         if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
-            raise TaskError("it is not a plain function", where=settings.path, fix="name a function defined by def")
+            raise TaskError(
+                "the path does not lead to a plain function",
+                where=settings.path,
+                fix="give a function that is defined with def",
+            )
         function = found
     summary, described = _docstring(function)
     if settings.parameters is None:
@@ -155,12 +159,14 @@ def _model_of(function: Callable[..., object], described: Mapping[str, str], whe
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
-        raise TaskError(f"its annotations cannot be read: {error}", where=where, fix="import what they name") from error
+        raise TaskError(
+            f"the tool's annotations cannot be read: {error}", where=where, fix="import what they name"
+        ) from error
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TaskError(
-                f"its parameter {parameter} cannot be given by name", where=where, fix="give each argument a name"
+                f"the parameter {parameter} cannot be given by name", where=where, fix="give each argument a name"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints.get(name, str), Field(default, description=described.get(name)))
@@ -188,7 +194,7 @@ def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
         jsonschema.Draft202012Validator.check_schema(dict(parameters))
     except jsonschema.SchemaError as error:
         raise TaskError(
-            f"its parameters are not a JSON schema: {error.message}", where=where, fix="correct it"
+            f"the tool's parameters are not a JSON schema: {error.message}", where=where, fix="correct it"
         ) from error
     validator = jsonschema.Draft202012Validator(dict(parameters))
 

@@ -81,7 +81,7 @@ def base_and_last(records: Sequence[Record]) -> list[Pair]:
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
     if not pairs:
         raise EvaluationError(
-            "a base score and a later one are needed to compare", fix="name two scores, runs or folders"
+            "a base score and a later one are needed to compare", fix="give two scores, runs or folders"
         )
     return pairs
 
@@ -110,7 +110,7 @@ def pair(before: Sequence[Record], after: Sequence[Record], *, by_step: bool = F
         raise EvaluationError(
             f"the two sides have no task and mode in common; their first scores differ in {differences(a, b)}",
             where="compare",
-            fix="name two score files to compare them anyway",
+            fix="give two score files to compare them anyway",
         )
     return [Pair(left[key], right[key]) for key in common]
 
@@ -136,7 +136,7 @@ def _two(one: Record, other: Record) -> EvaluationError:
     return EvaluationError(
         f"{one.path} and {other.path} are both scores of mode {one.key[1]} of {one.key[0]}{step}",
         where="compare",
-        fix="name the file that is meant" if step else "name the file that is meant, or a step: FOLDER@STEP",
+        fix="give the file that is meant" if step else "give the file that is meant, or a step: FOLDER@STEP",
     )
 
 

@@ -54,7 +54,7 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
         raise MachineError("lm-eval is not installed", where=where, fix="pip install 'lockstep-rl[lm-eval]'") from error
     path = Path(settings.path).expanduser()
     if not path.is_file():
-        raise EvaluationError(f"there is no file {path}", where=where, fix="name the YAML file of an lm-eval task")
+        raise EvaluationError(f"there is no file {path}", where=where, fix="give the YAML file of an lm-eval task")
     try:
         with _quiet():
             (task,) = TaskManager(include_defaults=False).load(str(path.resolve()))["tasks"].values()

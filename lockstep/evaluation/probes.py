@@ -130,7 +130,9 @@ class Headroom:
 def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
     """Measure the headroom. Raises EvaluationError below two samples per item, or if no item has all samples scored."""
     if samples < 2:
-        raise EvaluationError("headroom needs at least 2 samples an item", where="headroom", fix="draw 8 or more")
+        raise EvaluationError(
+            "headroom needs at least 2 samples per question", where="headroom", fix="set --samples to 8 or more"
+        )
     marks = [[bool(r.correct) for r in replies if r.correct is not None] for replies in by_item(results).values()]
     full = [one for one in marks if len(one) == samples]
     if not full:

@@ -155,7 +155,7 @@ def _older(raw: bytes, path: Path) -> Score:
         raise _damaged(path)
     if body.get("version") != 1:
         raise EvaluationError(
-            f"score record of version {body.get('version')!r}; this Lockstep reads versions 1 and {VERSION}",
+            f"this score record has version {body.get('version')!r}, but this Lockstep reads versions 1 and {VERSION}",
             where=str(path),
             fix="use the Lockstep that wrote it, or evaluate again",
         )
@@ -193,7 +193,7 @@ def _no_constant(name: str) -> float:
 
 def _damaged(path: Path) -> EvaluationError:
     return EvaluationError(
-        "its checksum does not match its content: the file was changed or damaged after it was written",
+        "the record's checksum does not match its content: the file was changed or damaged after it was written",
         where=str(path),
         fix="delete the file and evaluate again; a score is not edited by hand",
     )
@@ -201,7 +201,7 @@ def _damaged(path: Path) -> EvaluationError:
 
 def _foreign(path: Path, why: str) -> EvaluationError:
     return EvaluationError(
-        f"is not a score record: {why}",
+        f"this is not a score record: {why}",
         where=str(path),
         fix="give a file that Lockstep wrote into a run's scores folder; if this file is there, move it away",
     )

@@ -135,7 +135,7 @@ def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
     prompts = task.batch(0, plan.items) if train else task.heldout(plan.role, plan.items)
     if len(prompts) != plan.items:
         raise EvaluationError(
-            f"{plan.items} items of {plan.role} were requested, the task has {len(prompts)}",
+            f"{plan.items} items of {plan.role} were requested, but the task has {len(prompts)}",
             where=f"task {task.name}",
             fix=f"set eval.items={len(prompts)} (of `lockstep eval`: --items {len(prompts)})"
             if prompts

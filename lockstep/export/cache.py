@@ -46,7 +46,7 @@ def made_of(target: Target, kind: str, shard_bytes: int) -> dict[str, Any]:
 def cached_place(key: dict[str, Any]) -> Path:
     """Return the folder in the cache of an export without OUT. Raises ConfigError for weights of no checkpoint."""
     if not key:
-        raise ConfigError(["only a checkpoint of a run is exported into the cache"], fix="name a new folder as OUT")
+        raise ConfigError(["only a checkpoint of a run is exported into the cache"], fix="give a new folder as OUT")
     return cache_root() / "exports" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -104,4 +104,4 @@ def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
     return Place(path.parent.resolve() / path.name, replaced=True)
 
 
-_FIX = "name a new folder, or replace an export with --again"
+_FIX = "give a new folder, or replace an export with --again"

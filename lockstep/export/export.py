@@ -223,7 +223,9 @@ def _trained(target: Target) -> Policy:
     found = fingerprint(named_weights(policy.model)).combined
     if found != saved.fingerprint:
         raise ExportError(
-            f"the weights in memory have fingerprint {found}, the saved ones {saved.fingerprint}", where=target.label
+            f"the weights in memory have fingerprint {found}, the saved ones {saved.fingerprint}",
+            where=target.label,
+            fix="report this: the weights in memory are not those that were read",
         )
     return policy
 

@@ -33,7 +33,7 @@ def new_folder(out: Path) -> Path:
     # A link at this place is not followed.
     out = out.resolve() if out.name in ("", "..") else out.parent.resolve() / out.name
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()) or out == Path.cwd())):
-        raise ConfigError([f"{out} exists already"], fix="name a new folder")
+        raise ConfigError([f"{out} exists already"], fix="give a new folder")
     return out
 
 
@@ -50,7 +50,7 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError([f"{out} cannot be made: {error}"], fix="name a place that can be written") from error
+        raise ConfigError([f"{out} cannot be made: {error}"], fix="give a place that can be written") from error
     try:
         yield folder
         if out.exists() and replaced:

@@ -114,7 +114,7 @@ def _read(found: Foreign) -> Mapping[str, Tensor]:
             return joined(found.shards)
         case Kind.DEEPSPEED:
             if len(found.shards) > 1:
-                what = f"{len(found.shards)} files of model states: tensor-parallel or ZeRO 3"
+                what = f"{len(found.shards)} files of model states, so the model is split (tensor-parallel or ZeRO 3)"
                 fix = "run zero_to_fp32.py, which DeepSpeed left beside it, with --safe_serialization, and import its result"
                 raise CheckpointError(what, where=str(found.path), fix=fix)
             return module_states(found.shards[0])

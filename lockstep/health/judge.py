@@ -1,5 +1,8 @@
-"""Applies the rules to a run's metrics, step by step. Pure: the alarms depend on the recipe and the metrics alone, so a resumed
-run that has read the records of the steps before raises those of an unbroken one."""
+"""Applies the health rules (config/metrics.yaml) to a run's metrics, step by step, and returns the alarms.
+
+Pure: alarms depend only on the recipe and the metrics, so a resumed run that first reads the recorded steps raises the same
+alarms as an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +88,9 @@ class HealthJudge:
         self._past = {rule.name: _History(deque(maxlen=setting.window)) for rule, setting in self._rules}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """Return the rules that this step breaks: those that stop each time, those that warn when it begins.
+        """Return the alarms of the rules that this step breaks.
 
+        A rule that stops the run gives one in every such step; a rule that warns, only when it becomes broken.
         A rule whose metric is absent neither counts the step nor forgets those before it.
         """
         metrics = {**metrics, **self._trends.step(step, metrics)}
@@ -157,7 +161,7 @@ def _differing(recipe: Recipe) -> tuple[float, str]:
 
 
 def outside(rule: Rule, value: float, limit: float) -> bool:
-    """Return whether the value is unhealthy; one that is no number is."""
+    """Return whether the value is unhealthy; NaN is unhealthy."""
     return math.isnan(value) or (value > limit if rule.side == "above" else value < limit)
 
 

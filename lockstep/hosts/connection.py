@@ -41,9 +41,9 @@ LITERAL = re.compile(r"Literal data: ([\d,]+) bytes")
 CAUSES = {
     "Host key verification failed": "its key is not the known one, or not known yet. Compare the fingerprint with the machine's "
     "own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then connect once by hand: ssh {ssh}",
-    "Permission denied": "load its key (ssh-add), or name it in ~/.ssh/config; `ssh {ssh} true` must work without a question",
+    "Permission denied": "load its key (ssh-add), or give it in ~/.ssh/config; `ssh {ssh} true` must work without a question",
     "Could not resolve hostname": "correct hosts.{name}.ssh, or add an alias to ~/.ssh/config",
-    "No space left": "lockstep host gc {name} --all --yes, or name a folder on a larger disk (hosts.{name}.folder)",
+    "No space left": "lockstep host gc {name} --all --yes, or set a folder on a larger disk (hosts.{name}.folder)",
     "not found": "install it there, or correct hosts.{name}.python",
     "file_digest": "hosts.{name}.python must be Python 3.11 or newer",
 }

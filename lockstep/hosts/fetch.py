@@ -75,7 +75,7 @@ class _Placing:
             if place.exists() and self._score(name) is None and sha256_of(place) != sha256_of(self.stage / name):
                 taken.append(str(place))
         if taken:
-            what = f"{', '.join(taken)}: there is another one of this name"
+            what = f"{', '.join(taken)}: another one of this name is already here"
             raise HostError(what, where="fetch", fix="move it away, then fetch again")
         return [line for name in single for line in self._file(name)] + [self._run(run) for run in runs]
 

@@ -194,7 +194,7 @@ class _Search:
 
     def _add(self, name: str, path: Path, *, rewritten: bool = False) -> None:
         if _secret(path):
-            what = "is not sent: by its name it holds secrets"
+            what = "this file is not sent: its name says that it holds secrets"
             raise HostError(what, where=str(path), fix="put what is needed in another file")
         self.inputs.files[name] = path
         if not rewritten or (path.parent / COMMIT).exists():  # a checkpoint's own files are hashed

@@ -184,7 +184,7 @@ def run(link: Connection, argv: Sequence[str], name: str, variables: Sequence[st
             fix="train its weights further: warm_start=RUN name=NAME",
         )
     if unknown := [one for one in variables if one not in os.environ]:
-        raise ConfigError([f"--env {unknown[0]}: there is no such variable"])
+        raise ConfigError([f"--env {unknown[0]}: there is no such variable"], fix="export it first, or leave --env out")
     inputs = inputs_of(argv, project=link.host.project)
     sent = sync(link, inputs)
     differ = package_differences(link.call("facts", python=sent.python)["packages"], link)

@@ -207,7 +207,7 @@ def _make(root: Path, jobs: Path, request: Any) -> Path:
             return place
         if request["name"]:
             shutil.rmtree(fresh)
-            raise Refused(f"there is a job {request['name']} already")
+            raise Refused(f"a job named {request['name']} already exists: choose another --name")
     raise Refused("there are too many jobs")
 
 

@@ -134,7 +134,9 @@ def read_adapter(folder: Path) -> AdapterFolder:
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{TENSORS} cannot be read: {error}", where=str(folder)) from error
+        raise ModelError(
+            f"{TENSORS} cannot be read: {error}", where=str(folder), fix="copy the folder again"
+        ) from error
     base, residual = read_base(folder)
     _require_sane(config, tensors, folder)
     live = live_tensors(tensors, residual=bool(residual))

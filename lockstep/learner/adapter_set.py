@@ -89,7 +89,7 @@ class AdapterSet:
                     self.model = get_peft_model(model, config, adapter_name=name, autocast_adapter_dtype=False).eval()
             except ValueError as error:
                 raise ModelError(
-                    f"it cannot be attached beside the others: {error}",
+                    f"the adapter cannot be attached beside the others: {error}",
                     where=str(found.path),
                     fix="load it over a base of its own",
                 ) from error
@@ -117,7 +117,9 @@ class AdapterSet:
         )
         if wrong:
             raise ModelError(
-                f"{len(wrong)} tensors do not fit the model, the first is {wrong[0]}", where=str(found.path)
+                f"{len(wrong)} tensors do not fit the model, the first is {wrong[0]}",
+                where=str(found.path),
+                fix="give an adapter that was trained on this model",
             )
         load_weights(self.model, ((name, tensor.to(own[name].dtype)) for name, tensor in saved.items()))
 
@@ -135,7 +137,7 @@ def _config(found: AdapterFolder) -> Any:
     init = found.config.get("init_lora_weights")
     if found.base is None and isinstance(init, str) and init.startswith(RESIDUAL_INITS):
         raise ModelError(
-            f"it was saved over a base that {init} had changed",
+            f"the adapter was saved over a base that {init} had changed",
             where=str(found.path),
             fix="save it over the original: PEFT's save_pretrained with path_initial_model_for_weight_conversion",
         )

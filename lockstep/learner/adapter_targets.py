@@ -1,4 +1,4 @@
-"""Selection of the layers that get an adapter."""
+"""Selects the layers that get an adapter, from `adapter.targets`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,18 @@ def choose_targets(model: PreTrainedModel, targets: Targets) -> Chosen:
             layers = tuple(name for name in linear if in_attention(name))
             if targets == "auto":
                 notes = (
-                    f"the model has {experts} experts a layer: adapters go on attention alone (adapter.targets: auto)",
+                    f"the model has {experts} experts per layer: adapters go on attention alone (adapter.targets: auto)",
                 )
         case "all-linear":
             layers = tuple(linear)
         case list():
             layers = _named(model, targets, linear)
     if not layers:
-        raise ModelError(f"{targets} matches no linear layer of {type(model).__name__}", where="adapter.targets")
+        raise ModelError(
+            f"{targets} matches no linear layer of {type(model).__name__}",
+            where="adapter.targets",
+            fix="set adapter.targets to names of linear layers",
+        )
     if experts and (outside := [name for name in layers if not in_attention(name)]):
         notes = (
             f"warning: {len(outside)} of the {len(layers)} layers with adapters are outside attention, such as "

@@ -211,7 +211,7 @@ def _stored(key: object, value: object, inner: Inner) -> tuple[str, Tensor]:
         if type(value).__name__ in NUMBERS:
             return f"{key}~{type(value).__name__}", torch.tensor(value, dtype=NUMBERS[type(value).__name__])
     raise CheckpointError(
-        f"its state {key!r} is a {type(value).__name__}, which cannot be saved",
+        f"the optimizer's state {key!r} is a {type(value).__name__}, which cannot be saved",
         where=inner.path,
         fix="keep tensors and numbers under plain names in self.state[parameter]",
     )

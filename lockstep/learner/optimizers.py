@@ -68,7 +68,7 @@ class Inner:
             self.optimizer.step()
         except Exception as error:
             file = Path(self.path.rpartition(":")[0]).expanduser()
-            what = f"its step fails: {describe(error, file)}"
+            what = f"the optimizer's step fails: {describe(error, file)}"
             raise LearnerError(what, where=self.path, fix="correct the class") from error
 
 
@@ -157,9 +157,9 @@ def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[st
 def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> Inner:
     found = load_object(settings.path, LearnerError)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        what = f"it is {found!r:.80}, not a subclass of torch.optim.Optimizer"
+        what = f"this is {found!r:.80}, not a subclass of torch.optim.Optimizer"
         raise LearnerError(
-            what, where=f"optimizer.path = {settings.path}", fix="name a subclass of torch.optim.Optimizer"
+            what, where=f"optimizer.path = {settings.path}", fix="give a subclass of torch.optim.Optimizer"
         )
     given = checked_settings(found, settings)
     groups = _groups(masters, settings.weight_decay)
@@ -170,8 +170,10 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
         optimizer = make([group for group in groups if group["params"]], lr=PLACEHOLDER_RATE, **given)
     except Exception as error:
         file = Path(settings.path.rpartition(":")[0]).expanduser()
-        what = f"it cannot be built: {describe(error, file)}"
-        raise LearnerError(what, where=settings.path, fix="it is called as Class(groups, lr=…, **settings)") from error
+        what = f"the optimizer cannot be built: {describe(error, file)}"
+        raise LearnerError(
+            what, where=settings.path, fix="the class is called as Class(groups, lr=…, **settings)"
+        ) from error
     if settings.weight_decay and "weight_decay" not in optimizer.defaults:
         what = f"optimizer.weight_decay = {settings.weight_decay} would have no effect: the class has no weight_decay"
         raise LearnerError(what, where=settings.path, fix="leave weight_decay out, or give the class one")

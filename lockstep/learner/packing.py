@@ -154,7 +154,7 @@ def _record(sequence: TrainSequence, fed: int, row: Row) -> Ints:
     recorded = len(sequence.routes) // size
     needed = len(sequence.prompt_ids) + max((i for i, on in enumerate(sequence.trained) if on), default=-tokens)
     if needed > 0 and not needed <= recorded <= tokens:
-        what = f"routes of {recorded} tokens for a sequence of {tokens} of which {needed} must have some"
+        what = f"the record has routes for {recorded} tokens, but this sequence needs between {needed} and {tokens}"
         raise LearnerError(what, where="update.replay_routing", fix="the record is of another sequence: report this")
     if needed > 0:
         known[:recorded] = row.unpack(sequence.routes, recorded)
@@ -183,7 +183,10 @@ def _shared(
     for index, sequence in zip(chosen, members, strict=True):
         if not share_prompts or sequence.group != group or sequence.prompt_ids != prompt:
             if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
-                raise LearnerError(f"sequence {index} does not begin with the {len(root)} tokens that all should share")
+                raise LearnerError(
+                    f"sequence {index} does not begin with the {len(root)} tokens that all should share",
+                    fix="report this",
+                )
             group, prompt = sequence.group, sequence.prompt_ids
             result.append(_Shared(sequence.prompt_ids[len(root) :]))
         result[-1].fed.append(_fed(sequence))

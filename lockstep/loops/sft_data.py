@@ -98,7 +98,7 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
         notes.append(f"{repeated} rows repeat a question of the validation set and are left out")
     size = sft.sequences_per_step
     if len(train) < size:
-        what = f"{len(train)} rows to train on, and a step takes {size}"
+        what = f"there are {len(train)} rows to train on, but a step takes {size}"
         raise DataError(what, where=origin, fix="lower sft.sequences_per_step or sft.validation_rows")
     epochs = recipe.steps * size / len(train)
     notes.append(
@@ -149,7 +149,7 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         for number, row in enumerate(kept)
     ]
     if not given:
-        what = f"none of its {len(rows)} replies can be trained on: they must be {settings.keep}, scored and finished"
+        what = f"none of the run's {len(rows)} replies can be trained on: they must be {settings.keep}, scored and finished"
         raise DataError(what, where=settings.run, fix="choose another run, or sft.rollouts.keep: all")
     which = "correct" if settings.keep == "right" else "scored"
     note = (
@@ -262,7 +262,10 @@ class _Maker:
             return sampled.prompt_ids + sampled.ids, (False,) * len(sampled.prompt_ids) + sampled.trained
         if sampled is not None:
             if not all(sampled.trained):
-                raise ChatError("an episode of several turns cannot be tokenised again for another chat format")
+                raise ChatError(
+                    "an episode of several turns cannot be tokenised again for another chat format",
+                    fix="use the chat settings of their run",
+                )
             self.again += 1
         ids, trained = self._chat.trained_mask(
             given.messages, last_only=self._sft.train_on == "last", tools=given.tools

@@ -1,4 +1,4 @@
-"""Facts of a transformers model that an engine needs to decode with it."""
+"""Collects the facts of a transformers model that an engine needs to decode with it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
         raise ModelError(
             f"the weights are quantised (quant_method: {method}); only bf16, fp16, fp32 and {MXFP4} weights can be read",
             where=where,
-            fix="name the unquantised version of this model, or dequantise it into a folder",
+            fix="give the unquantised version of this model, or dequantise it into a folder",
         )
 
 
@@ -76,7 +76,7 @@ def check_weights(folder: Path, where: str) -> None:
         raise ModelError(f"{missing} is missing", where=where, fix="fetch the model again, or give another folder")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
+            f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
             where=where,
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"cannot be read as JSON: {error}", where=str(path), fix="fetch or write it again") from error
     if not isinstance(content, dict):
         raise ModelError(
-            f"holds a {type(content).__name__}, not a mapping", where=str(path), fix="fetch or write it again"
+            f"the file holds a {type(content).__name__}, not a mapping", where=str(path), fix="fetch or write it again"
         )
     return content
 

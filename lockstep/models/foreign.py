@@ -1,4 +1,4 @@
-"""Folders of other trainers, and the place of their weights. Reads names and JSON only; loads no torch.
+"""Finds the weights in a checkpoint folder of another trainer, for `lockstep import`. Reads names and JSON only; loads no torch.
 
     verl       global_step_29/actor/{model_world_size_4_rank_0.pt …, fsdp_config.json, huggingface/, lora_adapter/}
     OpenRLHF   the folder of --save_path, or ckpt/_actor/{latest, global_step20/…_model_states.pt, global_step20_hf/}
@@ -55,12 +55,14 @@ def find_foreign(path: Path, step: int | None = None) -> Foreign:
     Raises CheckpointError, listing the steps, if there are several and none is asked for; or if nothing is known there.
     """
     if not path.is_dir():
-        raise CheckpointError("no such folder", where=str(path), fix="give a trainer's folder")
+        raise CheckpointError("no such folder", where=str(path), fix="give the folder of a trainer's checkpoints")
     if steps := _steps(path):
         return find_foreign(_chosen(path, steps, step))
     if step is not None and step != step_of(path):
         raise CheckpointError(
-            f"it has no step {step}", where=str(path), fix="give the folder of all steps, or leave --step out"
+            f"this folder is of one step, and not of step {step}",
+            where=str(path),
+            fix="give the folder of all steps, or leave --step out",
         )
     for place in (path, path / "actor", path / "_actor"):
         if place != path and place.is_dir() and (inner := _steps(place)):
@@ -129,7 +131,9 @@ def _shards(place: Path) -> tuple[Path, ...]:
     worlds = {world for world, _ in found}
     if len(worlds) > 1:
         raise CheckpointError(
-            f"shards of {len(worlds)} world sizes: {sorted(worlds)}", where=str(place), fix="keep the shards of one run"
+            f"the folder has shards of {len(worlds)} world sizes: {sorted(worlds)}",
+            where=str(place),
+            fix="keep the shards of one run",
         )
     world = worlds.pop()
     said = read_json(place / "fsdp_config.json").get("world_size") if (place / "fsdp_config.json").is_file() else world

@@ -1,4 +1,4 @@
-"""Transfer of arrays to the device, without waiting for it."""
+"""Moves arrays from main memory to the device, without waiting for it."""
 
 from __future__ import annotations
 

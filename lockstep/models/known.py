@@ -1,4 +1,4 @@
-"""Identification of a layer by its code, which is compared with that of a known layer of transformers."""
+"""Recognises a layer by its code, which is compared with that of a known layer of transformers."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            "the tokenizer names no end token, so no reply could end",
+            "the tokenizer has no end token, so no reply could end",
             where=str(resolved.path),
             fix="set eos_token in its tokenizer_config.json",
         )

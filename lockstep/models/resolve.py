@@ -98,7 +98,8 @@ def _source(name: str) -> Source:
         return Source.FOLDER
     near = difflib.get_close_matches(name.lower(), BUILTINS, n=1, cutoff=0.5)
     raise ModelError(
-        f"no built-in model and no folder {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
+        f"there is neither a built-in model nor a folder called {name!r}"
+        + (f"; did you mean {near[0]}?" if near else ""),
         where="model.path",
         fix=f"give a built-in name ({', '.join(BUILTINS)}), a hub id (org/name), or a folder",
     )

@@ -109,10 +109,14 @@ class Row:
         """Return the experts of a record, [tokens, L · K]. Raises LearnerError for a record that cannot be this sequence's."""
         flat = np.frombuffer(record, self.kind)
         if len(flat) != tokens * self.numbers:
-            raise _wrong(f"{len(record)} bytes of routes for {tokens} tokens of {self.numbers} choices")
+            raise _wrong(
+                f"a record of routes has {len(record)} bytes, which is wrong for {tokens} tokens with {self.numbers} choices each"
+            )
         routes_TX: npt.NDArray[np.int64] = flat.reshape(tokens, self.numbers).astype(np.int64)
         if flat.size and int(flat.max()) >= self.experts:
-            raise _wrong(f"expert {int(flat.max())} of {self.experts} in a record of routes")
+            raise _wrong(
+                f"a record of routes names expert {int(flat.max())}, but the model has only experts 0 to {self.experts - 1}"
+            )
         at = 0
         for count in self.counts:
             ordered_TK = np.sort(routes_TX[:, at : at + count], 1)

@@ -64,7 +64,11 @@ def joined(files: Sequence[Path]) -> dict[str, Tensor]:
     names = ranks[0].keys()
     for path, rank in zip(files, ranks, strict=True):
         if odd := sorted(rank.keys() ^ names):
-            raise CheckpointError(f"{path.name} and {files[0].name} differ in {odd[0]}", where=str(path.parent))
+            raise CheckpointError(
+                f"{path.name} and {files[0].name} differ in {odd[0]}",
+                where=str(path.parent),
+                fix="copy the whole folder again",
+            )
     return {name: _join(name, [rank[name] for rank in ranks], files[0].parent) for name in names}
 
 
@@ -82,13 +86,17 @@ def _piece(name: str, value: Any, path: Path) -> Piece:
         return Piece(value._local_tensor, tuple(value.shape), dim)
     if isinstance(value, Tensor):
         return Piece(value, None, None)
-    raise CheckpointError(f"{name} is a {type(value).__name__}, not a tensor", where=str(path))
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}, not a tensor", where=str(path), fix="give a file of a state dict"
+    )
 
 
 def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
     first = pieces[0]
     if any((p.shape, p.dim) != (first.shape, first.dim) for p in pieces):
-        raise CheckpointError(f"ranks disagree on shape or placement of {name}", where=str(where))
+        raise CheckpointError(
+            f"ranks disagree on shape or placement of {name}", where=str(where), fix="copy the whole folder again"
+        )
     if first.dim is None:
         if any(not torch.equal(p.local, first.local) for p in pieces[1:]):
             raise CheckpointError(f"ranks hold different {name}, and do not say how it was cut", where=str(where))
@@ -102,7 +110,9 @@ def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
     tensor = torch.cat([part for part in whole if part.numel() or part.dim() == len(first.shape)], first.dim)
     if tuple(tensor.shape) != first.shape:
         raise CheckpointError(
-            f"{name}: parts make {tuple(tensor.shape)} of {first.shape}", where=str(where), fix="copy it again"
+            f"{name}: parts make {tuple(tensor.shape)} of {first.shape}",
+            where=str(where),
+            fix="copy the whole folder again",
         )
     return tensor
 
@@ -125,7 +135,7 @@ def module_states(path: Path) -> Mapping[str, Tensor]:
 def _refused(path: Path, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split())
     named = reason.partition("GLOBAL ")[2].split(" ")[0]
-    what = f"it names {named}, which is not plain data" if named else reason[:200]
+    what = f"it refers to {named}, which is not plain data" if named else reason[:200]
     return CheckpointError(
         f"cannot be read as tensors: {what}",
         where=str(path),

@@ -134,7 +134,9 @@ def _contents(model: nn.Module) -> _Contents:
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
     if own.shape != tensor.shape or own.dtype != tensor.dtype:
         raise SyncError(
-            f"got {tuple(tensor.shape)} {tensor.dtype}, the engine holds {tuple(own.shape)} {own.dtype}", where=name
+            f"the tensor that was sent is {tuple(tensor.shape)} {tensor.dtype}, the engine holds {tuple(own.shape)} {own.dtype}",
+            where=name,
+            fix="give both sides the same model and adapter",
         )
     with torch.no_grad():
         own.copy_(tensor)

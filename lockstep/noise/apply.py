@@ -94,9 +94,9 @@ class NoisyNorms:
         weights = dict(self._read(self._model))
         if not noise.targets or len(set(noise.targets)) < len(noise.targets):
             raise EngineError(
-                "the list is empty, or names a normalisation weight twice",
+                "the list is empty, or has a normalisation weight twice",
                 where="noise.targets",
-                fix="name each normalisation weight once",
+                fix="list each normalisation weight once",
             )
         for name in noise.targets:
             live = weights.get(name)
@@ -112,7 +112,7 @@ class NoisyNorms:
                 raise EngineError(
                     f"{tuple(live.shape)} {live.dtype} is not the weight of a normalisation layer",
                     where=name,
-                    fix="name only normalisation weights in noise.targets",
+                    fix="list only normalisation weights in noise.targets",
                 )
             if _place(live) in _NOISY:
                 raise EngineError(

@@ -1,4 +1,4 @@
-"""Strength of the noise at each optimizer step: QeRL's schedule (arXiv 2510.11696). Loads no torch."""
+"""Strength of the noise on the sampling model's norm weights over the run: QeRL's schedule (arXiv 2510.11696). Loads no torch."""
 
 from __future__ import annotations
 

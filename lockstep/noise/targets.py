@@ -60,7 +60,7 @@ def find_targets(model: nn.Module, noise: Noise) -> Targets:
         raise ModelError(
             f"noise.targets = {noise.targets} finds no norm that feeds linear layers among {len(norm_names(model))} norms",
             where=type(model).__name__,
-            fix="name norms by regular expressions in noise.targets, or remove noise",
+            fix="choose norms by regular expressions in noise.targets, or remove noise",
         )
     scales = _scales(names, noise.layer_scale)
     kept = [(name, scale) for name, scale in zip(names, scales, strict=True) if scale > 0]

@@ -196,7 +196,8 @@ class ModelNumerics:
             again = Quantiser(f"{kind}-w4a16", self._scale)
             if not all(_same_bits(again.weight(matrix), made) for matrix, made in _matrices(layer, copy.tensor)):
                 raise EngineError(
-                    "its quantised copy differs from the present weight: it was changed in a way that torch does not record",
+                    "the layer's quantised copy differs from the present weight: "
+                    "it was changed in a way that torch does not record",
                     where=names[layer],
                     fix="write weights in place under torch.no_grad(), never through .data",
                 )

@@ -56,8 +56,10 @@ def measured_shape(folder: Path) -> ModelShape:
         ValueError,
         ArithmeticError,
     ) as error:  # a family with words of its own
-        what = f"its sizes cannot be told: {type(error).__name__}: {error}"
-        raise ModelError(what, where=str(folder / "config.json")) from error
+        what = f"the model's sizes cannot be read from it: {type(error).__name__}: {error}"
+        raise ModelError(
+            what, where=str(folder / "config.json"), fix="check config.json, or choose another model"
+        ) from error
 
 
 def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -69,5 +71,7 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"transformers cannot build a model from it: {reason}", where=str(folder / "config.json")
+            f"transformers cannot build a model from it: {reason}",
+            where=str(folder / "config.json"),
+            fix="check config.json, or fetch the model again",
         ) from error

@@ -159,7 +159,7 @@ def _recipe(text: str, notes: list[str]) -> Recipe | None:
     try:
         tree = parse(text, "recipe.yaml").value
         if not isinstance(tree, dict):
-            raise ConfigError(["it is not a mapping of settings"])
+            raise ConfigError(["the recipe is not a mapping of settings"])
         return load_mapping(tree)
     except ConfigError as error:
         notes.append(f"recipe.yaml is not a recipe of this version: {error.mistakes[0]}")

@@ -113,7 +113,9 @@ class Agents:
         """Start a program on a prompt. Raises EngineError where no endpoint can be opened."""
         if serve is None:
             raise EngineError(
-                "the task's programs need an endpoint, and this run has none", where=key, fix="run it in one process"
+                "the task's programs need an endpoint, and this run has none",
+                where=key,
+                fix="run the recipe in one process",
             )
         if self._endpoint is None:
             self._endpoint = self._resources.enter_context(serve(self))
@@ -223,7 +225,8 @@ class Agents:
             return not isinstance(self._engine, NativeRollouts) and self.cancelled > 0
         if completion.version != self._version:
             raise StaleWeightsError(
-                f"it was sampled by version {completion.version} of the weights, and version {self._version} was requested",
+                f"the reply was sampled by version {completion.version} of the weights, "
+                f"and version {self._version} was requested",
                 where=f"reply {id}",
                 fix="load no weights while replies are being sampled",
             )

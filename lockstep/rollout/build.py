@@ -1,4 +1,4 @@
-"""Choice of the native engine for the model's device."""
+"""Chooses the native engine for the model's device."""
 
 from __future__ import annotations
 

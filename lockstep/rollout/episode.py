@@ -67,7 +67,7 @@ def check_reply(completion: Completion, episode: Episode) -> None:
     """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
     if completion.version != episode.version:
         raise StaleWeightsError(
-            f"it was sampled by version {completion.version} of the weights, and version {episode.version} was requested",
+            f"the reply was sampled by version {completion.version} of the weights, and version {episode.version} was requested",
             where=f"reply {completion.request.id}",
             fix="load no weights while replies are being sampled",
         )
@@ -90,11 +90,13 @@ def check_tokens(episode: Episode) -> None:
             and all(episode.trained[span])
         )
         if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
-            raise EngineError("its ids are not those that were sampled", where=done.request.id, fix="report this")
+            raise EngineError(
+                "the ids of the reply are not those that were sampled", where=done.request.id, fix="report this"
+            )
         sampled += len(done.ids)
     if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
         raise EngineError(
-            f"{sum(episode.trained)} of its tokens are trained, {sampled} were sampled",
+            f"{sum(episode.trained)} of the episode's tokens are trained, {sampled} were sampled",
             where=episode.key,
             fix="report this",
         )

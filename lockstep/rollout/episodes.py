@@ -153,7 +153,7 @@ class _Table:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
         if key in self._open or key in self._agents.open:
-            raise EngineError("two rollouts have the same key", where=key)
+            raise EngineError("two rollouts have the same key", where=key, fix="report this")
         programs = self._task.programs(prompt)
         if programs is not None:
             self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.open_endpoint)
@@ -201,7 +201,11 @@ class _Table:
     def _replied(self, completion: Completion) -> None:
         key = self._requested.pop(completion.request.id, None)
         if key is None:
-            raise EngineError("the engine returned a reply that was not requested", where=completion.request.id)
+            raise EngineError(
+                "the engine returned a reply that was not requested",
+                where=completion.request.id,
+                fix="report this engine",
+            )
         episode = self._open[key]
         check_reply(completion, episode)
         episode.replies.append(Reply(len(episode.ids), completion))

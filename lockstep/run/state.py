@@ -85,7 +85,7 @@ def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
     right_length = recipe.steps == (lengths(run) or [recipe.steps])[-1]
     if began is not None and not (right_length and began == recipe_hash(began_with(recipe, run))):
         raise RunDirectoryError(
-            "was edited after the run began: its settings are those of another run",
+            "the recipe was edited after the run began: its settings are those of another run",
             where=str(run.recipe_path),
             fix="put it back as it was, or start a new run with it: lockstep train",
         )
@@ -101,7 +101,7 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
         size = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
         short = f"{rows.bytes - size} of {rows.bytes} bytes are missing" if size < rows.bytes else "rows were changed"
         raise RunDirectoryError(
-            f"does not hold the rows that were written up to step {info.step}: {short}",
+            f"the file does not hold the rows that were written up to step {info.step}: {short}",
             where=str(run.metrics_path),
             fix=f"put the file back as it was, or begin another run from these weights: warm_start={info.path}",
         )
@@ -121,7 +121,9 @@ def restore(parts: Parts, state: CheckpointState, recipes: Set[str]) -> None:
     meta: Mapping[str, Any] = state.meta
     if meta["recipe"] not in recipes:
         raise CheckpointError(
-            "it was saved under another recipe", where=f"step {state.step}", fix="resume with the run's own recipe.yaml"
+            "the checkpoint was saved under another recipe",
+            where=f"step {state.step}",
+            fix="resume with the run's own recipe.yaml",
         )
     critic = {n.removeprefix(CRITIC_PREFIX): t for n, t in state.optimizer.items() if n.startswith(CRITIC_PREFIX)}
     policy = {n: t for n, t in state.optimizer.items() if not n.startswith(CRITIC_PREFIX)}

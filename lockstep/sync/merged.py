@@ -52,7 +52,9 @@ def merge(
     """
     if (up_OR.shape[0], down_RX.shape[-1]) != tuple(base_OX.shape):
         raise SyncError(
-            f"an adapter of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} for {tuple(base_OX.shape)}", where=name
+            f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
+            where=name,
+            fix="give both sides the same model and adapter",
         )
     delta_OX = up_OR.float() @ down_RX.float()
     sum_OX = torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item()))

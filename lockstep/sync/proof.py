@@ -234,7 +234,7 @@ def _flatten(rows: Sequence[Sequence[float]], sequences: Sequence[TokenIds], whe
     lengths, expected = [len(row) for row in rows], [len(ids) - 1 for ids in sequences]
     if lengths != expected:
         raise SyncError(
-            f"returned {lengths} log-probabilities for sequences of {[len(ids) for ids in sequences]} tokens",
+            f"this side returned {lengths} log-probabilities for sequences of {[len(ids) for ids in sequences]} tokens",
             where=where,
             fix="return one value for each token but the first",
         )

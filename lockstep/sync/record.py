@@ -79,5 +79,8 @@ def from_json(data: object) -> Proof:
     except codec.CodecError as error:
         raise SyncError(f"proof.{error}", fix="take a proof that this version of Lockstep wrote") from error
     if len(proof.fingerprint) != 16 or not set(proof.fingerprint) <= set("0123456789abcdef"):
-        raise SyncError(f"proof.fingerprint: {proof.fingerprint!r} is not 16 hex digits")
+        raise SyncError(
+            f"proof.fingerprint: {proof.fingerprint!r} is not 16 hex digits",
+            fix="take a proof that this version of Lockstep wrote",
+        )
     return proof

@@ -116,7 +116,7 @@ class NoQuestions(BuiltTask):
         return TaskError(
             "this run has no task, so there is nothing to ask and to grade",
             where="task.kind = none",
-            fix="name a recipe that has one with --recipe",
+            fix="give a recipe that has one with --recipe",
         )
 
 
@@ -152,7 +152,7 @@ def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: s
     """Return the different prompts of a step; see data.order. Raises TaskError if the pool is smaller than the batch."""
     if size > len(pool):
         raise TaskError(
-            f"a step needs {size} different questions, there are only {len(pool)} to train on",
+            f"a step needs {size} different questions, but there are only {len(pool)} to train on",
             where=where,
             fix=f"set prompts_per_step={len(pool)} or lower, or give the task more questions",
         )
@@ -190,7 +190,7 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
         raise TaskError(
             f"every reward function returns None for {len(tried)} of {len(tried)} questions",
             where=where,
-            fix="name the functions that score these rows, or give the rows the columns that they read",
+            fix="choose the functions that score these rows, or give the rows the columns that they read",
         )
 
 
@@ -222,4 +222,6 @@ def first_heldout(
 def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
     """Raise TaskError for a held-out role that the task does not have."""
     names = ", ".join(has) or "none"
-    raise TaskError(f"it has no held-out questions for {role}; it has {names}", where=where, fix="use one of these")
+    raise TaskError(
+        f"the task has no held-out questions for {role}; it has {names}", where=where, fix="use one of these"
+    )

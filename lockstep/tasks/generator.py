@@ -113,7 +113,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
         return run_watched(lambda alive: _draw(source, stream, side, want, alive), seconds)
     except HungError as error:
         raise TaskError(
-            f"it made no question in {seconds:g} s with the settings {source.settings}",
+            f"reasoning-gym made no question in {seconds:g} s with the settings {source.settings}",
             where=where,
             fix="change task.settings: there may be no such question (base_conversion between equal bases never ends)",
         ) from error
@@ -187,7 +187,7 @@ def _answer(dataset: str, item: dict[str, Any]) -> str:
         answer = json.dumps(answer)
     if not isinstance(answer, str):
         raise TaskError(
-            f"its questions have no right answer to test the grader with (the reference is {answer!r})",
+            f"the data set's questions have no right answer to test the grader with (the reference is {answer!r})",
             where=f"task.dataset = {dataset}",
             fix="use another data set, or a task of your own (kind: python)",
         )

@@ -273,7 +273,11 @@ class SeededEpisodes(BuiltTask):
                 self._runner.end(key)
                 prompt = by_key[key]
                 if isinstance(said, Fault) or said.done or not said.observation:
-                    why = said.why if isinstance(said, Fault) else "it has no opening text, or ends immediately"
+                    why = (
+                        said.why
+                        if isinstance(said, Fault)
+                        else "the environment has no opening text, or ends immediately"
+                    )
                     raise TaskError(
                         why, where=f"{self._where}, seed {prompt.data[SEED]}", fix="correct the environment"
                     )
@@ -317,9 +321,9 @@ def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisod
     task = made_with(made, settings)
     for method in ("batch", "heldout", "grade"):
         if not callable(getattr(task, method, None)):
-            raise TaskError(f"it has no method {method}", where=settings.path, fix="see lockstep.types.EnvTask")
+            raise TaskError(f"the task has no method {method}", where=settings.path, fix="see lockstep.types.EnvTask")
     if not isinstance(getattr(task, "name", None), str) or not cast(Any, task).name:
-        raise TaskError("it has no name", where=settings.path, fix='give it one: self.name = "my_task"')
+        raise TaskError("the task has no name", where=settings.path, fix='give it one: self.name = "my_task"')
     return OwnEpisodes(cast(EnvTask, task), settings)
 
 

@@ -203,7 +203,9 @@ class SpielGames(SpielStates):
         """Return a runner in this process for an opponent that moves in microseconds, a separate one for others."""
         if self.rival is not None:
             if self._sampler is None:
-                raise TaskError("its opponent was not loaded", where=_WHERE, fix="report this: seat() comes first")
+                raise TaskError(
+                    "the case's opponent was not loaded", where=_WHERE, fix="report this: seat() comes first"
+                )
             return RivalRunner(self._settings, self._sampler)
         if self._settings.opponent == "random":
             return InlineRunner(spiel_maker(self._settings))

@@ -55,16 +55,18 @@ class UserTask(VerifiedTask):
         except LockstepError:
             raise
         except Exception as error:
-            raise TaskError(f"it fails: {describe(error, self._file)}", where=where, fix="correct the task") from error
+            raise TaskError(
+                f"the task fails: {describe(error, self._file)}", where=where, fix="correct the task"
+            ) from error
         strange = next((item for item in prompts if not isinstance(item, Prompt)), None)
         if strange is not None:
             raise TaskError(
-                f"it gives a {type(strange).__name__}", where=where, fix="give lockstep.types.Prompt objects"
+                f"the task gives a {type(strange).__name__}", where=where, fix="give lockstep.types.Prompt objects"
             )
         if len(prompts) != size:
-            raise TaskError(f"it gives {len(prompts)} prompts", where=where, fix=f"give {size}")
+            raise TaskError(f"the task gives {len(prompts)} prompts", where=where, fix=f"give {size}")
         if len({prompt.id for prompt in prompts}) < size:
-            raise TaskError("two of its prompts have the same id", where=where, fix="give each question one id")
+            raise TaskError("two of the prompts have the same id", where=where, fix="give each question one id")
         for prompt in prompts:
             check_sendable(prompt, where)
         return prompts
@@ -76,7 +78,7 @@ class UserTask(VerifiedTask):
             digest = self._digest(prompt)
             if digest in others:
                 raise TaskError(
-                    f"its question {prompt.id} was {verb} as {others[digest]}",
+                    f"the question {prompt.id} was {verb} as {others[digest]}",
                     where=str(self._file),
                     fix="let batch and heldout never give the same question",
                 )
@@ -101,10 +103,12 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
         function = getattr(task, method, None)
         if not callable(function):
             raise TaskError(
-                f"it has no method {method}", where=settings.path, fix=f"define {method}(self, {', '.join(parameters)})"
+                f"the task has no method {method}",
+                where=settings.path,
+                fix=f"define {method}(self, {', '.join(parameters)})",
             )
         check_call(function, parameters, f"{settings.path}.{method}")
     if not isinstance(getattr(task, "name", None), str) or not task.name:
-        raise TaskError("it has no name", where=settings.path, fix=f"give it one: {_EXAMPLE}")
+        raise TaskError("the task has no name", where=settings.path, fix=f"give it one: {_EXAMPLE}")
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))

@@ -1,4 +1,4 @@
-"""Run code that may never return."""
+"""Runs code that may never return."""
 
 from __future__ import annotations
 

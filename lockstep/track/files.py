@@ -144,7 +144,7 @@ def remove_temporary(folder: Path) -> int:
 def _not_plain(path: Path) -> RunDirectoryError:
     kind = "a symbolic link" if path.is_symlink() else "no plain file"
     return RunDirectoryError(
-        f"is {kind}, and everything in a run directory must be a plain file",
+        f"this is {kind}, but everything in a run directory must be a plain file",
         where=str(path),
         fix="put the file itself there, or remove it; to keep runs on another disk, set runs_dir",
     )

@@ -71,7 +71,9 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except ValueError as error:
-        raise RunDirectoryError(f"is not JSON: {error}", where=str(path), fix="restore it from a copy") from error
+        raise RunDirectoryError(
+            f"the file is not JSON: {error}", where=str(path), fix="restore it from a copy"
+        ) from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         record = _parse(line)
         if record is None:
             fix = "a line in the middle was changed after it was written: restore the file, or delete that line"
-            raise RunDirectoryError(f"not a JSON object: {line[:80]!r}", where=f"{path}:{index}", fix=fix)
+            raise RunDirectoryError(f"the line is not a JSON object: {line[:80]!r}", where=f"{path}:{index}", fix=fix)
         records.append(record)
     last = _parse(rest)
     return records if last is None else [*records, last]

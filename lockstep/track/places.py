@@ -45,7 +45,7 @@ def checkpoints_of(run: Path) -> Path:
         raise CheckpointError(what, where=str(folder), fix=fix)
     if _read(folder / OWNER).id != mine.id:
         fix = f"write the place of the run's own folder into {run / RECORD}"
-        raise CheckpointError(f"holds checkpoints of another run than {run}", where=str(folder), fix=fix)
+        raise CheckpointError(f"the folder holds checkpoints of another run than {run}", where=str(folder), fix=fix)
     return folder
 
 
@@ -115,7 +115,7 @@ def claim(run: Path) -> None:
         return
     if (twin := twin_of(run)) is not None:
         fix = f"resume {twin}, or begin another run from its weights: warm_start={twin}"
-        raise RunDirectoryError(f"has the same checkpoints as {twin}: one is a copy", where=str(run), fix=fix)
+        raise RunDirectoryError(f"this run has the same checkpoints as {twin}: one is a copy", where=str(run), fix=fix)
     folder = checkpoints_of(run)
     right = _Place(run=str(run.resolve()), folder=str(folder), id=_read(run / RECORD).id)
     if _read(folder / OWNER) != right:
@@ -135,5 +135,5 @@ def _read(path: Path) -> _Place:
     try:
         return _Place.model_validate(read_json(path))
     except ValidationError as error:
-        what = f"is not the place of a run's checkpoints: {error.errors(include_url=False)[0]['msg']}"
+        what = f"this is not a record of the place of a run's checkpoints: {error.errors(include_url=False)[0]['msg']}"
         raise RunDirectoryError(what, where=str(path), fix="restore it from a copy") from error

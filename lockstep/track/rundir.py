@@ -186,7 +186,9 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"cannot be read: {error.strerror}", where=str(self.recipe_path)) from error
         except UnicodeDecodeError as error:
-            raise RunDirectoryError("is not UTF-8", where=str(self.recipe_path)) from error
+            raise RunDirectoryError(
+                "the recipe is not UTF-8", where=str(self.recipe_path), fix="restore it from a copy"
+            ) from error
 
     def replace_recipe(self, recipe_yaml: str) -> None:
         """Put another resolved recipe in its place."""
@@ -217,7 +219,7 @@ class RunDirectory:
         """Raise RunDirectoryError unless this process holds the lock."""
         if not self.writable:
             fix = "use RunDirectory.create or RunDirectory.resume"
-            raise RunDirectoryError("is open for reading only", where=str(self.path), fix=fix)
+            raise RunDirectoryError("the run is open for reading only", where=str(self.path), fix=fix)
 
     def close(self) -> None:
         """Let go of the lock. Twice is once."""
@@ -299,7 +301,7 @@ def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
         fix = f"continue it with `lockstep train --resume {path}`, or give the new run another name: name=NAME"
         raise RunDirectoryError("a run already exists here", where=str(path), fix=fix)
     if path.exists() and not path.is_dir():
-        raise RunDirectoryError("is a file", where=str(path), fix="choose another name or runs_dir")
+        raise RunDirectoryError("this is a file, not a folder", where=str(path), fix="choose another name or runs_dir")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
         raise RunDirectoryError(
@@ -308,7 +310,7 @@ def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
     inside = path.iterdir() if path.exists() and not is_run(path) else ()
     foreign = [entry.name for entry in inside if not _is_unfinished(entry)]
     if foreign:
-        what = f"holds files that are not of a run: {', '.join(sorted(foreign)[:5])}"
+        what = f"the folder holds files that are not of a run: {', '.join(sorted(foreign)[:5])}"
         raise RunDirectoryError(what, where=str(path), fix="choose another name or runs_dir")
 
 
@@ -326,16 +328,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
     if not (path / MANIFEST).exists():
         fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
-        raise RunDirectoryError("is not a run directory: it has no manifest.json", where=str(path), fix=fix)
+        raise RunDirectoryError("this is not a run directory: it has no manifest.json", where=str(path), fix=fix)
     manifest = read_json(path / MANIFEST)
     try:
         _Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"is not a manifest of Lockstep: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        what = f"this is not a manifest of Lockstep: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise RunDirectoryError(what, where=str(path / MANIFEST), fix="restore it from a copy") from error
     assert isinstance(manifest, dict)  # or it would not have been valid
     if manifest["format"] > FORMAT:
-        what = f"has format {manifest['format']}; this version reads up to {FORMAT}"
+        what = f"the run has format {manifest['format']}; this version reads up to {FORMAT}"
         raise RunDirectoryError(what, where=str(path), fix="update lockstep")
     return manifest

@@ -73,7 +73,7 @@ def build_sinks(
             for one in senders:
                 one.close()
             mistake = f"track.sinks: {sink.name} cannot be set up: {reason(error)}"
-            raise ConfigError([mistake], fix="fix it, or take it out of track.sinks") from error
+            raise ConfigError([mistake], fix="correct it, or take it out of track.sinks") from error
     return senders
 
 
@@ -163,7 +163,7 @@ class Sender:
         self._thread.start()
         self._opened.wait(self._timeout)
         if not self._opened.is_set():
-            self._error = TimeoutError(f"it did not open within {self._timeout:g} s")
+            self._error = TimeoutError(f"the tracker did not open within {self._timeout:g} s")
         error = self._error
         if error is not None and (self._run.attempt > 1 or isinstance(error, TimeoutError)):
             self._alive()
@@ -195,7 +195,7 @@ class Sender:
             while self._thread.is_alive() and self._alive() and time.monotonic() < until:
                 self._thread.join(0.1)
             if self._thread.is_alive():
-                self._error = self._error or TimeoutError(f"it did not finish within {self._timeout:g} s")
+                self._error = self._error or TimeoutError(f"the tracker did not finish within {self._timeout:g} s")
             self._alive()
         self._on = False
 
@@ -206,7 +206,7 @@ class Sender:
     def _alive(self) -> bool:
         """Return whether the tracker works; one that stopped working is reported here, by the run's own thread."""
         if self._on and self._error is None and self._busy and time.monotonic() - self._busy > self._timeout:
-            self._error = TimeoutError(f"it has not answered for {self._timeout:g} s")
+            self._error = TimeoutError(f"the tracker has not answered for {self._timeout:g} s")
         if self._on and self._error is not None:
             self._on = False
             self._remember(failed=reason(self._error))

@@ -10,7 +10,7 @@ from lockstep.track.rundir import LOCK, RunDirectory
 from lockstep.track.writer import Event, read_events
 
 StateName: TypeAlias = Literal["running", "finished", "stopped", "interrupted", "failed", "killed"]
-ENDS = ("start", "resume", "finished", "stopped")
+BOUNDARIES = ("start", "resume", "finished", "stopped")
 """Kinds of events that begin or end an attempt."""
 
 
@@ -19,7 +19,7 @@ class RunState:
     """The state of a run. Example: RunState("stopped", "the gradient was 0 in 20 steps", "2026-11-22T10:00:00.000Z")"""
 
     name: StateName
-    """stopped: by a health rule. interrupted: by a signal, after saving. failed: by another error. killed: without a word."""
+    """stopped: by a health rule. interrupted: by a signal, after saving. failed: by another error. killed: no recorded reason."""
     reason: str
     time: str
     """Time of the event that decides the state, UTC."""
@@ -27,7 +27,7 @@ class RunState:
 
 def state_of(run: RunDirectory) -> RunState:
     """Return the state of a run. Raises RunDirectoryError if its events cannot be read."""
-    last = next((event for event in reversed(read_events(run)) if event.kind in ENDS), None)
+    last = next((event for event in reversed(read_events(run)) if event.kind in BOUNDARIES), None)
     holder = read_holder(run.path / LOCK)
     if holder is not None and holder.alive is not False:
         return RunState("running", str(holder), last.time if last else holder.since)

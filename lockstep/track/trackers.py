@@ -71,7 +71,9 @@ class Wandb:
 
         asked = os.environ.get("WANDB_MODE") if run.mode == "auto" else run.mode
         if run.mode == "online" and not has_wandb_key():  # it would ask for one at the terminal
-            raise ConfigError(["track.sinks: wandb: mode online needs WANDB_API_KEY"], fix="set it, or mode: offline")
+            raise ConfigError(
+                ["track.sinks: wandb: mode online needs WANDB_API_KEY"], fix="set WANDB_API_KEY, or mode: offline"
+            )
         offline = asked in ("offline", "disabled", "dryrun") or not has_wandb_key()
         # Its own notes of the command line would show what `mask` hides in the manifest.
         own = wandb.Settings(
@@ -268,7 +270,7 @@ class SwanLab:
         key = bool(os.environ.get("SWANLAB_API_KEY"))
         if run.mode == "online" and not key:
             raise ConfigError(
-                ["track.sinks: swanlab: mode online needs SWANLAB_API_KEY"], fix="set it, or mode: offline"
+                ["track.sinks: swanlab: mode online needs SWANLAB_API_KEY"], fix="set SWANLAB_API_KEY, or mode: offline"
             )
         self.mode = "online" if key and run.mode != "offline" else "offline"
         self._swanlab = swanlab

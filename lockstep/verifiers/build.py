@@ -1,4 +1,4 @@
-"""Settings → verifier."""
+"""Builds a verifier from its settings."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ChatEndpoint:
                     found = read(_content(text))
                     if found is not None:
                         return found
-                    last = "its answer has no verdict in the form that was asked for"
+                    last = "the endpoint's answer has no verdict in the form that was asked for"
                 elif status in _AGAIN or status >= 500:
                     last = f"HTTP {status}"
                     wait = max(wait, _retry_after(headers.get("retry-after", "")))
@@ -106,7 +106,7 @@ class ChatEndpoint:
             async for part in response.aiter_bytes():
                 data += part
                 if len(data) > MAX_BODY:
-                    raise ValueError("its answer is too long")
+                    raise ValueError("the endpoint's answer is too long")
             return response.status_code, response.headers, data.decode("utf-8", "replace")
 
     def _without_key(self, text: str) -> str:
@@ -130,9 +130,9 @@ def _content(text: str) -> str:
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise ValueError(f"its answer is not a chat completion ({type(error).__name__})") from error
+        raise ValueError(f"the endpoint's answer is not a chat completion ({type(error).__name__})") from error
     if not isinstance(content, str):
-        raise ValueError("its answer has no text")
+        raise ValueError("the endpoint's answer has no text (message.content is not a string)")
     return content
 
 

@@ -1,4 +1,4 @@
-"""The verifiers that compare a number, or a text, with the reference exactly."""
+"""The verifiers that compare a number (within a tolerance) or a normalised text with the reference answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.verifiers.normalise import close, normalise_text, parse_number
 
 @dataclass(frozen=True, slots=True)
 class Numeric:
-    """Scores 1 if the reply's answer is the reference's number, else 0. Settings: config.schema.NumericVerifier."""
+    """Scores 1 if the reply's answer equals the reference's number within `tolerance`, else 0. Settings: NumericVerifier."""
 
     fallback: Fallback
     tolerance: float

@@ -98,7 +98,11 @@ def load_callable(spec: str) -> Callable[..., Any]:
     """Load the function `file.py:function`. Raises TaskError if it is missing or no function."""
     function = load_object(spec)
     if not callable(function):
-        raise TaskError(f"it is a {type(function).__name__}, not a function", where=spec, fix="name a function")
+        raise TaskError(
+            f"the path leads to a {type(function).__name__}, not a function",
+            where=spec,
+            fix="give the path of a function (file.py:function)",
+        )
     return function
 
 
@@ -113,7 +117,7 @@ def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
     """`grade` of an object of `file.py:Class`. Raises TaskError if it cannot be made, or not be called as (prompt, reply)."""
     function = getattr(make_object(load_class(spec), arguments, spec), "grade", None)
     if not callable(function):
-        raise TaskError("it has no method grade", where=spec, fix="define grade(self, prompt, reply)")
+        raise TaskError("the object has no method grade", where=spec, fix="define grade(self, prompt, reply)")
     check_call(function, ("prompt", "reply"), f"{spec}.grade")
     return cast(UserGrade, function)
 
@@ -122,7 +126,11 @@ def load_class(spec: str) -> type:
     """Return the class `file.py:Class`. Raises TaskError if it is missing, or something else."""
     made = load_object(spec)
     if not inspect.isclass(made):
-        raise TaskError(f"it is a {type(made).__name__}, not a class", where=spec, fix="name a class")
+        raise TaskError(
+            f"the path leads to a {type(made).__name__}, not a class",
+            where=spec,
+            fix="give the path of a class (file.py:Class)",
+        )
     return made
 
 
@@ -134,7 +142,7 @@ def make_object(
         return made(**arguments)
     except Exception as error:
         why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
-        raise TaskError(f"it cannot be made with {dict(arguments)}: {why}", where=spec, fix=fix) from error
+        raise TaskError(f"the object cannot be made with {dict(arguments)}: {why}", where=spec, fix=fix) from error
 
 
 def check_sendable(prompt: Prompt, where: str) -> None:
@@ -143,7 +151,7 @@ def check_sendable(prompt: Prompt, where: str) -> None:
         dumps(prompt)
     except TypeError as error:
         raise TaskError(
-            f"its prompt {prompt.id} cannot be given to the processes that grade: {error}",
+            f"the prompt {prompt.id} cannot be given to the processes that grade: {error}",
             where=where,
             fix="put text, numbers, lists, dictionaries, dates or bytes into its data, and make the rest of them in grade",
         ) from error
@@ -152,13 +160,13 @@ def check_sendable(prompt: Prompt, where: str) -> None:
 def check_call(function: Callable[..., object], arguments: tuple[str, ...], where: str) -> None:
     """Raise TaskError unless the function takes exactly these positional arguments and is not async."""
     if inspect.iscoroutinefunction(function):
-        raise TaskError("it is async; it is called and its result used at once", where=where, fix="use def")
+        raise TaskError("the function is async, but its result is used at once", where=where, fix="define it with def")
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise TaskError(
-            f"it takes {signature}, but is called with {len(arguments)} positional arguments: {error}",
+            f"the function takes {signature}, but is called with {len(arguments)} positional arguments: {error}",
             where=where,
             fix=f"define it as ({', '.join(arguments)})",
         ) from error

@@ -58,11 +58,13 @@ def load(path: str, settings: Mapping[str, Any]) -> Callable[[Any], list[Grade]]
 def _rubric_score(found: Any, settings: Mapping[str, Any], path: str) -> Score:
     """Return the scoring by a Rubric: an object, or what makes one, or an environment that has one."""
     if inspect.isclass(found) or inspect.isfunction(found):
-        found = make_object(found, settings, path, "correct verifier.settings; name a Rubric, not one of its functions")
+        found = make_object(found, settings, path, "correct verifier.settings; give a Rubric, not one of its functions")
     rubric = getattr(found, "rubric", found)
     if not callable(getattr(rubric, "score_group", None)):
         raise TaskError(
-            f"it is a {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task", where=path, fix="name one of these"
+            f"the path leads to a {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task",
+            where=path,
+            fix="give the path of one of these",
         )
     _watch(rubric)
     together = any(rubric._is_group_func(function) for function in rubric._get_reward_funcs())
@@ -133,7 +135,7 @@ def _task_score(made: Any, path: str) -> Score:
     blank = made(data_type.model_construct())
     rewards = blank.hooks("reward")
     if not rewards:
-        raise TaskError("it has no reward", where=path, fix="mark a method with @vf.reward")
+        raise TaskError("the task has no reward", where=path, fix="mark a method with @vf.reward")
     for hook in (*rewards, *blank.hooks("metric")):
         runtime = inspect.signature(hook).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:

@@ -155,5 +155,7 @@ def check_schema(wanted: dict[str, Any]) -> None:
         validator_for(wanted).check_schema(wanted)
     except SchemaError as error:
         raise TaskError(
-            f"it is not a JSON Schema: {error.message}", where="verifier json, json_schema", fix="correct it"
+            f"the value is not a JSON Schema: {error.message}",
+            where="verifier json, json_schema",
+            fix="correct json_schema",
         ) from error

@@ -144,7 +144,8 @@ def _load(path: str) -> Reward:
     for name, parameter in inspect.signature(function).parameters.items():
         if name in TRAINER_ONLY and parameter.default is inspect.Parameter.empty:
             raise TaskError(
-                f"it needs {name}, which only TRL's trainer has; here a grade depends on the prompt and the replies alone",
+                f"the function needs {name}, which only TRL's trainer has; "
+                "here a grade depends on the prompt and the replies alone",
                 where=path,
                 fix=f"give {name} a default, or remove it",
             )

@@ -83,7 +83,7 @@ def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
     runs = [RunDirectory.open(path) for path in paths]
     places = [run.path.resolve() for run in runs]
     if len(set(places)) < len(places):
-        raise RunDirectoryError("a run is named twice", where="lockstep view", fix="name each run once")
+        raise RunDirectoryError("a run is given twice", where="lockstep view", fix="give each run once")
     names = [place.name for place in places]
     labels = [
         name if names.count(name) == 1 else f"{place.parent.name}/{name}"

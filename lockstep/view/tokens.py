@@ -133,7 +133,11 @@ def _load(run: RunDirectory) -> Decode:
     try:
         tokenizer = Loaded.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"the tokenizer of the run is not readable at {path}", where=str(run.path)) from error
+        raise ModelError(
+            f"the tokenizer of the run is not readable at {path}",
+            where=str(run.path),
+            fix="put the model's folder back",
+        ) from error
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

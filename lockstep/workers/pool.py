@@ -169,7 +169,7 @@ class WorkerPool:
                 own_deaths += -status not in _OUTSIDE
                 if own_deaths == 2 or time.monotonic() > deadline:
                     raise TaskError(
-                        f"its process ends while it loads (status {status})",
+                        f"the worker process ends while it loads (status {status})",
                         where=self.work.where,
                         fix="see above what it printed, and whether memory is short",
                     ) from None

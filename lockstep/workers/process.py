@@ -141,7 +141,7 @@ class Process:
             answer = self.link.exchange(wire.dumps(self._work.hello), START_SECONDS)
         except Slow as error:
             raise TaskError(
-                f"it was not loaded in {START_SECONDS:g} s",
+                f"the code was not loaded within {START_SECONDS:g} s",
                 where=self._work.where,
                 fix="do less when the file is loaded",
             ) from error

@@ -61,7 +61,7 @@ class Guard:
     def _hook(self, event: str, _: tuple[object, ...]) -> None:
         if self.active and event in STARTS_PROCESSES:
             self.tried = event
-            raise StartsProcessError(f"it tried to start a process ({event}), which is not allowed here")
+            raise StartsProcessError(f"the code tried to start a process ({event}), which is not allowed here")
 
     def child(self) -> str:
         """Return the fault of a call that left a child behind, however it came to be; "" if it has not."""

@@ -79,7 +79,7 @@ def test_the_newest_is_opened_or_the_one_asked_for(tmp_path: Path):
     assert [info.step for info in list_checkpoints(tmp_path)] == [5, 20, 100]
     assert open_checkpoint(tmp_path).step == 100
     assert open_checkpoint(tmp_path, 20).step == 20
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; saved are steps 5, 20, 100"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; the saved steps are 5, 20, 100"):
         open_checkpoint(tmp_path, 7)
 
 
@@ -296,5 +296,5 @@ def test_an_entry_that_a_state_lacks_is_corruption_and_no_key_error(tmp_path: Pa
     counters: Any = open_checkpoint(tmp_path).meta["counters"]
     assert counters["version"] == 1
     for lacking in (lambda: counters["skipped"], lambda: open_checkpoint(tmp_path).meta["fingerprint"]):
-        with pytest.raises(CorruptCheckpointError, match=r"state\.json: it has no '(skipped|fingerprint)'"):
+        with pytest.raises(CorruptCheckpointError, match=r"state\.json has no '(skipped|fingerprint)'"):
             lacking()

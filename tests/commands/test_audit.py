@@ -31,6 +31,6 @@ def test_a_step_a_mode_and_a_number(folder: Path, said: Said) -> None:
     assert "80 of 80 scored" in said("audit", "parser", f"{folder}@0", "-n", "5")[1]
     assert "3 of 3 wrong replies:" in said("audit", "parser", folder, "--mode", "sampled")[1]
     code, _, err = said("audit", "parser", folder, "--mode", "pass")
-    assert (code, "name one with --mode: greedy, sampled(T=1)" in err) == (7, True)
+    assert (code, "choose one with --mode: greedy, sampled(T=1)" in err) == (7, True)
     assert said("audit", "parser", folder, "-n", "0")[0] == 7
     assert said("audit", "parser", folder / "nothing")[0] == 7

@@ -236,7 +236,7 @@ def test_a_damaged_newest_checkpoint_is_named(run: Path, said: Said) -> None:
         (["RUN", "--mode", "gready"], 2, "there are greedy, sampled, all"),
         (["RUN", "eval.itemz=3"], 2, "did you mean eval.items?"),
         (["eval.items=3"], 2, "no target was given"),
-        (["RUN", "--step", "9"], 6, "no checkpoint of step 9; saved are steps 1, 2, 3"),
+        (["RUN", "--step", "9"], 6, "no checkpoint of step 9; the saved steps are 1, 2, 3"),
         (["RUN", "--items", "400"], 4, "400 held-out questions were asked for, id_probe has 8"),
         (["MODEL"], 2, "needs --recipe"),
     ],

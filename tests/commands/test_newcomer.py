@@ -173,7 +173,7 @@ def test_a_checkpoint_that_is_not_there_is_told_apart_from_a_count(
 ) -> None:
     assert told("train", *words(tmp_path, tiny_model_dir, *LORA, NO_EVAL, "steps=2"))[0] == 0
     code, out = told("eval", tmp_path / "runs" / "run", "--step", "4")
-    assert (code, "no checkpoint of step 4; saved are steps 1, 2" in out) == (6, True)
+    assert (code, "no checkpoint of step 4; the saved steps are 1, 2" in out) == (6, True)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")
     code, out = told("export", tmp_path / "runs" / "run", tmp_path / "there")

@@ -49,7 +49,7 @@ def test_the_list_has_state_steps_reward_and_best_score(runs: Path, capsys: pyte
     lines = listed(runs, capsys)
     line = next(line for line in lines if line.startswith("scored"))
     assert line.split()[1:4] == ["finished", "3/3", f"{metrics[-1].metrics['reward/mean']:.3f}"]
-    assert any(line.startswith("broken: not a JSON object") for line in lines)
+    assert any(line.startswith("broken: the line is not a JSON object") for line in lines)
 
 
 def test_filters_tags_and_the_archive_narrow_the_list(runs: Path, capsys: pytest.CaptureFixture[str]):

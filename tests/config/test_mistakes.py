@@ -140,7 +140,10 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
         (["algorithm.kind=reinforce_pp_baseline", "samples_per_prompt=1"], "reinforce_pp_baseline compares"),
         (["algorithm.kind=ppo", "algorithm.critic=null"], "advantage.kind = gae needs a critic: set algorithm.critic"),
         (["algorithm.critic={}"], "the critic would not be used: advantage.kind is group, only gae reads values"),
-        (["algorithm.kl={coef: 0.1, estimator: k1}"], "k1 in the loss has no gradient in expectation"),
+        (
+            ["algorithm.kl={coef: 0.1, estimator: k1}"],
+            "the KL estimator k1 gives no gradient on average when used in the loss",
+        ),
         (["algorithm.kl.target=0.1"], "a target needs a coef above 0 to start from"),
         (["algorithm.kl={coef: 0.1, placement: reward}"], "kl.placement = reward needs per-token rewards"),
         (["algorithm.old_logprobs=rollout", "algorithm.correction.kind=tis"], "a correction would apply it twice"),

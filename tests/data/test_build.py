@@ -113,9 +113,9 @@ def test_an_evaluation_set_that_training_has_is_not_built(tmp_path: Path) -> Non
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     loaded = a_set(tmp_path / "a.jsonl", sums(50))
     split_set(loaded, PARTS, tmp_path / "out")
-    with pytest.raises(DataError, match="it exists already"):
+    with pytest.raises(DataError, match="this file exists already"):
         split_set(loaded, PARTS, tmp_path / "out")
-    with pytest.raises(DataError, match="the parts ask for 60 questions, there are 50 different ones"):
+    with pytest.raises(DataError, match="the parts ask for 60 questions, but there are only 50 different ones"):
         split_set(loaded, [Part("a", 60)], tmp_path / "other")
     with pytest.raises(DataError, match="only the last part can take the rest"):
         split_set(loaded, PARTS[::-1], tmp_path / "other")

@@ -103,7 +103,7 @@ def test_a_folder_laid_out_like_a_hub_data_set(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: easy\n  data_files: main/*\n- config_name: all\n  data_files:\n"
         "  - split: train\n    path: ['main/train*', 'hard/*']\n---\n"
     )
-    assert "it has 2 subsets: easy, all" in problem(str(folder))
+    assert "the data set has 2 subsets: easy, all" in problem(str(folder))
     assert locate(Data(source=str(folder), subset="all"), "d").labels == ("hard/train-0.jsonl", "main/train-0.jsonl")
     assert locate(Data(source=str(folder), subset="easy"), "d").labels == ("main/test-0.jsonl", "main/train-0.jsonl")
 
@@ -145,5 +145,5 @@ def test_the_card_of_many_empty_lines_is_read_at_once() -> None:
 
 def test_a_pipe_among_data_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"train\.jsonl: is not a regular file"):
+    with pytest.raises(DataError, match=r"train\.jsonl: this is not a regular file"):
         open_rows(Data(source=str(tmp_path)), where="data").prompts()

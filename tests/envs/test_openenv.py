@@ -240,7 +240,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
         assert not fake.open, f"a session is still open after {caught.value}"
 
     refused("cannot be its word: the action has text, metadata and requires text", action="word")
-    refused(r"its observation has text, metadata, no board", observation="board")
+    refused(r"the observation has text, metadata, no board", observation="board")
     refused("no server of OpenEnv answers there .*404", url=f"{fake.url}/elsewhere")
     refused("there is no program nowhere", url=None, command="nowhere")
     refused(

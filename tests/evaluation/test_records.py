@@ -251,7 +251,9 @@ def test_damage_anywhere_is_noticed_by_a_brief_too(written: tuple[Path, Score]) 
     raw = path.read_bytes()
     place = raw.rindex(b"a: 3.0")  # a reply's text, which a brief does not read
     path.write_bytes(raw[:place] + b"b" + raw[place + 1 :])
-    with pytest.raises(EvaluationError, match=r"step_000020_greedy\.json: its checksum does not match its content"):
+    with pytest.raises(
+        EvaluationError, match=r"step_000020_greedy\.json: the record's checksum does not match its content"
+    ):
         read_brief(path)
     path.write_bytes(raw[:-200])
     with pytest.raises(EvaluationError, match="checksum"):

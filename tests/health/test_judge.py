@@ -286,7 +286,7 @@ def test_a_rule_that_stops_speaks_at_every_step_that_breaks_it() -> None:
         ("health.clipping.limit=-1", "must be at least 0"),
         ("health.rules.mine={metric: answer/cites, when: {tier: stop}, meaning: none}", "give either above or below"),
         ("health.rules.clipping={metric: lr, when: {below: 1}, meaning: none}", "change it by health.clipping"),
-        ("health.rules.mine={when: {below: 1}, meaning: none}", "name its metric"),
+        ("health.rules.mine={when: {below: 1}, meaning: none}", "set its metric"),
     ],
 )
 def test_mistakes_are_refused(override: str, message: str) -> None:

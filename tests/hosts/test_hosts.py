@@ -135,7 +135,7 @@ def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
     assert {json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()} == {1, 2}
     capsys.readouterr()
     assert main(["host", "fetch", "spare", "a.job"]) == 10  # a run that is there is not written over
-    assert "there is another one of this name" in capsys.readouterr().err
+    assert "another one of this name is already here" in capsys.readouterr().err
     assert main(["host", "list", "spare"]) == 0
     assert "a.job: ended with 0" in capsys.readouterr().out
 
@@ -321,7 +321,7 @@ def test_nothing_of_this_environment_travels(spare: Machine, monkeypatch: pytest
     )  # although ssh's configuration has SendEnv SECRET_*, and the machine accepts all
     assert "SSH_AUTH_SOCK" not in seen  # although it has ForwardAgent yes
     Path(".env").write_text("HF_TOKEN=x")
-    with pytest.raises(HostError, match="by its name it holds secrets"):
+    with pytest.raises(HostError, match="its name says that it holds secrets"):
         inputs_of(["", ".env"])
 
 

@@ -214,14 +214,14 @@ def test_what_fails_says_where(own: Path):
     given = parameters()
     optimizer = MasterOptimizer(given, PythonOptimizer(path=f"{own}:NoDecay"))
     loss_of(given, 0).backward()
-    with pytest.raises(LearnerError, match=r"its step fails: RuntimeError: no step today .*own.py:\d+"):
+    with pytest.raises(LearnerError, match=r"the optimizer's step fails: RuntimeError: no step today .*own.py:\d+"):
         optimizer.step(0.1)
     with pytest.raises(LearnerError, match=r"weight_decay = 0\.5 would have no effect"):
         MasterOptimizer(parameters(), PythonOptimizer(path=f"{own}:NoDecay", weight_decay=0.5))
     odd = MasterOptimizer(given, PythonOptimizer(path=f"{own}:Odd"))
     loss_of(given, 0).backward()
     odd.step(0.1)
-    with pytest.raises(CheckpointError, match="its state 'history' is a list"):
+    with pytest.raises(CheckpointError, match="the optimizer's state 'history' is a list"):
         odd.tensors()
 
 

@@ -133,7 +133,7 @@ def test_an_edited_recipe_is_refused_before_the_first_checkpoint_too(
         edited = re.sub(old, new, text)
         assert edited != text
         (path / "recipe.yaml").write_text(edited)
-        with pytest.raises(RunDirectoryError, match=r"recipe\.yaml: was edited after the run began"):
+        with pytest.raises(RunDirectoryError, match=r"recipe\.yaml: the recipe was edited after the run began"):
             resume_run(path)
         assert (path / "manifest.json").read_bytes() == before, "the refused resume counts as no attempt"
     (path / "recipe.yaml").write_text(text)
@@ -157,7 +157,7 @@ def test_rows_that_are_not_those_that_were_written_are_refused(tmp_path: Path, t
         assert changed != content
         file.write_text(changed)
         with pytest.raises(
-            RunDirectoryError, match=r"metrics\.jsonl: does not hold the rows .* up to step 2"
+            RunDirectoryError, match=r"metrics\.jsonl: the file does not hold the rows .* up to step 2"
         ) as caught:
             resume_run(path)
         assert f"warm_start={path}/checkpoints/step_000002" in caught.value.fix, name

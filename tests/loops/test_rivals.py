@@ -223,7 +223,7 @@ def test_what_is_no_opponent_is_refused_before_anything_is_loaded(tmp_path: Path
     assert "task.rival.path" in str(gone)
     assert "holds no adapter" in str(refusal(tiny_model_dir))
     full = start_run(load(words(tmp_path / "full", tiny_model_dir, NO_EVAL, "steps=1")))
-    assert "it trained all weights and has no adapter" in str(refusal(full.path))
+    assert "this run or checkpoint trained all weights and has no adapter" in str(refusal(full.path))
     write_tiny_model(tmp_path / "other", seed=9)
     foreign = refusal(adapter_of(tmp_path, tiny_model_dir), tmp_path / "other")
     assert isinstance(foreign, ModelError)
@@ -235,7 +235,7 @@ def test_what_is_no_opponent_is_refused_before_anything_is_loaded(tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_mode": "game", "opponent": "adapter"}, "opponent = adapter names no adapter: set rival.path"),
+        ({"reward_mode": "game", "opponent": "adapter"}, "opponent = adapter needs an adapter: set rival.path"),
         ({"reward_mode": "game", "rival": {"path": "x"}}, "opponent = random is not adapter: rival has no effect"),
         ({"rival": {"path": "x"}}, "rival applies to reward_mode = game"),
     ],

@@ -270,7 +270,7 @@ def test_a_row_that_asks_a_held_out_question_is_refused(tmp_path: Path, tiny_mod
 
 
 def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
-    for override, match in (("sft.sequences_per_step=99", "24 rows to train on, and a step takes 99"),
+    for override, match in (("sft.sequences_per_step=99", "24 rows to train on, but a step takes 99"),
                             ("sft.validation_rows=28", "28 questions are needed for validation, but there are")):  # fmt: skip
         with pytest.raises(DataError, match=match):
             built(sft_runs.recipe(tmp_path, tiny_model_dir, override))
@@ -280,7 +280,7 @@ def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
     ("overrides", "match"),
     [
         (["loop=sft"], "needs section sft"),
-        (["sft={data: rows.jsonl}"], "loop is rl: it would have no effect"),
+        (["sft={data: rows.jsonl}"], "section sft has no effect with loop = rl"),
         (["loop=sft", "sft={validation_rows: 3}"], "neither data nor rollouts is set"),
         (["loop=sft", "sft={data: rows.jsonl, rollouts: {run: runs/a}}"], "data and rollouts are both set"),
         (["loop=sft", "sft={data: rows.jsonl}", "update.epochs=2"], "update.epochs applies to loop = rl only"),

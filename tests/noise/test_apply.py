@@ -161,7 +161,7 @@ def test_an_object_that_is_forgotten_leaves_clean_weights() -> None:
         (("model.layers.0.no_such_norm.weight",), "no weight of this name"),
         (("model.layers.0.mlp.up_proj.weight",), "not the weight of a norm"),
         ((), "the list is empty"),
-        (("model.norm.weight", "model.norm.weight"), "names a normalisation weight twice"),
+        (("model.norm.weight", "model.norm.weight"), "has a normalisation weight twice"),
     ],
 )
 def test_targets_that_cannot_be_are_refused_and_leave_the_weights_clean(targets: tuple[str, ...], said: str) -> None:

@@ -155,7 +155,8 @@ def test_a_write_past_torch_is_found():
     assert numerics.verify() == 1
     first(model).weight.data.mul_(3)
     with pytest.raises(
-        EngineError, match=r"model.layers.0.self_attn.q_proj: its quantised copy differs from the present weight"
+        EngineError,
+        match=r"model.layers.0.self_attn.q_proj: the layer's quantised copy differs from the present weight",
     ):
         numerics.verify()
     numerics.changed()  # what the learner says after its own step

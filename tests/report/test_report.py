@@ -237,7 +237,7 @@ def test_what_cannot_be_read_or_compared_is_a_note(tmp_path: Path) -> None:
     assert facts.rows == ()
     assert facts.samples is None
     notes = "\n".join(facts.notes)
-    assert "step_000003_greedy.json is left out: its checksum" in notes
+    assert "step_000003_greedy.json is left out: the record's checksum" in notes
     assert "step_000009_greedy.json is left out: its weights belong to an attempt" in notes
     assert "not compared" in notes
     assert "max_tokens: 16 against 99" in notes
@@ -336,7 +336,7 @@ def test_a_page_shows_what_a_resume_refuses(tmp_path: Path) -> None:
     """Scores with a link in their place are not read from elsewhere."""
     path = finished_run(tmp_path / "run", steps=13)
     (path / "report.html").symlink_to(tmp_path / "diary.txt")
-    with pytest.raises(RunDirectoryError, match=r"report\.html: is a symbolic link"):
+    with pytest.raises(RunDirectoryError, match=r"report\.html: this is a symbolic link"):
         write_report(path)
     assert not (tmp_path / "diary.txt").exists()
 

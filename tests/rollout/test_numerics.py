@@ -138,7 +138,7 @@ def test_a_stale_copy_is_noticed(over: Over):
     engine.score(IDS)
     model.model.layers[1].mlp.up_proj.weight.data.mul_(2)  # type: ignore[union-attr, index, operator]
     engine.set_forward(Forward())
-    with pytest.raises(EngineError, match=r"layers.1.mlp.up_proj: its quantised copy"):
+    with pytest.raises(EngineError, match=r"layers.1.mlp.up_proj: the layer's quantised copy"):
         engine.set_forward(W4A4)
 
 

@@ -108,7 +108,7 @@ def test_settings_that_the_generator_refuses(values):
 
 
 def test_questions_without_a_right_answer():
-    with pytest.raises(TaskError, match="its questions have no right answer to test the grader with"):
+    with pytest.raises(TaskError, match="the data set's questions have no right answer to test the grader with"):
         draw(Source("rush_hour", "{}"), "x", Side.TRAIN, 1)
 
 
@@ -142,7 +142,7 @@ except Exception as error:
 """
     result = python(code, "random", timeout=600)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("TaskError task.dataset = base_conversion: it made no question in 1 s")
+    assert result.stdout.startswith("TaskError task.dataset = base_conversion: reasoning-gym made no question in 1 s")
 
 
 def test_data_sets_that_follow_the_hash_seed_are_refused_and_still_need_to_be():

@@ -99,7 +99,7 @@ UNSCORED = {
     "none": "the grader returned NoneType, not a number, bool or Grade",
     "inf": "the grader returned inf, not a finite number",
     "list": "the grader returned list, not a number, bool or Grade",
-    "fork": "StartsProcessError: it tried to start a process (os.fork)",
+    "fork": "StartsProcessError: the code tried to start a process (os.fork)",
     "eat": "the grader met its memory limit: MemoryError",
     "exit": "the grader did not live: its process ended (exit code 3)",
 }
@@ -141,13 +141,13 @@ def test_a_class_that_cannot_be_made_where_it_grades_is_refused_at_once(tmp_path
     with pytest.raises(TaskError, match="the licence allows one object") as error:
         built(tmp_path, once=str(tmp_path / "taken"))
     assert f"{tmp_path}/own.py:Mine" in str(error.value)
-    with pytest.raises(TaskError, match=r"it cannot be made with .*RuntimeError: no display"):
+    with pytest.raises(TaskError, match=r"the object cannot be made with .*RuntimeError: no display"):
         built(tmp_path, "OnlyHere")
 
 
 def test_prompts_that_cannot_be_sent_there_are_refused_and_named(tmp_path: Path) -> None:
     task = built(tmp_path, "Strange")
-    with pytest.raises(TaskError, match=r"its prompt mine/4 cannot be given .*data.rows\[0\].unit is a object"):
+    with pytest.raises(TaskError, match=r"the prompt mine/4 cannot be given .*data.rows\[0\].unit is a object"):
         task.batch(2, 2)
 
 

@@ -108,5 +108,5 @@ def test_a_record_of_a_stranger_opens_no_folder(tmp_path: Path) -> None:
         checkpoints_of(run)
     (run / RECORD).unlink()
     (run / RECORD).write_text('{"folder": 3}')
-    with pytest.raises(RunDirectoryError, match="is not the place of a run's checkpoints"):
+    with pytest.raises(RunDirectoryError, match="is not a record of the place of a run's checkpoints"):
         checkpoints_of(run)

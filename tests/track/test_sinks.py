@@ -221,7 +221,7 @@ def test_a_tracker_that_hangs_slows_nothing(tmp_path: Path) -> None:
     began = time.monotonic()
     with RunDirectory.create(tmp_path / "a", RECIPE, FACTS) as run:
         heard = tracked(run, own(tmp_path, hangs=2), range(1, 50))
-    assert heard == ["it has not answered for 1 s"]
+    assert heard == ["the tracker has not answered for 1 s"]
     assert time.monotonic() - began < 20
     assert steps_kept(tmp_path) == [1]
 

@@ -214,7 +214,7 @@ def test_json_bombs_are_wrong():
 
 
 def test_schemas_that_are_none_are_refused():
-    with pytest.raises(TaskError, match="it is not a JSON Schema: 'number or so'"):
+    with pytest.raises(TaskError, match="the value is not a JSON Schema: 'number or so'"):
         made("json", json_schema={"type": "number or so"})
     with pytest.raises(ValidationError, match="would accept any JSON"):
         ADAPTER.validate_python({"kind": "json", "equal": False})

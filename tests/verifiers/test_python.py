@@ -94,11 +94,19 @@ def test_a_grade_is_kept_and_checked(tmp_path):
 @pytest.mark.parametrize(
     ("code", "name", "message"),
     [
-        ("def grade(reply): return 1", "grade", "it takes (reply), but is called with 2 positional arguments"),
-        ("def grade(a, b, c): return 1", "grade", "it takes (a, b, c), but is called with 2"),
-        ("def grade(*, prompt, reply): return 1", "grade", "it takes (*, prompt, reply), but is called with 2"),
-        ("async def grade(a, b): return 1", "grade", "it is async"),
-        ("grade = 3", "grade", "it is a int, not a function"),
+        (
+            "def grade(reply): return 1",
+            "grade",
+            "the function takes (reply), but is called with 2 positional arguments",
+        ),
+        ("def grade(a, b, c): return 1", "grade", "the function takes (a, b, c), but is called with 2"),
+        (
+            "def grade(*, prompt, reply): return 1",
+            "grade",
+            "the function takes (*, prompt, reply), but is called with 2",
+        ),
+        ("async def grade(a, b): return 1", "grade", "the function is async"),
+        ("grade = 3", "grade", "the path leads to a int, not a function"),
         ("def grades(a, b): return 1", "grade", "did you mean grades?"),
         ("def grade(a, b) return 1", "grade", "SyntaxError"),
         ("import not_there_at_all", "grade", "ModuleNotFoundError"),

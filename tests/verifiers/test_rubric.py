@@ -119,7 +119,11 @@ def test_a_task_of_v1_grades_by_its_marked_methods(v1: str, tmp_path: Path) -> N
     grades, _ = graded(v1, f"{own}:Fails", "0.5", "no")
     assert [grade[0] for grade in grades] == [0.5, None]
     assert "could not convert string to float" in grades[1][1]
-    for name, why in (("Bare", "it has no reward"), ("Runs", "ran needs a runtime"), ("vf", "neither a vf.Rubric nor")):
+    for name, why in (
+        ("Bare", "the task has no reward"),
+        ("Runs", "ran needs a runtime"),
+        ("vf", "neither a vf.Rubric nor"),
+    ):
         with pytest.raises(AssertionError, match=why):
             graded(v1, f"{own}:{name}", "0.5")
 

@@ -158,13 +158,13 @@ def test_a_call_that_hangs_costs_its_own_replies_only():
 
 
 def test_what_cannot_be_used_is_refused():
-    with pytest.raises(TaskError, match="it needs trainer_state"):
+    with pytest.raises(TaskError, match="the function needs trainer_state"):
         rewards("with_state")
     with pytest.raises(TaskError, match="did you mean correct"):
         rewards("corect")
     with pytest.raises(ValidationError, match="weights has 1 numbers for 2 functions"):
         rewards("correct", "short", weights=[1.0])
-    with pytest.raises(ValidationError, match="name at least one function"):
+    with pytest.raises(ValidationError, match="give at least one function"):
         schema.TrlVerifier(path=[])
 
 

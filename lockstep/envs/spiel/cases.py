@@ -109,15 +109,15 @@ def _unplayable(package: Any, game: Any) -> str:
     """Return why a game cannot be played one move at a time; empty if it can."""
     kind, utilities = game.get_type(), (game.min_utility(), game.max_utility())
     if kind.dynamics != package.GameType.Dynamics.SEQUENTIAL:
-        return "its players move at the same time, or without end"
+        return "the players move at the same time, or without end"
     if kind.chance_mode == package.GameType.ChanceMode.SAMPLED_STOCHASTIC:
-        return "its chance events are drawn inside OpenSpiel: its states cannot be rebuilt from their moves"
+        return "the game's chance events are drawn inside OpenSpiel: its states cannot be rebuilt from their moves"
     if not all(map(math.isfinite, utilities)) or utilities[0] >= utilities[1]:
-        return f"its utilities are from {utilities[0]} to {utilities[1]}: they cannot be scaled to a reward"
+        return f"the game's utilities are from {utilities[0]} to {utilities[1]}: they cannot be scaled to a reward"
     if kind.information == package.GameType.Information.PERFECT_INFORMATION:
         return ""
     if not (kind.provides_information_state_string or kind.provides_observation_string):
-        return "it does not say in words what a player sees"
+        return "the game does not say in words what a player sees"
     return ""
 
 
@@ -181,12 +181,14 @@ def _tried(text: str) -> Any:
             [sys.executable, "-c", _TRIAL, text], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        what = f"some moves of it take longer than {TRIAL_SECONDS} s"
+        what = f"some moves of the game take longer than {TRIAL_SECONDS} s"
         raise TaskError(what, where=where, fix="use other parameters, or another game") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        why = lines[-1][:200] if lines and done.returncode > 0 else f"its process ends with {done.returncode}"
-        raise TaskError(f"it cannot be played with these parameters: {why}", where=where, fix="use other parameters")
+        why = lines[-1][:200] if lines and done.returncode > 0 else f"the process ends with {done.returncode}"
+        raise TaskError(
+            f"the game cannot be played with these parameters: {why}", where=where, fix="use other parameters"
+        )
     return game
 
 

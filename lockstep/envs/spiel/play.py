@@ -43,7 +43,7 @@ def own_mover(path: str) -> Mover:
     """Return a user's function, file.py:function. Raises TaskError if it is not one, or in play if it gives no legal action."""
     found = load_object(path)
     if not callable(found):
-        raise TaskError("it is not a function", where=path, fix="define it as (state, numbers)")
+        raise TaskError("the path does not lead to a function", where=path, fix="define it as (state, numbers)")
     check_call(found, ("state", "numbers"), path)
     function = cast(Callable[[Any, random.Random], object], found)
 
@@ -53,7 +53,7 @@ def own_mover(path: str) -> Mover:
             chosen = moves_of(state).get(chosen, chosen)
         if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen not in legal:
             raise TaskError(
-                f"it chose the move {chosen!r}, which is not legal",
+                f"the function chose the move {chosen!r}, which is not legal",
                 where=path,
                 fix=f"give one of state.legal_actions(): {legal}",
             )

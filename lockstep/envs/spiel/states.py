@@ -44,7 +44,7 @@ def state_at(game: str, history: Sequence[int]) -> Any:
             state.apply_action(action)
     except package.SpielError as error:
         raise TaskError(
-            f"its moves cannot be made: {error}", where=f"a state of {game}", fix="draw the states again"
+            f"the moves to this state cannot be made: {error}", where=f"a state of {game}", fix="draw the states again"
         ) from error
     return state
 
@@ -84,7 +84,7 @@ def moves_of(state: Any) -> dict[str, int]:
     moves = {state.action_to_string(action).strip(): action for action in actions}
     if len(moves) < len(actions):
         raise TaskError(
-            "two of its legal moves have the same name",
+            "two legal moves have the same name",
             where=f"a state of {state.get_game()}",
             fix="choose another game",
         )

@@ -145,7 +145,9 @@ class PagedEngine:
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return log-probabilities of all tokens but the first, at temperature 1; the last by decode steps as in a rollout."""
         if self._queue or self._active:
-            raise EngineError("sequences are scored between rollouts, not while requests run")
+            raise EngineError(
+                "sequences are scored between rollouts, not while requests run", fix="read all completions first"
+            )
         result: list[tuple[float, ...]] = [()] * len(sequences)
         long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
         for start in range(0, len(long), self._slots):

@@ -338,7 +338,7 @@ def _rope(decoder: Any, size: int, positions: int) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         cos, sin = rotary(torch.zeros(1, device=device), position_1T)
     if cos.shape[-1] not in (size, size // 2):  # gpt-oss gives each number once
-        raise CannotFuse("only a part of each head is rotated")
+        raise CannotFuse("the model rotates only a part of each attention head (partial rotary embedding)")
     return tuple(t[0, :, : size // 2].to(dtype).float().contiguous() for t in (cos, sin))  # rounded as the model's
 
 

@@ -74,13 +74,17 @@ def view(memory: Tensor, part: Part) -> Tensor:
     """Return a tensor of the bucket. Raises EngineError if it exceeds the bucket."""
     dtype: torch.dtype | None = getattr(torch, part.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise EngineError(f"no such dtype: {part.dtype}", where=part.name)
+        raise EngineError(f"no such dtype: {part.dtype}", where=part.name, fix="report this")
     count = 1
     for size in part.shape:
         count *= size
     end = part.offset + count * dtype.itemsize
     if part.offset < 0 or part.offset % ALIGNMENT or end > len(memory):
-        raise EngineError(f"bytes {part.offset} to {end} of a bucket of {len(memory)}", where=part.name)
+        raise EngineError(
+            f"the tensor has bytes {part.offset} to {end} of a bucket of {len(memory)}",
+            where=part.name,
+            fix="report this",
+        )
     return memory[part.offset : end].view(dtype).view(part.shape)
 
 
@@ -138,7 +142,7 @@ def _text(value: object) -> str:
         case None:
             return "none:"
         case _:
-            raise EngineError(f"a CUDA handle with a {type(value).__name__}", fix="set rollout.vllm.transport=copy")
+            raise EngineError(f"the CUDA handle holds a {type(value).__name__}", fix="set rollout.vllm.transport=copy")
 
 
 def _value(text: str) -> object:
@@ -153,4 +157,4 @@ def _value(text: str) -> object:
         case "none":
             return None
         case _:
-            raise EngineError(f"a CUDA handle with {text[:20]!r}")
+            raise EngineError(f"the CUDA handle holds {text[:20]!r}", fix="set rollout.vllm.transport=copy")

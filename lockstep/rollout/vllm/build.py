@@ -44,7 +44,7 @@ def vllm_engine(
         raise EngineError(
             "vLLM would run this checkpoint's MXFP4 weights, but the trained ones are not quantised",
             where=folder,
-            fix="set rollout.engine=native, or save the dequantised model into a folder and name that",
+            fix="set rollout.engine=native, or save the dequantised model into a folder and set model.path to it",
         )
     settings = settings_of(
         recipe,

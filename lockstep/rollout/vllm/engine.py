@@ -142,7 +142,10 @@ class VllmEngine:
         """
         self._check_alive()
         if self._pending:
-            raise EngineError(f"the numerics or the noise changed while {len(self._pending)} requests run")
+            raise EngineError(
+                f"the numerics or the noise changed while {len(self._pending)} requests run",
+                fix="read all completions first",
+            )
         self._drain()
         try:
             return self._compute(forward)
@@ -206,7 +209,9 @@ class VllmEngine:
         if self._asleep or not self._settings.sleep:
             return
         if self._pending:
-            raise EngineError(f"sleep was requested while {len(self._pending)} requests run")
+            raise EngineError(
+                f"sleep was requested while {len(self._pending)} requests run", fix="read all completions first"
+            )
         self._drain()
         with self._on_stream():
             self._engine.sleep(level=1)

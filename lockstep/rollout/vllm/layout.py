@@ -118,7 +118,7 @@ def share(model: nn.Module, views: WeightStream) -> list[str]:
             )
         if not view.equal(parameter.data):
             raise EngineError(
-                "its values differ from the learner's", where=name, fix="load the weights before sharing them"
+                "the tensor's values differ from the learner's", where=name, fix="load the weights before sharing them"
             )
     for name, parameter in own.items():
         parameter.data = engine[name]

@@ -136,7 +136,10 @@ class EngineProcess:
         in the precision of its weights.
         """
         if self._running:
-            raise EngineError(f"the numerics or the noise changed while {len(self._running)} requests run")
+            raise EngineError(
+                f"the numerics or the noise changed while {len(self._running)} requests run",
+                fix="read all completions first",
+            )
         self.forward = Forward()
         self._channel.send(wire.Compute(forward))
         match self._answer():
@@ -243,7 +246,9 @@ class EngineProcess:
         self._channel.send(wire.Send((name,)))
         message, payload = self._answer(), self._payload
         if not isinstance(message, wire.Tensor):
-            raise EngineError("the engine has no such tensor", where=name)
+            raise EngineError(
+                "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
+            )
         if not isinstance(done := self._answer(), wire.Done):
             raise self._unexpected(done)
         dtype: torch.dtype = getattr(torch, message.part.dtype)
@@ -267,7 +272,11 @@ class EngineProcess:
         return EngineError(failure.what, where=failure.where or "engine process", fix=failure.fix or "report this")
 
     def _unexpected(self, message: wire.Message) -> EngineError:
-        return EngineError(f"answered with {type(message).__name__}", where="engine process", fix="report this")
+        return EngineError(
+            f"the engine process answered with a {type(message).__name__} message",
+            where="engine process",
+            fix="report this",
+        )
 
     def _tail(self) -> str:
         self._output.seek(0)

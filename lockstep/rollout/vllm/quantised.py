@@ -122,7 +122,7 @@ def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
         raise EngineError(
             f"numerics.exclude names some of {', '.join(names)}, which are one matrix here",
             where="numerics.exclude",
-            fix=f"name all of them or none, or {NATIVE}",
+            fix=f"list all of them or none, or {NATIVE}",
         )
     return all(named)
 

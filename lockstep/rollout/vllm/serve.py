@@ -117,7 +117,11 @@ class Server:
                 wire.Take() | wire.Loaded() | wire.Ready() | wire.Done() | wire.Completions() | wire.Scores()
                 | wire.Prints() | wire.Tensor() | wire.Computing() | wire.Failed()
             ):  # fmt: skip
-                raise EngineError(f"a {type(message).__name__} where none is expected", where="engine process")
+                raise EngineError(
+                    f"a {type(message).__name__} message came where none is expected",
+                    where="engine process",
+                    fix="report this",
+                )
             case other:
                 assert_never(other)
 
@@ -149,7 +153,9 @@ class Server:
                     return
                 case _:
                     raise EngineError(
-                        f"a {type(message).__name__} within a transfer of weights", where="engine process"
+                        f"a {type(message).__name__} message came within a transfer of weights",
+                        where="engine process",
+                        fix="report this",
                     )
             self._channel.send(wire.Done())
 

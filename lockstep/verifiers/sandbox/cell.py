@@ -1,7 +1,8 @@
-"""A bare process that runs one program with processes and a loopback of its own, cut off from the machine.
+"""Runs one agent's program in a sandbox with its own process table and its own loopback network. Started by envs/cells.py.
 
-The program sees the folders that it is given, read-only, and a folder in memory. One port of its loopback leads out: this process
-hands the socket that listens there to its owner over the control socket, before the program starts.
+The program sees only those of the machine's folders that it is given (read-only), and one folder in memory. It reaches the
+outside through one loopback port: before the program starts, this process sends that port's listening socket to envs/cells.py
+over the control socket.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Sandbox:
         self._control = ours
         self.pid = self._popen.pid
         ours.settimeout(START_SECONDS * (3 if module else 1))
-        reason = "it ended"
+        reason = "the sandbox process ended"
         try:
             ours.send(json.dumps({"apart": apart, "filter": filter, "limits": asdict(limits)}).encode())
             ready = ours.recv(1 << 16)
@@ -91,7 +91,7 @@ class Sandbox:
                 self._popen.wait(1)
             if self._popen.returncode == -signal.SIGKILL:
                 self.close()
-                raise ZygoteGone("it was killed while it started")
+                raise ZygoteGone("the sandbox process was killed while it started; is the memory full?")
             self._popen.kill()
             said = (self._popen.communicate()[1] or b"").decode("utf-8", "replace").strip().splitlines()
             raise SandboxError(said[-1] if said else reason)

@@ -94,7 +94,7 @@ def test_a_list_of_games_takes_its_parameters_from_game_configs() -> None:
         (["hex(size=3)"], "Unknown parameter 'size'"),
         (["hex("], "Missing closing bracket"),
         (["goofspiel"], "move at the same time"),
-        (["connect_four(rows=0)"], "cannot be played with these parameters: its process ends with -11"),
+        (["connect_four(rows=0)"], "cannot be played with these parameters: the process ends with -11"),
         (["hex(board_size=0)"], "cannot be played with these parameters"),
     ],
 )
