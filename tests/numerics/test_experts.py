@@ -169,7 +169,7 @@ def test_copies_follow_the_weights_and_a_write_past_torch_is_found(family: str) 
     assert torch.equal(numerics.weight(quantiser, stack), expected)
     assert numerics.weight(quantiser, stack).data_ptr() == before.data_ptr()
     stack.weight.data[2] *= 3
-    with pytest.raises(EngineError, match=f"{name}: its quantised copy differs"):
+    with pytest.raises(EngineError, match=f"{name}: the layer's quantised copy differs"):
         numerics.verify()
 
 
