@@ -172,9 +172,8 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
             found.append(dataclasses.replace(target, label=label, name=name))
     names = [target.label for target in found]
     if len(set(names)) < len(names):
-        raise ConfigError(
-            [f"two targets are called {max(names, key=names.count)}"], fix="give each a name: a=PATH b=PATH"
-        )
+        what = f"two targets are called {max(names, key=names.count)}"
+        raise ConfigError([what], fix="give each a name: a=PATH b=PATH")
     refuse_one_file_for_two([target for target in found if args.out or target.run is None])
     return found
 

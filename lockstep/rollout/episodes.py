@@ -201,11 +201,8 @@ class _Table:
     def _replied(self, completion: Completion) -> None:
         key = self._requested.pop(completion.request.id, None)
         if key is None:
-            raise EngineError(
-                "the engine returned a reply that was not requested",
-                where=completion.request.id,
-                fix="report this engine",
-            )
+            what = "the engine returned a reply that was not requested"
+            raise EngineError(what, where=completion.request.id, fix="report this engine")
         episode = self._open[key]
         check_reply(completion, episode)
         episode.replies.append(Reply(len(episode.ids), completion))

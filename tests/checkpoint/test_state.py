@@ -131,7 +131,7 @@ def test_a_folder_without_config_cannot_be_copied_from(tmp_path: Path):
 def test_the_space_is_checked_for_the_tensors_there_are(tmp_path: Path):
     state = CheckpointState(1, {"w": torch.zeros(1).expand(1 << 40)}, {"m": torch.zeros(1).expand(1 << 41)})
     assert state.bytes == 12 << 40
-    with pytest.raises(CheckpointError, match=r"need 12288\.02 GiB"):
+    with pytest.raises(CheckpointError, match=r"needs 12288\.02 GiB"):
         save_state(tmp_path, state, ModelFiles())
 
 

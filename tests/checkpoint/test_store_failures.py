@@ -91,7 +91,7 @@ def test_a_disk_that_fills_up_for_real(tmp_path: Path):
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path):
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(CheckpointError, match=r"need \d+\.\d\d GiB, \d+\.\d\d GiB free"):
+    with pytest.raises(CheckpointError, match=r"needs \d+\.\d\d GiB of disk, but only \d+\.\d\d GiB are free"):
         save(tmp_path, 1, lambda folder: pytest.fail("the writer was called"), {}, bytes_needed=free + 1)
     assert folders(tmp_path) == []
     check_space(tmp_path, max(0, free - (1 << 30)))

@@ -122,7 +122,7 @@ def test_a_changed_value_is_named_as_damage(written: tuple[Path, Score]) -> None
         ("[" * 100_000, "not JSON"),
         ("[]", "not a record of format lockstep.score"),
         ('{"accuracy": 0.7331}', "not a record of format lockstep.score"),
-        ('{"format": "lockstep.score", "version": 3}', "version 3; this Lockstep reads versions 1 and 2"),
+        ('{"format": "lockstep.score", "version": 3}', "has version 3, but this Lockstep reads versions 1 and 2"),
         ('{"format": "lockstep.score", "version": 2}', "checksum"),
         ('{"format": "lockstep.score", "version": 1}', "checksum"),
         ('{"format": NaN}', "NaN is not a JSON number"),

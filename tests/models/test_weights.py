@@ -128,8 +128,8 @@ def test_a_stream_carries_adapters_and_their_scaling():
     [
         ("model.norm.weights", torch.zeros(64), "the engine has no such tensor"),
         ("model.layers.0.self_attn.k_proj.lora_scaling", torch.ones(1), "the engine has no such tensor"),
-        ("model.norm.weight", torch.zeros(63), r"got \(63,\) torch.float32, the engine holds \(64,\)"),
-        ("model.norm.weight", torch.zeros(64, dtype=torch.bfloat16), "got .* torch.bfloat16"),
+        ("model.norm.weight", torch.zeros(63), r"sent is \(63,\) torch.float32, the engine holds \(64,\)"),
+        ("model.norm.weight", torch.zeros(64, dtype=torch.bfloat16), "sent is .* torch.bfloat16"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name: str, tensor: torch.Tensor, told: str):

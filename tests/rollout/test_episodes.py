@@ -221,7 +221,7 @@ def test_what_is_no_turn_is_named_and_not_scored(tiny_model_dir: Path, what: str
     task = build_task(settings, 0)
     (one,) = play(engine_of(tiny_model_dir), chat_of(tiny_model_dir), task, task.batch(0, 1), 1).values()  # type: ignore[arg-type]
     assert one.rollout.grade.reward is None
-    assert (one.rollout.grade.error or "").startswith("environment: it")
+    assert (one.rollout.grade.error or "").startswith("environment: the ")
 
 
 def test_budgets_end_an_episode_and_keep_what_it_earned(tiny_model_dir: Path, good: SeededEpisodes) -> None:

@@ -156,7 +156,7 @@ def test_the_same_run_twice_is_refused_and_equal_names_are_told_apart(tmp_path: 
     for folder in ("x", "y"):
         RunDirectory.create(tmp_path / folder / "a", "name: a\n", FACTS).close()
     assert [one.label for one in open_runs([tmp_path / "x" / "a", tmp_path / "y" / "a"])] == ["x/a", "y/a"]
-    with pytest.raises(RunDirectoryError, match="named twice"):
+    with pytest.raises(RunDirectoryError, match="given twice"):
         open_runs([tmp_path / "x" / "a", tmp_path / "x" / ".." / "x" / "a"])
 
 
