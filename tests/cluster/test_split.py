@@ -39,7 +39,7 @@ def test_a_split_run_is_that_of_one_process(
 def test_a_sampler_that_is_lost_costs_no_step(
     tmp_path: Path, tiny_model_dir: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.cluster.ray_workers.LEAST_SECONDS", 5.0)
+    monkeypatch.setattr("lockstep.cluster.ray_workers.LEAST_SECONDS", 15.0)
     settings = (*SMALL, "steps=8", NO_EVAL)
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     wounded = recipe(

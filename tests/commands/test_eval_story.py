@@ -161,7 +161,7 @@ def an_engine_that_was_not_synced_is_refused(
         session.sync.verify(session.learner, session.engine)
     # The whole command: no score, and the code of a proof that failed.
     before = {path: path.read_bytes() for path in (run / "scores").rglob("*.json")}
-    monkeypatch.setattr("lockstep.scoring.targets.build_eval_session", lambda *_, **__: session)
+    monkeypatch.setattr("lockstep.scoring.workers.build_eval_session", lambda *_, **__: session)
     capsys.readouterr()
     assert main(["eval", str(run), "--no-base"]) == 5
     captured = capsys.readouterr()
