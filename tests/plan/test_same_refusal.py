@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": False},
     "minimax": {"num_local_experts": 2, "head_dim": 16},
 }
-STACKED = "experts are stacked tensors, not linear layers"
+PACKED = (*W4A4, "adapter={kind: lora, base: mxfp4, targets: attention}")
 OWN = "it keeps experts (down_proj, "
 EVEN = "latent attention, of layers with a state or with other heads"
 
@@ -66,15 +66,16 @@ PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     ("nemotron", (), "family", "the model was called without a token layout"),
     ("bert", (), "family", "it is an encoder, whose tokens see later ones"),
     ("minimax", (), "family", "the model has linear_attention layers"),
-    *((name, W4A4, "numerics", STACKED) for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")),
-    *((name, settings, "numerics", STACKED) for name in ("gpt_oss", "qwen3_moe") for settings in (W4A16, EVAL, ROLLOUT)),
+    *((name, W4A4, "", "") for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")),
+    *((name, settings, "", "") for name in ("gpt_oss", "qwen3_moe") for settings in (W4A16, EVAL, ROLLOUT)),
     *((name, SPARED, "", "") for name in ("qwen3_moe", "qwen3_next")),
     *((name, W4A4, "", "") for name in ("llama", "qwen3_5_text", "gemma4_text")),
     ("mixtral", GATE, "adapter", "'gate_proj' names no linear layer"),
     *((name, VLLM, "serving", OWN) for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")),
     *((name, VLLM, "serving", EVEN) for name in ("gemma4_text", "deepseek_v3", "qwen3_5_text")),
     ("gpt_oss+mxfp4", VLLM, "serving", "it would run the checkpoint's MXFP4 weights"),
-    ("gpt_oss+mxfp4", W4A4, "numerics", STACKED),
+    ("gpt_oss+mxfp4", W4A4, "", ""),
+    ("gpt_oss+mxfp4", PACKED, "numerics", "of an unknown form, or kept in MXFP4"),
     ("gpt_oss+mxfp4", (), "", ""),
 ]  # fmt: skip
 """Model, settings, and the one refusal that they must have; none if it is empty."""
