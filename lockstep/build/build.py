@@ -17,6 +17,7 @@ from lockstep.build.parts import Parts, Policy, PolicyFacts
 from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
 from lockstep.chat.chat import ChatFormat
+from lockstep.config.adapter import keeps_mxfp4
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, prepare_process
 from lockstep.envs.programs import MODEL
@@ -84,7 +85,7 @@ def build_policy(recipe: Recipe, *, replaced: bool = False) -> Policy:
     dtype = resolve_dtype(recipe.model.dtype, device)
     empty = meta_model(resolved.path, resolved.trust_remote_code)
     require_family(type(empty), empty.config)  # before weights are read
-    packed = recipe.adapter.kind == "lora" and recipe.adapter.base == "mxfp4"
+    packed = keeps_mxfp4(recipe.adapter)
     base = load_model(resolved, dtype=dtype, device=device, attention=ATTENTION, packed=packed)
     load_base(base, parent)
     if device.type == "cuda":

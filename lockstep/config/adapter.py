@@ -114,6 +114,11 @@ class OtherPeft(_Adapted):
 Adapter: TypeAlias = Annotated[NoAdapter | Lora | OtherPeft, Field(discriminator="kind")]
 
 
+def keeps_mxfp4(adapter: Adapter) -> bool:
+    """Return whether experts stay in MXFP4, as their checkpoint stores them."""
+    return isinstance(adapter, Lora) and adapter.base == "mxfp4"
+
+
 def vllm_refuses(adapter: Adapter) -> str:
     """Return why vLLM, which gets adapters merged into the weights, cannot serve this one; "" if it can."""
     if isinstance(adapter, OtherPeft):

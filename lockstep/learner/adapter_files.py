@@ -53,8 +53,8 @@ class Base:
     def of(model: nn.Module, name: str) -> Base:
         """Describe `model`, which has no adapters."""
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        weights = dense_weights(named_weights(model), dtype)  # kept in MXFP4 or not, it is the same base
-        return Base(name, fingerprint(weights).combined, str(dtype).removeprefix("torch."))
+        weights = fingerprint(dense_weights(model))  # kept in MXFP4 or not, it is the same base
+        return Base(name, weights.combined, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)

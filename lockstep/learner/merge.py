@@ -45,8 +45,7 @@ def merged_weights(model: nn.Module) -> WeightStream:
 def _unpacked(model: nn.Module, layers: dict[str, Any]) -> WeightStream:
     """Yield the stream with the layers stored in 4 bits replaced by the weights that they stand for."""
     packed = {name for name, layer in layers.items() if isinstance(layer.get_base_layer(), Nf4Linear)}
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    for name, tensor in dense_weights(named_weights(model), dtype):
+    for name, tensor in dense_weights(model):
         layer, _, part = name.rpartition(".")
         if layer not in packed or part not in ("codes", "scales"):
             yield name, tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
-from lockstep.models.route_kernels import Sorted
+from lockstep.models.route_kernels import Sorted, activated
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,6 @@ def product_tile(each: float) -> Tile:
     if each <= 24:
         return Tile(32, 128, 128, 4, 3)
     return Tile(64, 128, 64, 4, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
-
-
-@triton.jit
-def _activated(gate, up, PAIRED: tl.constexpr, limit, alpha):
-    """Compute the inner state in fp32 of rounded gates and ups."""
-    if PAIRED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-    return gate * (1.0 / (1.0 + tl.exp(-gate * alpha))) * up
 
 
 @triton.jit
@@ -114,7 +105,7 @@ def _gate_up_kernel(
             gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
         else:
             gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-        state = _activated(gate, up, PAIRED, limit, alpha)
+        state = activated(gate, up, PAIRED, limit, alpha)
         mask = (row < end)[:, None] & (column < inner)[None, :]
         tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
 
@@ -254,7 +245,7 @@ def _activate_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < inner
     gate, up = _both(both_ptr, bias_ptr, expert_ptr, row, inner, PAIRED, BIAS, BLOCK)
-    state = _activated(gate, up, PAIRED, limit, alpha)
+    state = activated(gate, up, PAIRED, limit, alpha)
     tl.store(out_ptr + row * inner + column, state.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -270,7 +261,7 @@ def _activate_back_kernel(
     inside = column < inner
     gate, up = _both(both_ptr, bias_ptr, expert_ptr, row, inner, PAIRED, BIAS, BLOCK)
     grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    state = _activated(gate, up, PAIRED, limit, alpha)
+    state = activated(gate, up, PAIRED, limit, alpha)
     rounded = state.to(both_ptr.dtype.element_ty).to(tl.float32)
     tl.store(share_ptr + pair, tl.sum(grad * tl.where(inside, rounded, 0.0), 0))
     grad *= tl.load(factor_ptr + pair).to(tl.float32)

@@ -20,7 +20,7 @@ from lockstep.models.folder import INDEX, MXFP4, read_json
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from lockstep.types import WeightStream
 
@@ -117,12 +117,15 @@ def read_packed(folder: Path) -> dict[str, Packed]:
         return found
 
 
-def dense_weights(weights: WeightStream, dtype: torch.dtype) -> WeightStream:
-    """Yield a stream in which parameters that are kept in MXFP4 have the names and values of their dense form."""
+def dense_weights(model: nn.Module) -> WeightStream:
+    """Yield a model's weights; parameters that are kept in MXFP4 have the names and values of their dense form."""
     import torch
 
+    from lockstep.models.weights import named_weights
+
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     waiting: dict[str, Tensor] = {}
-    for name, tensor in weights:
+    for name, tensor in named_weights(model):
         base = name.removesuffix(BLOCKS).removesuffix(SCALES)
         if base == name or tensor.dtype != torch.uint8:
             yield name, tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
-from lockstep.models.route_kernels import Sorted
+from lockstep.models.route_kernels import Sorted, activated
 
 GROUPS = 128
 """Blocks of 32 numbers that one program dequantises."""
@@ -81,9 +81,7 @@ def _gate_up_kernel(
         total = tl.trans(total).to(kind).to(tl.float32)
         total = (total + bias[None, :]).to(kind).to(tl.float32)
         gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        state = gate * (1.0 / (1.0 + tl.exp(-gate * alpha))) * up
+        state = activated(gate, up, True, limit, alpha)
         mask = (row < end)[:, None] & (column < inner)[None, :]
         tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
 

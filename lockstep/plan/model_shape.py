@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.adapter import keeps_mxfp4
 from lockstep.errors import ModelError
 from lockstep.models.folder import read_json
 from lockstep.models.stored import stored_parameters
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
     """Return the shape of the model in a folder as the recipe's run holds it. Raises ModelError as `read_shape` does."""
     shape = read_shape(folder)
-    packed = recipe.adapter.kind == "lora" and recipe.adapter.base == "mxfp4"
-    return replace(shape, expert_bytes=PACKED_BYTES) if packed else shape
+    return replace(shape, expert_bytes=PACKED_BYTES) if keeps_mxfp4(recipe.adapter) else shape
 
 
 def read_shape(folder: Path) -> ModelShape:

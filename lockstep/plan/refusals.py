@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from lockstep.config.adapter import Lora
+from lockstep.config.adapter import Lora, keeps_mxfp4
 from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Allowable, Recipe
 from lockstep.errors import ConfigError, DoesNotFitError, LockstepError, ModelError, RefusedError
@@ -209,7 +209,7 @@ def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     adapter = recipe.adapter
     if adapter.kind == "none":
         return
-    if isinstance(adapter, Lora) and adapter.base == "mxfp4":
+    if keeps_mxfp4(adapter):
         _require_mxfp4(recipe)
     chosen = choose_targets(model, adapter.targets)
     if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") and not adapter.start:
@@ -236,7 +236,7 @@ def _numerics(recipe: Recipe, model: PreTrainedModel) -> None:
     from lockstep.numerics.apply import refuse_experts, settle
     from lockstep.numerics.experts import Stack
 
-    packed = getattr(recipe.adapter, "base", "") == "mxfp4"
+    packed = keeps_mxfp4(recipe.adapter)
     for phase in PHASES:
         targets = settle(model, recipe.numerics, phase).targets
         stacks = [name for name, layer in targets.items() if isinstance(layer, Stack)]

@@ -65,7 +65,7 @@ try:
     save_state(run, big, ModelFiles())
     sys.exit("the preflight let it through")
 except CheckpointError as error:
-    assert "need 0.00 GiB" in error.what, error
+    assert "needs 0.00 GiB" in error.what, error
 type(big).bytes = property(lambda self: 0)  # an estimate that was wrong
 for _ in range(20):
     try:

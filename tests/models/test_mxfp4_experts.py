@@ -75,6 +75,8 @@ def test_a_run_on_packed_experts_is_that_on_dense_ones(folder: Path, tmp_path: P
     runs = [trained(tmp_path / base, folder, *FOUR_BITS, f"adapter.base={base}") for base in ("full", "mxfp4")]
     norms = [[row.metrics["grad/norm"] for row in read_metrics(run) if row.step] for run in runs]
     assert norms[0] == norms[1]
+    frozen = [next(line for line in run.log_path.read_text().splitlines() if "base unchanged" in line) for run in runs]
+    assert ["37 frozen tensors" in frozen[0], "41 frozen tensors" in frozen[1]] == [True, True]  # blocks and scales
     assert all("of 161,488 parameters are trained" in (Path(run.path) / "log.txt").read_text() for run in runs)
     adapters = [next(Path(run.path).glob("checkpoints/*2/adapter_model.safetensors")) for run in runs]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
