@@ -1,11 +1,12 @@
 """Kill, stop and starve the workers of runs, and their driver, and compare what is left with a run that nobody touched.
 
-    python benchmarks/cluster_faults.py                             # everything: 60 kills, 20 of each other fault
+    python benchmarks/cluster_faults.py                             # everything: 60 of each kind of kill, 20 of each other fault
     python benchmarks/cluster_faults.py --fault kill --times 15 --write
 
 kill     SIGKILL for a worker at the beginning, in the middle and at the end of each phase of a step: rollout, update, sync,
          evaluation, save. A run gets 15 of them; after each it must go on by itself, and its end must equal the other's: weights,
          optimizer, samples and metrics to the last bit.
+sampler  the same for a worker that only samples: another must take its place, and the run must lose no step.
 stop     SIGSTOP for a worker: the deadline of its call must end the run, exit code 75.
 full     a worker that can write no more when it saves (a limit of its process stands for the disk): the run must end and say so.
 grader   a grader that never returns: its limit must leave the reply unscored, and the run must stop by itself.
@@ -47,7 +48,7 @@ RESULT = RESULTS / "cluster_faults.txt"
 PHASES = ("rollout", "update", "sync", "evaluate", "save")
 PLACES = {"beginning": 0.02, "middle": 0.5, "end": 0.9}
 """Share of the phase's median duration after which the signal is sent."""
-FAULTS = ("kill", "stop", "full", "grader", "driver")
+FAULTS = ("kill", "sampler", "stop", "full", "grader", "driver")
 WRITABLE = 4096
 """Bytes of a file that a worker can write, for `full`."""
 LIMIT_S = 5.0
@@ -63,8 +64,9 @@ def grade(prompt, reply):
 class Attacker:
     """Kills a worker in a phase, and notes when the driver has noticed."""
 
-    def __init__(self, run: Path, targets: list[tuple[str, str]], draw: random.Random) -> None:
-        self._run, self._targets, self._draw = run, targets, draw
+    def __init__(self, run: Path, targets: list[tuple[str, str]], draw: random.Random, *, first: int) -> None:
+        """`first`: the lowest rank that may be killed."""
+        self._run, self._targets, self._draw, self._first = run, targets, draw, first
         self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._steps = 0
         self._sent = 0.0
@@ -98,7 +100,7 @@ class Attacker:
 
     def _kill(self) -> None:
         lines = (self._run / "workers" / "pids.txt").read_text().split()
-        victim = int(self._draw.choice(lines[2::3]))
+        victim = int(self._draw.choice(lines[2::3][self._first :]))
         self._sent = time.time()
         self.reached = self.phase
         os.kill(victim, signal.SIGKILL)
@@ -112,45 +114,29 @@ class Attacker:
         self._sent, self._steps = 0.0, 0
 
 
-def kills(times: int, folder: Path) -> list[str]:
-    """Return a table of kills and of the ends of their runs."""
-    from lockstep.cluster.ray_workers import RayWorkers
+def kills(times: int, folder: Path, *, sampler: bool = False) -> list[str]:
+    """Return a table of kills and of the ends of their runs. `sampler`: of workers that only sample."""
     from lockstep.config.load import load
     from lockstep.loops.start import start_run
-    from lockstep.run.session import Session
+    from tests.loops.runs import events
 
     draw = random.Random(16)
     every = [(phase, place) for phase in PHASES for place in PLACES]
+    steps = 3 * len(every) + 3
+    alone = start_run(load(recipe(folder, f"alone_{sampler}", steps, "placement={kind: local}")))
     rows: list[tuple[str, str, str, float]] = []
     ends = []
-    alone: RunDirectory | None = None
-    whole_phase, whole_end = Session._phase, RayWorkers._end
     for number in range(-(-times // len(every))):
         targets = draw.sample(every, len(every))[: times - number * len(every)]
-        steps = 3 * len(every) + 3
-        if alone is None:
-            alone = start_run(load(recipe(folder, "alone", steps, "placement={kind: local}")))
-        name = f"killed_{number}"
-        attacker = Attacker(folder / "runs" / name, list(targets), draw)
-
-        @contextmanager
-        def phase(self: Any, name: str, attacker: Attacker = attacker) -> Iterator[None]:
-            with whole_phase(self, name), attacker.around(name):
-                yield
-
-        def end(self: Any, error: Any, attacker: Attacker = attacker) -> Any:
-            found = whole_end(self, error)
-            attacker.noticed()
-            return found
-
-        Session._phase, RayWorkers._end = phase, end  # type: ignore[method-assign]
-        try:
-            words = recipe(folder, name, steps, f"placement={{kind: colocated, gpus: 2, restarts: {len(targets) + 3}}}")
+        name = f"killed_{sampler}_{number}"
+        kind = "kind: split, train: 1, rollout: 1" if sampler else "kind: colocated, gpus: 2"
+        words = recipe(folder, name, steps, f"placement={{{kind}, restarts: {len(targets) + 3}}}")
+        attacker = Attacker(folder / "runs" / name, list(targets), draw, first=int(sampler))
+        with watched(attacker, "replace" if sampler else "_end"):
             run = start_run(load(words))
-        finally:
-            Session._phase, RayWorkers._end = whole_phase, whole_end  # type: ignore[method-assign]
+        whole = same(alone, run, steps) and not (sampler and events(run, "resume"))
         rows += attacker.rows
-        ends.append((name, len(attacker.rows), len(targets), same(alone, run, steps)))
+        ends.append((name, len(attacker.rows), len(targets), whole))
         print(*ends[-1], flush=True)
     found = ["| phase | place | kills | noticed after, s: median | longest |", "| --- | --- | --- | --- | --- |"]
     for phase_name, place in every:
@@ -159,12 +145,39 @@ def kills(times: int, folder: Path) -> list[str]:
             found.append(f"| {phase_name} | {place} | {len(seconds)} | {median(seconds):.1f} | {max(seconds):.1f} |")
     missed = sum(row[0] != row[2] for row in rows)
     equal = sum(end[3] for end in ends)
+    how = "that lost no step" if sampler else "that went on by themselves"
     return [
         *found,
         "",
         f"{len(rows)} kills of {times}; noticed within 5 s: {sum(row[3] <= 5 for row in rows)}; {missed} reached the time after "
-        f"their phase; runs that went on by themselves and ended bit-equal: {equal} of {len(ends)}",
+        f"their phase; runs {how} and ended bit-equal: {equal} of {len(ends)}",
     ]
+
+
+@contextmanager
+def watched(attacker: Attacker, notices: str) -> Iterator[None]:
+    """Tell the attacker of each phase, and of each call of the method by which the driver answers a death."""
+    from lockstep.cluster.ray_workers import RayWorkers
+    from lockstep.run.session import Session
+
+    whole_phase, whole_answer = Session._phase, getattr(RayWorkers, notices)
+
+    @contextmanager
+    def phase(self: Any, name: str) -> Iterator[None]:
+        with whole_phase(self, name), attacker.around(name):
+            yield
+
+    def answer(self: Any, about: Any) -> Any:
+        attacker.noticed()
+        return whole_answer(self, about)
+
+    Session._phase = phase  # type: ignore[method-assign]
+    setattr(RayWorkers, notices, answer)
+    try:
+        yield
+    finally:
+        Session._phase = whole_phase  # type: ignore[method-assign]
+        setattr(RayWorkers, notices, whole_answer)
 
 
 def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
@@ -287,16 +300,18 @@ def recipe(folder: Path, name: str, steps: int, *more: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--times", type=int, help="of each fault; none means 60 kills and 20 of the others")
+    parser.add_argument(
+        "--times", type=int, help="of each fault; none means 60 of each kind of kill and 20 of the others"
+    )
     parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help="write the tables to a file")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.fault:
-            times = args.times or (60 if kind == "kill" else 20)
-            if kind == "kill":
-                lines = kills(times, Path(folder))
+            times = args.times or (60 if kind in ("kill", "sampler") else 20)
+            if kind in ("kill", "sampler"):
+                lines = kills(times, Path(folder), sampler=kind == "sampler")
             else:
                 found = []
                 for number in range(times):
