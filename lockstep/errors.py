@@ -36,6 +36,9 @@ from __future__ import annotations
 
 from lockstep.text import visible
 
+DEFECT = "this is a defect of Lockstep: please report it, with this message and the run's log.txt"
+"""The fix of an error that no setting can cause."""
+
 
 class LockstepError(Exception):
     """Base of all errors raised on purpose. `what` happened, `where`, and the `fix`, each one short sentence."""

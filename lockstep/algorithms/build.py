@@ -28,7 +28,7 @@ from lockstep.config.algorithm import (
     ReinforceLoss,
 )
 from lockstep.config.schema import Recipe, Sft
-from lockstep.errors import LearnerError
+from lockstep.errors import DEFECT, LearnerError
 from lockstep.types import Loss, LossInput, LossOutput, TrainSequence
 
 
@@ -115,7 +115,7 @@ def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     raise LearnerError(
         "supervised training has replies from data and no rewards, so no advantages can be computed",
         where="loop = sft",
-        fix="report this: only a loop that samples replies should ask for advantages",
+        fix=f"only a loop that samples replies should ask for advantages; {DEFECT}",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.config.schema import PythonOptimizer, Recipe
 from lockstep.device import choose_device
-from lockstep.errors import CheckpointError, ModelError
+from lockstep.errors import DEFECT, CheckpointError, ModelError
 from lockstep.models import resolve
 from lockstep.plan.disk import (
     DiskPlan,
@@ -82,6 +82,6 @@ def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
         raise CheckpointError(
             f"{told}; the largest files are {largest}",
             where=str(checkpoint),
-            fix="report this: the checkpoint holds more than was trained",
+            fix=f"the checkpoint holds more than was trained; {DEFECT}",
         )
     return told if verdict == "off" else ""

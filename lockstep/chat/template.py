@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.chat.limits import beyond_limits
 from lockstep.config.schema import Chat
-from lockstep.errors import ChatError
+from lockstep.errors import DEFECT, ChatError
 from lockstep.types import Message, TokenIds
 from lockstep.user_code import describe
 
@@ -255,7 +255,7 @@ def as_ids(
         raise ChatError(
             "the tokenizer gives different ids for the template's text than for the template",
             where=where(tokenizer),
-            fix="report this tokenizer: its apply_chat_template adds or changes tokens",
+            fix=f"apply_chat_template of this tokenizer adds or changes tokens; {DEFECT}",
         )
     return ids
 

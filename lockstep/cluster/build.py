@@ -29,7 +29,7 @@ from lockstep.cluster.ray_workers import Part, RayWorkers
 from lockstep.cluster.samplers import Samplers
 from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import choose_device
-from lockstep.errors import SyncError
+from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
@@ -140,7 +140,7 @@ def connected(recipe: Recipe, task: BuiltTask, resolved: ResolvedModel, facts: F
     policy = PolicyFacts(resolved, tokenizer, chat, facts.numerics, facts.context, find_parent(recipe))
     connect(task, policy)
     if chat.stop_ids != facts.stop_ids:
-        raise SyncError("workers and driver end replies at different tokens", where="chat", fix="report this")
+        raise SyncError("workers and driver end replies at different tokens", where="chat", fix=DEFECT)
     return policy
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.cluster.messages import START, WEIGHTS, Failure, Lost, Plain, Prints, Values
 from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
-from lockstep.errors import SyncError
+from lockstep.errors import DEFECT, SyncError
 
 
 class Samplers(Part):
@@ -62,9 +62,7 @@ class Samplers(Part):
             if found is None:
                 return False
             if len(set(found)) > 1:
-                raise SyncError(
-                    "trainers and samplers have different trained tensors", where="placement", fix="report this"
-                )
+                raise SyncError("trainers and samplers have different trained tensors", where="placement", fix=DEFECT)
             self._joined = True
         return self._together(("give",), ("take",)) is not None
 

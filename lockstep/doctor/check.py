@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lockstep.errors import DEFECT
+
 Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
 
@@ -31,7 +33,7 @@ def perform(checks: Iterable[tuple[str, Checking]]) -> Iterator[Check]:
         try:
             found = checking()
         except Exception as error:  # whatever it is, it is shown, and must not hide what the other checks find
-            found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", "report this")
+            found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", DEFECT)
         yield from [found] if isinstance(found, Check) else found
 
 

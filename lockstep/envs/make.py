@@ -11,7 +11,7 @@ from lockstep.config.spiel import OpenSpielTask
 from lockstep.envs.guess import GuessNumber
 from lockstep.envs.tool_env import ToolEnv
 from lockstep.envs.tools import build_tools
-from lockstep.errors import TaskError
+from lockstep.errors import DEFECT, TaskError
 from lockstep.types import Env, EnvTask, Prompt, Turn
 from lockstep.verifiers.python import check_call, load_class, make_object
 
@@ -69,9 +69,7 @@ def env_maker(settings: tasks.Task) -> Make:
             | tasks.MixedTask()
             | tasks.NoTask()
         ):
-            raise TaskError(
-                "tasks of this kind have no environment", where=f"task.kind = {settings.kind}", fix="report this"
-            )
+            raise TaskError("tasks of this kind have no environment", where=f"task.kind = {settings.kind}", fix=DEFECT)
         case _:
             assert_never(settings)
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.store import list_checkpoints
 from lockstep.codec import from_json
 from lockstep.config.adapter import Lora
 from lockstep.device import free_memory
-from lockstep.errors import ConfigError, ExportError
+from lockstep.errors import DEFECT, ConfigError, ExportError
 from lockstep.export.cache import RECORD, Place, hashes, look, made_of, making_alone
 from lockstep.export.card import Source, model_card, source_of
 from lockstep.export.check import Request, rendered
@@ -225,7 +225,7 @@ def _trained(target: Target) -> Policy:
         raise ExportError(
             f"the weights in memory have fingerprint {found}, the saved ones {saved.fingerprint}",
             where=target.label,
-            fix="report this: the weights in memory are not those that were read",
+            fix=f"the weights in memory are not those that were read; {DEFECT}",
         )
     return policy
 

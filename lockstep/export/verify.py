@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import lockstep
 from lockstep.codec import from_json, to_json
-from lockstep.errors import ExportError
+from lockstep.errors import DEFECT, ExportError
 from lockstep.export.check import Answer, Request
 
 EXACT = 1e-4
@@ -100,7 +100,7 @@ def in_fresh_process(request: Request) -> Answer:
             raise ExportError(
                 f"plain transformers cannot load what was written: {reason}",
                 where=request.folder,
-                fix="report this with the model's config.json; nothing was exported",
+                fix=f"nothing was exported; {DEFECT}",
             )
         return from_json(Answer, json.loads(answered.read_text(encoding="utf-8")))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lockstep.errors import LearnerError
+from lockstep.errors import DEFECT, LearnerError
 from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.models.host import on_device
 from lockstep.models.routing import NONE, Row
@@ -155,7 +155,11 @@ def _record(sequence: TrainSequence, fed: int, row: Row) -> Ints:
     needed = len(sequence.prompt_ids) + max((i for i, on in enumerate(sequence.trained) if on), default=-tokens)
     if needed > 0 and not needed <= recorded <= tokens:
         what = f"the record has routes for {recorded} tokens, but this sequence needs between {needed} and {tokens}"
-        raise LearnerError(what, where="update.replay_routing", fix="the record is of another sequence: report this")
+        raise LearnerError(
+            what,
+            where="update.replay_routing",
+            fix=f"the recorded choices of experts belong to another sequence; {DEFECT}",
+        )
     if needed > 0:
         known[:recorded] = row.unpack(sequence.routes, recorded)
     return known
@@ -185,7 +189,7 @@ def _shared(
             if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
                 raise LearnerError(
                     f"sequence {index} does not begin with the {len(root)} tokens that all should share",
-                    fix="report this",
+                    fix=DEFECT,
                 )
             group, prompt = sequence.group, sequence.prompt_ids
             result.append(_Shared(sequence.prompt_ids[len(root) :]))

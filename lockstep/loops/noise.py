@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from lockstep.build.parts import Parts
 from lockstep.config.schema import Recipe
-from lockstep.errors import SyncError
+from lockstep.errors import DEFECT, SyncError
 from lockstep.noise.schedule import Stage, stage_of
 from lockstep.noise.targets import Targets
 from lockstep.rollout.precision import computing
@@ -56,7 +56,7 @@ def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets
             f"the rollout engine's noise was not removed: {len(wrong)} of {len(targets.names)} normalisation weights differ "
             "from the learner's" + (f", the first is {wrong[0]}" if wrong else ""),
             where="noise after a rollout",
-            fix="use no score of this engine; resume from the last checkpoint, and report this",
+            fix=f"use no score of this engine, and resume from the last checkpoint; {DEFECT}",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.config.numerics import Phase
-from lockstep.errors import EngineError
+from lockstep.errors import DEFECT, EngineError
 from lockstep.numerics.spec import parse
 from lockstep.rollout.precision import computing
 from lockstep.types import Forward
@@ -75,7 +75,7 @@ def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
         raise EngineError(
             f"the engine reports that it computes in {numeric}, but its log-probabilities are unchanged",
             where="numerics.rollout",
-            fix="report this with the model's name: its linear layers were not found",
+            fix=f"its linear layers were not found; {DEFECT}",
         )
     gap = _gap(parts.learner.logprobs(sequences, numeric), quantised)
     lines = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import LearnerError, ModelError
+from lockstep.errors import DEFECT, LearnerError, ModelError
 
 NONE = -1
 """Marks a token without a record: its router chooses by itself."""
@@ -188,5 +188,7 @@ def _routes(module: nn.Module) -> bool:
 
 def _wrong(what: str) -> LearnerError:
     return LearnerError(
-        what, where="update.replay_routing", fix="the record is of another model or sequence: report this"
+        what,
+        where="update.replay_routing",
+        fix=f"the recorded choices of experts belong to another model or sequence; {DEFECT}",
     )

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Turns
 from lockstep.envs.programs import Job, Outcome, Programs
-from lockstep.errors import EngineError, LockstepError, SpentError, StaleWeightsError
+from lockstep.errors import DEFECT, EngineError, LockstepError, SpentError, StaleWeightsError
 from lockstep.rollout.branches import branches_of
 from lockstep.rollout.reply_progress import report_progress
 from lockstep.seeds import seed_for
@@ -233,9 +233,7 @@ class Agents:
         episode = self.open[key]
         asked = episode.open.pop(id)
         if completion.request.prompt_ids != asked.ask.prompt_ids or not completion.ids:
-            raise EngineError(
-                "a reply was sampled after different ids from those requested", where=id, fix="report this engine"
-            )
+            raise EngineError("a reply was sampled after different ids from those requested", where=id, fix=DEFECT)
         try:
             asked.future.set_result(completion)
         except InvalidStateError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.errors import EngineError
+from lockstep.errors import DEFECT, EngineError
 from lockstep.types import Branch, Completion, TokenIds
 
 
@@ -44,7 +44,7 @@ def branches_of(completions: Sequence[Completion]) -> tuple[Branch, ...]:
     found = tuple(_branch(row) for row in rows)
     sampled, trained = sum(len(one.ids) for one in completions), sum(sum(row.trained) for row in found)
     if sampled != trained:
-        raise EngineError(f"{trained} tokens of an episode are trained, {sampled} were sampled", fix="report this")
+        raise EngineError(f"{trained} tokens of an episode are trained, {sampled} were sampled", fix=DEFECT)
     return found
 
 

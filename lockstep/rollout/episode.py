@@ -7,7 +7,7 @@ from typing import Literal
 
 from lockstep.config.schema import Turns
 from lockstep.envs.runners import Fault, Runner
-from lockstep.errors import EngineError, StaleWeightsError
+from lockstep.errors import DEFECT, EngineError, StaleWeightsError
 from lockstep.types import Completion, Prompt, TokenIds, Turn
 
 
@@ -75,7 +75,7 @@ def check_reply(completion: Completion, episode: Episode) -> None:
         raise EngineError(
             "a reply has no ids, or was sampled after ids that differ from those of its episode",
             where=completion.request.id,
-            fix="report this engine",
+            fix=DEFECT,
         )
 
 
@@ -90,13 +90,11 @@ def check_tokens(episode: Episode) -> None:
             and all(episode.trained[span])
         )
         if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
-            raise EngineError(
-                "the ids of the reply are not those that were sampled", where=done.request.id, fix="report this"
-            )
+            raise EngineError("the ids of the reply are not those that were sampled", where=done.request.id, fix=DEFECT)
         sampled += len(done.ids)
     if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
         raise EngineError(
             f"{sum(episode.trained)} of the episode's tokens are trained, {sampled} were sampled",
             where=episode.key,
-            fix="report this",
+            fix=DEFECT,
         )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from lockstep.chat.chat import ChatFormat
 from lockstep.chat.continuation import Continuation
 from lockstep.envs.runners import Answer, Fault, poll_all
-from lockstep.errors import ChatError, EngineError
+from lockstep.errors import DEFECT, ChatError, EngineError
 from lockstep.rollout.agents import AgentEpisode, Agents, verdict
 from lockstep.rollout.episode import Episode, Reply, check_reply, check_tokens
 from lockstep.rollout.grading import AsyncGrader
@@ -129,7 +129,7 @@ class _Table:
                 raise EngineError(
                     f"{len(self._requested)} requests were never completed",
                     where=next(iter(self._requested)),
-                    fix="report this engine; resume from the last checkpoint",
+                    fix=f"resume from the last checkpoint; {DEFECT}",
                 )
             self._listen(WAIT_SECONDS)
             yield from self._take_ended()
@@ -153,7 +153,7 @@ class _Table:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
         if key in self._open or key in self._agents.open:
-            raise EngineError("two rollouts have the same key", where=key, fix="report this")
+            raise EngineError("two rollouts have the same key", where=key, fix=DEFECT)
         programs = self._task.programs(prompt)
         if programs is not None:
             self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.open_endpoint)
@@ -202,7 +202,7 @@ class _Table:
         key = self._requested.pop(completion.request.id, None)
         if key is None:
             what = "the engine returned a reply that was not requested"
-            raise EngineError(what, where=completion.request.id, fix="report this engine")
+            raise EngineError(what, where=completion.request.id, fix=DEFECT)
         episode = self._open[key]
         check_reply(completion, episode)
         episode.replies.append(Reply(len(episode.ids), completion))

@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
-from lockstep.errors import EngineError, LockstepError
+from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Metrics, Prompt, ReplyText
 from lockstep.user_code import describe
@@ -68,7 +68,7 @@ class AsyncGrader:
             raise EngineError(
                 "the engine returned it twice",
                 where=f"reply {twice}",
-                fix="report this; resume from the last checkpoint",
+                fix=f"resume from the last checkpoint; {DEFECT}",
             )
         self.open += len(keys)
         if self._threads is not None and self._task.workers_for(prompt):

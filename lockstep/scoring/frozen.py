@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lockstep.errors import LearnerError
+from lockstep.errors import DEFECT, LearnerError
 from lockstep.learner.learner import plain_logprobs
 from lockstep.models.weights import named_weights
 from lockstep.noise.apply import require_clean
@@ -26,7 +26,7 @@ class FrozenLearner:
         return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise LearnerError("an evaluation never trains", fix="report this")
+        raise LearnerError("an evaluation never trains", fix=DEFECT)
 
     def weights(self) -> WeightStream:
         require_clean(self.model, "the weights of an evaluation")

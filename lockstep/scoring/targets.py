@@ -23,6 +23,7 @@ from lockstep.config.load import load, load_run
 from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
 from lockstep.errors import (
+    DEFECT,
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
@@ -302,7 +303,7 @@ def require_saved(proof: Proof, saved: Saved) -> Proof:
         raise EvaluationError(
             f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
             where=f"version {saved.version}",
-            fix="report this: the weights in memory are not those that were read",
+            fix=f"the weights in memory are not those that were read; {DEFECT}",
         )
     return proof
 

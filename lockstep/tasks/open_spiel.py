@@ -15,7 +15,7 @@ from lockstep.envs.spiel.play import scaled_reward
 from lockstep.envs.spiel.rival import RivalRunner, Sampler
 from lockstep.envs.spiel.states import StateDraw, draw, moves_at, state_at
 from lockstep.envs.spiel.text import question, read_move, written
-from lockstep.errors import TaskError
+from lockstep.errors import DEFECT, TaskError
 from lockstep.tasks.base import BuiltTask, draw_batch, no_such_role
 from lockstep.tasks.generator import Side
 from lockstep.types import Grade, Prompt
@@ -203,9 +203,7 @@ class SpielGames(SpielStates):
         """Return a runner in this process for an opponent that moves in microseconds, a separate one for others."""
         if self.rival is not None:
             if self._sampler is None:
-                raise TaskError(
-                    "the case's opponent was not loaded", where=_WHERE, fix="report this: seat() comes first"
-                )
+                raise TaskError("the case's opponent was not loaded", where=_WHERE, fix=DEFECT)
             return RivalRunner(self._settings, self._sampler)
         if self._settings.opponent == "random":
             return InlineRunner(spiel_maker(self._settings))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import EngineError
+from lockstep.errors import DEFECT, EngineError
 from lockstep.rollout.vllm.wire import Open, Part
 from lockstep.types import WeightStream
 
@@ -74,7 +74,7 @@ def view(memory: Tensor, part: Part) -> Tensor:
     """Return a tensor of the bucket. Raises EngineError if it exceeds the bucket."""
     dtype: torch.dtype | None = getattr(torch, part.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise EngineError(f"no such dtype: {part.dtype}", where=part.name, fix="report this")
+        raise EngineError(f"no such dtype: {part.dtype}", where=part.name, fix=DEFECT)
     count = 1
     for size in part.shape:
         count *= size
@@ -83,7 +83,7 @@ def view(memory: Tensor, part: Part) -> Tensor:
         raise EngineError(
             f"the tensor has bytes {part.offset} to {end} of a bucket of {len(memory)}",
             where=part.name,
-            fix="report this",
+            fix=DEFECT,
         )
     return memory[part.offset : end].view(dtype).view(part.shape)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lockstep import errors
-from lockstep.errors import EngineError, LockstepError
+from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.rollout.requests import check_clean, check_idle, check_version
 from lockstep.rollout.vllm import bucket, wire
 from lockstep.rollout.vllm.environment import prepare
@@ -269,13 +269,13 @@ class EngineProcess:
         kind = getattr(errors, failure.kind, None) if failure.kind else None
         if isinstance(kind, type) and issubclass(kind, LockstepError) and kind is not errors.ConfigError:
             return kind(failure.what, where=failure.where, fix=failure.fix)
-        return EngineError(failure.what, where=failure.where or "engine process", fix=failure.fix or "report this")
+        return EngineError(failure.what, where=failure.where or "engine process", fix=failure.fix or DEFECT)
 
     def _unexpected(self, message: wire.Message) -> EngineError:
         return EngineError(
             f"the engine process answered with a {type(message).__name__} message",
             where="engine process",
-            fix="report this",
+            fix=DEFECT,
         )
 
     def _tail(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.config.vllm import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
-from lockstep.errors import EngineError
+from lockstep.errors import DEFECT, EngineError
 from lockstep.rollout.requests import SHORTEN, check_request
 from lockstep.types import Completion, FinishReason, Request
 
@@ -117,9 +117,7 @@ def completion_of(
     """
     request = pending.request
     if len(logprobs) != len(ids):
-        raise EngineError(
-            f"{len(logprobs)} log-probabilities for {len(ids)} tokens", where=request.id, fix="report this"
-        )
+        raise EngineError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens", where=request.id, fix=DEFECT)
     if end is not None:
         return Completion(request, tuple(ids[:end]), tuple(logprobs[:end]), FinishReason.STOP, version)
     if reason not in ("stop", "length"):

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 import torch
 
-from lockstep.errors import EngineError, LockstepError
+from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.rollout.vllm import wire
 from lockstep.rollout.vllm.bucket import mapped, view
 from lockstep.rollout.vllm.wire import Channel
@@ -120,7 +120,7 @@ class Server:
                 raise EngineError(
                     f"a {type(message).__name__} message came where none is expected",
                     where="engine process",
-                    fix="report this",
+                    fix=DEFECT,
                 )
             case other:
                 assert_never(other)
@@ -155,7 +155,7 @@ class Server:
                     raise EngineError(
                         f"a {type(message).__name__} message came within a transfer of weights",
                         where="engine process",
-                        fix="report this",
+                        fix=DEFECT,
                     )
             self._channel.send(wire.Done())
 

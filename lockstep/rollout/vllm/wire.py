@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar, get_args
 import numpy as np
 
 from lockstep import codec
-from lockstep.errors import EngineError
+from lockstep.errors import DEFECT, EngineError
 from lockstep.types import Forward, ForwardReport, Sampling
 
 HEAD = struct.Struct("<IQ")
@@ -243,12 +243,12 @@ class Channel:
         """Return the next message and its bytes. Raises EngineError if the other side is gone or sends something unknown."""
         header, payload = HEAD.unpack(self._exactly(HEAD.size))
         if header > LONGEST_HEADER:
-            raise EngineError(f"a header of {header} bytes", where="engine process", fix="report this")
+            raise EngineError(f"a header of {header} bytes", where="engine process", fix=DEFECT)
         try:
             frame = json.loads(self._exactly(header).tobytes())
             message = codec.from_json(KINDS[frame["kind"]], frame["body"])
         except (codec.CodecError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"an unknown message: {error}", where="engine process", fix="report this") from error
+            raise EngineError(f"an unknown message: {error}", where="engine process", fix=DEFECT) from error
         return message, self._exactly(payload)
 
     def waiting(self, seconds: float = 0.0) -> bool:
@@ -290,7 +290,7 @@ def unpacked_floats(payload: memoryview, lengths: tuple[int, ...]) -> list[tuple
 
 def _split(values: list[Number], lengths: tuple[int, ...]) -> list[list[Number]]:
     if sum(lengths) != len(values):
-        raise EngineError(f"{len(values)} numbers for {sum(lengths)}", where="engine process", fix="report this")
+        raise EngineError(f"{len(values)} numbers for {sum(lengths)}", where="engine process", fix=DEFECT)
     parts, start = [], 0
     for length in lengths:
         parts.append(values[start : start + length])
