@@ -66,8 +66,12 @@ def _texts(section: type[BaseModel]) -> dict[str, str]:
 
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Return the classes of a module by their qualified names; the module is read once for all of them."""
+    """Return the classes of a module by their qualified names, none without its source; it is read once for all of them."""
     found: dict[str, ast.ClassDef] = {}
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # a notebook's, or a module that is not registered
+        return found
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -77,5 +81,5 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
             else:
                 visit(child, f"{prefix}{child.name}.<locals>." if isinstance(child, ast.FunctionDef) else prefix)
 
-    visit(ast.parse(inspect.getsource(sys.modules[module])), "")
+    visit(ast.parse(source), "")
     return found

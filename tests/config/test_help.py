@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import Field
 
 from lockstep.config.algorithm import Algorithm, Parts
 from lockstep.config.help import Setting, common_section, groups, help_lines, schema_json, settings_markdown, variants
 from lockstep.config.load import dump, load, parse
-from lockstep.config.schema import Recipe, Section
+from lockstep.config.schema import Recipe
+from lockstep.config.section import Section, meanings
 
 
 def setting(path: str) -> Setting:
@@ -167,3 +169,16 @@ def test_a_new_setting_shows_up_by_itself() -> None:
         s == Setting("mine.depth", "integer", "3", "", "How deep.") for g in groups(Extended) for s in g.settings
     )
     assert "## mine\n\nMy own section.\n" in settings_markdown(Extended)
+
+
+def test_a_section_whose_source_cannot_be_read_has_no_texts_but_works() -> None:
+    """The class of a notebook's cell, or of a module that nobody registered."""
+    made: dict[str, type[Section]] = {}
+    exec(
+        "class Mine(Section):\n    size: int = 3\n    '''Never found.'''\n    width: int = Field(2, description='Said.')\n",
+        {"Section": Section, "Field": Field, "__name__": "nowhere"},
+        made,
+    )
+    assert made["Mine"](size=4).model_dump() == {"size": 4, "width": 2}
+    assert meanings(made["Mine"]) == {"width": "Said."}
+    assert made["Mine"].model_json_schema()["properties"]["width"]["description"] == "Said."
