@@ -81,16 +81,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say how a setting is written, if one was given as an option; the usage of the whole program would not help."""
-        match = re.fullmatch(r"unrecognized arguments: --([\w.]+)(?:[ =](\S+))?(?: .*)?", message)
+        match = re.fullmatch(r"unrecognized arguments: --(set[ =](?=[\w.]+=))?([\w.]+)(?:[ =](\S+))?(?: .*)?", message)
         if match is None:
             super().error(message)
         from lockstep.config.help import groups
         from lockstep.config.search import nearest
 
         known = {setting.path for group in groups() for setting in group.settings}
-        name = match[1] if match[1] in known else next(iter(nearest(match[1])), "")
-        hint = f"a setting is written without dashes: write {name}={match[2] or 'VALUE'}" if name else "see --help"
-        self.exit(2, f"lockstep: there is no option --{match[1]}; {hint}\n")
+        name = match[2] if match[2] in known else next(iter(nearest(match[2])), "")
+        hint = f"a setting is written without dashes: write {name}={match[3] or 'VALUE'}" if name else "see --help"
+        self.exit(2, f"lockstep: there is no option --{'set' if match[1] else match[2]}; {hint}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

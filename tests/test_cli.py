@@ -89,6 +89,14 @@ def test_version_goes_to_stdout() -> None:
         ([], "COMMAND"),
         (["config", "check"], "required"),
         (["config", "show", "smoke", "--frob"], "--frob"),
+        (
+            ["train", "smoke", "--optimizer.lr=3"],
+            "no option --optimizer.lr; a setting is written without dashes: write optimizer.lr=3",
+        ),
+        (
+            ["train", "smoke", "--set", "steps=4", "name=x"],
+            "no option --set; a setting is written without dashes: write steps=4\n",
+        ),
     ],
 )
 def test_wrong_usage_exits_2_with_a_hint(args: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
