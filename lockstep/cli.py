@@ -17,7 +17,7 @@ import select
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep import __version__
 from lockstep.dotenv import read_env
@@ -70,7 +70,18 @@ class Visible(logging.Formatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest choice when a word is not one of the choices."""
+    """Takes recipes and settings before and after options, and names the nearest choice for a word that is not a choice."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, which takes the words of a list only where the first of them stand."""
+        found, rest = super().parse_known_args(args, namespace)
+        lists = [a.dest for a in self._actions if not a.option_strings and a.nargs in ("*", "+") and not a.choices]
+        if lists and not any(word.startswith("-") for word in rest):
+            setattr(found, lists[-1], [*getattr(found, lists[-1]), *rest])
+            rest = []
+        return found, rest
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [str(choice) for choice in action.choices or ()]

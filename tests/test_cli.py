@@ -14,6 +14,7 @@ import pytest
 import lockstep
 from lockstep import cli
 from lockstep.cli import COMMANDS, main
+from lockstep.commands import train
 from lockstep.errors import HealthStop
 
 ROOT = Path(__file__).parents[1]
@@ -210,3 +211,17 @@ def test_control_characters_of_files_are_shown_and_not_obeyed(tmp_path: Path) ->
     assert "a\\x1b]0;owned\\x07\\u202e.yaml" in result.stderr
     log = "import logging; from lockstep.cli import main; main(['metrics', 'list']); logging.warning('\\x1b[2J%s', '\\x9b')"
     assert shell(code=log).stderr == "\\x1b[2J\\x9b\n"
+
+
+def test_settings_may_stand_before_and_after_options() -> None:
+    parser = cli.Parser()
+    train.add_parser(parser.add_subparsers())
+    words = ["smoke", "seed=1", "--allow", "slow_warmup", "steps=3", "--require-clean", "name=x"]
+    args = parser.parse_args(["train", *words])
+    assert (args.recipe, args.allow, args.require_clean) == (
+        ["smoke", "seed=1", "steps=3", "name=x"],
+        ["slow_warmup"],
+        True,
+    )
+    with pytest.raises(SystemExit):  # the word is the option's value, as far as anyone knows
+        parser.parse_args(["train", "smoke", "--frob", "steps=3"])
