@@ -109,7 +109,11 @@ def run(args: argparse.Namespace) -> int:
         args.recipe = args.recipe or [str(stored[0].path.parents[1] / "recipe.yaml")]
     if args.gpus:
         place = f"kind: colocated, gpus: {args.gpus}" if args.gpus > 1 else "kind: local"
-        args.set = [*args.set, f"placement={{{place}}}"]
+        args.set = [
+            *args.set,
+            f"placement={{{place}}}",
+            "sync.transport=shared",
+        ]  # as every evaluation of the native engine
     targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)

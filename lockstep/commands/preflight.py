@@ -81,6 +81,7 @@ def _measured(recipe: Recipe, args: argparse.Namespace) -> Iterator[Check]:
 
 
 def _tried(name: str, check: Callable[[], Check]) -> Check:
+    from lockstep.device import free_memory
     from lockstep.doctor.check import Check
     from lockstep.errors import LockstepError
 
@@ -88,6 +89,8 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except LockstepError as error:
         return Check(name, "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+    finally:
+        free_memory()  # of the model that the check loaded
 
 
 def _time(recipe: Recipe, args: argparse.Namespace) -> Check:

@@ -96,9 +96,11 @@ class VerifiersPrograms:
         assert process.stdout is not None
         first = process.stdout.readline()
         watch.cancel()
-        found: dict[str, Any] = (
-            json.loads(first) if first else {"refused": "its process ended while it loaded, or took too long"}
-        )
+        found: dict[str, Any] = {"refused": "its process ended while it loaded, or took too long"}
+        try:
+            found = json.loads(first) if first else found
+        except ValueError:
+            found = {"refused": f"its process said {first[:200]!r} instead of its tasks"}
         if "refused" in found:
             process.kill()
             raise TaskError(

@@ -84,6 +84,9 @@ class _Search:
         """Return a word of the command line as it is said there."""
         if before in ("--mode", "--step", "--items", "--role", "--numerics", "--expect", "--allow", "--name"):
             return word
+        if before == "--against" and not Path(word).exists():
+            run, at, step = word.rpartition("@")
+            return f"{self.text(run, recipe=True)}{at}{step}" if at else word
         head, equals, value = word.partition("=")
         if equals and not Path(word).exists():
             if head == "runs_dir":
@@ -189,7 +192,8 @@ class _Search:
         whole = [info for info in list_checkpoints(run) if info.complete]
         if "--all-checkpoints" in self.argv:
             return [info.path for info in whole]
-        step = self.argv[self.argv.index("--step") + 1 :][:1] if "--step" in self.argv else []
+        words = [part for word in self.argv for part in (word.split("=", 1) if word.startswith("--step=") else [word])]
+        step = words[words.index("--step") + 1 :][:1] if "--step" in words else []
         return [info.path for info in whole if str(info.step) in step] if step else [info.path for info in whole[-1:]]
 
     def _add(self, name: str, path: Path, *, rewritten: bool = False) -> None:

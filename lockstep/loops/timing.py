@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +20,11 @@ from statistics import fmean, median
 
 import torch
 
-from lockstep.build.build import build_parts
+from lockstep import __version__
 from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts
-from lockstep.config.schema import Recipe
+from lockstep.cluster.build import place_parts
+from lockstep.config.schema import Local, Recipe
 from lockstep.device import choose_device, gpus, wait
 from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
@@ -151,12 +153,19 @@ def measure_timing(recipe: Recipe) -> Timing:
 
 
 def _measured(recipe: Recipe) -> Timing:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-timing-")))
+        return _measured_in(recipe, folder, stack)
+
+
+def _measured_in(recipe: Recipe, folder: Path, stack: ExitStack) -> Timing:
+    """Measure with the workers of the recipe, which end with `stack`; `folder` stands for the run's."""
     task = build_task(recipe.task, recipe.seed)
     load_opponents(task, recipe)
     every_other = recipe.sync.model_copy(update={"probe_first": 0, "probe_every": 2})
     quick = _shortened(recipe.model_copy(update={"sync": every_other}), recipe.rollout.max_tokens)
     held = ready_items(recipe, task)
-    parts = build_parts(quick, task)
+    parts = place_parts(quick, task, folder, stack)
     parts.sync.push(parts.learner, parts.engine)
     validate = 0.0
     if recipe.loop == "sft":
@@ -205,7 +214,7 @@ def _item(parts: Parts, recipe: Recipe, held: list[Prompt]) -> float:
     """Return the seconds of one reply among as many as the engine samples side by side."""
     longest = recipe.eval.max_tokens or recipe.rollout.max_tokens
     alone = _shortened(recipe.model_copy(update={"samples_per_prompt": 1}), longest)
-    together, few = min(len(held), recipe.slots(choose_device(recipe.device).type)), min(len(held), ITEMS)
+    together, few = min(len(held), _slots(recipe)), min(len(held), ITEMS)
     _sampled(parts, alone, held[:few])  # allocates, compiles
     first, groups = _sampled(parts, alone, held[:few])
     count = max(few, min(together, int(BUDGET / first * few)))
@@ -238,9 +247,7 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
 
     step(least)  # allocates, compiles, makes the optimizer's state
     first = step(least)
-    together = min(
-        len(prompts), max(least, recipe.slots(choose_device(recipe.device).type) // recipe.samples_per_prompt)
-    )
+    together = min(len(prompts), max(least, _slots(recipe) // recipe.samples_per_prompt))
     fits = int(BUDGET / (first[0] + first[1])) * least
     count = min(together, max(least, fits))
     half, full = (first, first) if count <= least else (step(max(least, count // 2)), step(count))
@@ -249,6 +256,13 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
         _line(few, a, count, b, together) * len(prompts) / together for a, b in zip(half[:2], full[:2], strict=True)
     )
     return sample, update, full[2]
+
+
+def _slots(recipe: Recipe) -> int:
+    """Return how many replies all engines together sample side by side."""
+    place = recipe.placement
+    engines = 1 if isinstance(place, Local) else place.samplers or place.trainers
+    return engines * recipe.slots(choose_device(recipe.device).type)
 
 
 def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float]:
@@ -294,7 +308,9 @@ def _seconds(work: Callable[[], object]) -> float:
 def _path(recipe: Recipe) -> Path:
     """Return where the seconds of this recipe on this machine are stored."""
     device = gpus()[0].name if choose_device(recipe.device).type == "cuda" else cpu_facts()
-    machine = [platform.node(), device, torch.__version__, recipe.threads or torch.get_num_threads()]
+    versions = [__version__, torch.__version__]
+    disk = existing(recipe.paths.disk(recipe.runs_dir)).stat().st_dev
+    machine = [platform.node(), device, *versions, disk, recipe.threads or torch.get_num_threads()]
     settings = recipe.model_dump(mode="json", exclude=ASIDE)
     key = hashlib.sha256(json.dumps([machine, settings], sort_keys=True, default=str).encode()).hexdigest()[:16]
     return cache_root() / "timing" / f"{key}.json"

@@ -127,15 +127,26 @@ def load_model(
 
 
 def _pack_experts(model: PreTrainedModel, folder: Path) -> None:
-    """Replace the experts of a model that was read without them."""
+    """Replace the experts of a model that was read without them. Raises ModelError if one is left without its weights."""
     from lockstep.models.known import kind_of_experts
     from lockstep.models.mxfp4_experts import Mxfp4Experts
 
-    packed = read_packed(folder)
+    packed = read_packed(folder) if is_mxfp4(folder) else {}
+    missing = [] if packed else ["all experts"]
     for name, module in list(model.named_modules()):
         if kind_of_experts(module) == "paired":
-            parts = packed[f"{name}.gate_up_proj"], packed[f"{name}.down_proj"]
-            model.set_submodule(name, Mxfp4Experts(module, *parts))
+            parts = [packed.pop(f"{name}.{part}", None) for part in ("gate_up_proj", "down_proj")]
+            if parts[0] is None or parts[1] is None:
+                missing.append(name)
+            else:
+                model.set_submodule(name, Mxfp4Experts(module, parts[0], parts[1]))
+    if missing or packed:
+        what = (
+            f"the files hold no MXFP4 weights of {', '.join(missing[:3])}"
+            if missing
+            else f"{_some(sorted(packed))}: MXFP4 weights of experts whose code Lockstep does not know"
+        )
+        raise ModelError(f"adapter.base = mxfp4 cannot be used: {what}", where=str(folder), fix="set adapter.base=full")
 
 
 def structure(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 
 from lockstep.config.schema import Local, Recipe
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, MachineError
 
 SMI_SECONDS = 10.0
 
@@ -18,12 +19,23 @@ def workers_of(recipe: Recipe) -> int:
 
 
 def gpus_here() -> list[str]:
-    """Return the names of this machine's GPUs, as nvidia-smi says."""
+    """Return the names of the GPUs that this process may use, as nvidia-smi says. Raises MachineError if that hangs."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
-    return done.stdout.splitlines() if not done.returncode else []
+    query = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MachineError(
+            f"nvidia-smi has not answered for {SMI_SECONDS:.0f} s, so it is not known which GPUs are here",
+            fix="run nvidia-smi by hand: a GPU or its driver may be broken; persistence mode (nvidia-smi -pm 1) makes it fast",
+        ) from error
+    names = dict(line.split(", ", 1) for line in done.stdout.splitlines()) if not done.returncode else {}
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = [word.strip() for word in (chosen or "").split(",")]
+    if chosen is None or not all(word.isdecimal() for word in words if word):
+        return list(names.values())  # all, or named by what nvidia-smi -L prints
+    return [names[word] for word in words if word in names]
 
 
 def device_table(recipe: Recipe, here: list[str]) -> list[str]:
@@ -65,7 +77,7 @@ def require_devices(recipe: Recipe) -> None:
 def require_gpus(recipe: Recipe, remedy: str = "set placement to what is there") -> None:
     """Raise ConfigError, with a table and the remedy, if workers on GPUs need more of them than there are."""
     needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
-    here = [] if recipe.device == "cpu" else gpus_here()
+    here = gpus_here() if needed and recipe.device != "cpu" else []
     if len(here) >= needed or (recipe.device != "cuda" and not here):
         return
     what = f"{needed} workers need a GPU each, and this machine has {len(here)}"

@@ -163,7 +163,8 @@ class Agents:
                 case ("ask", ask, future):
                     self._ask(ask, future)
                 case ("cancel", id):
-                    self._cancel(id)
+                    for name in [name for name in self._owner if name.endswith(f"/{id}")]:
+                        self._cancel(name)
                 case ("end", key, outcome) if (episode := self.open.get(key)) is not None and episode.outcome is None:
                     episode.outcome = outcome
                     self._refuse(episode, "the episode has ended")
@@ -175,6 +176,7 @@ class Agents:
         episode = self.open.get(ask.key)
         if episode is None or episode.outcome is not None:
             return future.set_exception(SpentError("the episode has ended"))
+        ask = replace(ask, id=f"{episode.key}/{ask.id}")  # workers are chosen by the key's prompt
         reserved = sum(one.tokens for one in episode.open.values())
         left = self._sampling.max_tokens - episode.spent - reserved
         if episode.asked >= episode.limits.limit or left < 1:

@@ -42,8 +42,8 @@ def _depends_on_length(recipe: Recipe) -> str:
             f"optimizer.schedule = {settings.schedule} lowers the learning rate over {recipe.steps} steps; in a longer run "
             "the rates of the steps already made would have been higher"
         )
+    if settings.warmup_ratio:
+        return f"optimizer.warmup_ratio = {settings.warmup_ratio:g} makes the warm-up a share of {recipe.steps} steps"
     if recipe.noise is not None:
         return f"the stages of noise are spread over {recipe.steps} steps"
-    if recipe.sft is not None and recipe.sft.epochs is not None:
-        return f"sft.epochs = {recipe.sft.epochs:g} decides its steps"
     return ""

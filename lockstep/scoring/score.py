@@ -72,6 +72,7 @@ class Measuring:
 
 def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator[Outcome]:
     """Yield one outcome per target. Checkpoints of one run share a model in memory and the score of their base."""
+    from lockstep.device import free_memory
     from lockstep.plan.devices import require_gpus
     from lockstep.scoring.workers import open_session
 
@@ -88,6 +89,7 @@ def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator
             if session is None or not shares:
                 session = None  # before the next model is loaded
                 stack.close()
+                free_memory()  # fused layers refer to themselves
                 recipe_model = _score_recipe_model(target, options)
                 session = open_session(target.recipe, stack, replaced=target.whole and not options.base)
                 last = _score(target, session, options, None, recipe_model)
@@ -147,6 +149,7 @@ def _shares(one: Target, other: Target) -> bool:
 
 
 def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None:
+    from lockstep.device import free_memory
     from lockstep.scoring.targets import Target
     from lockstep.scoring.workers import open_session
 
@@ -154,7 +157,9 @@ def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None
         return None
     model = Target(target.recipe_model.model.path, target.recipe_model, 0)
     with ExitStack() as stack:
-        return _score(model, open_session(model.recipe, stack), replace(options, base=False), None, None)
+        outcome = _score(model, open_session(model.recipe, stack), replace(options, base=False), None, None)
+    free_memory()
+    return outcome
 
 
 def _score(

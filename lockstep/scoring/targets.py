@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.build.adapter_folder import AdapterTarget, adapter_settings, find_adapter, refuse_sharded
 from lockstep.checkpoint.manifest import COMMIT
 from lockstep.checkpoint.store import CheckpointInfo, list_checkpoints, open_checkpoint, verify_checkpoint
-from lockstep.config.load import load, load_run
+from lockstep.config.load import load, load_run, use_paths
 from lockstep.config.numerics import Numerics
 from lockstep.config.schema import Model, NoAdapter, Recipe
 from lockstep.errors import (
@@ -111,6 +111,7 @@ def find_target(
 def _of_run(path: Path, recipes: Sequence[str], overrides: Sequence[str], step: int | None) -> Target:
     run = RunDirectory.open(path)
     trained = load([str(run.recipe_path)])
+    use_paths(trained)
     if recipes:
         mine = [word for word in overrides if word.split("=")[0].split(".")[0] in OWN]
         asked = load_run([*recipes, *(word for word in overrides if word not in mine)])

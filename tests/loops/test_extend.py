@@ -50,3 +50,22 @@ def test_an_edited_number_of_steps_is_still_noticed(tmp_path: Path, tiny_model_d
     run.recipe_path.write_text(run.recipe_path.read_text().replace("steps: 2", "steps: 7"))
     with pytest.raises(RunDirectoryError, match="was edited after the run began"):
         resume_run(run.path)
+
+
+def test_a_warm_up_that_is_a_share_of_the_length_is_refused(tmp_path: Path, tiny_model_dir: Path):
+    run = trained(tmp_path, tiny_model_dir, *LORA, "steps=4", "optimizer.warmup_ratio=0.5", "eval.enabled=false")
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_ratio = 0\.5 makes the warm-up a share of 4 steps"):
+        resume_run(run.path, steps=8)
+
+
+def test_a_run_that_is_killed_while_it_is_extended_can_be_resumed(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = trained(tmp_path, tiny_model_dir, *LORA, "steps=1", "eval.enabled=false")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "replace_recipe", lambda self, text: 1 / 0)  # after the manifest was written
+        with pytest.raises(ZeroDivisionError):
+            resume_run(run.path, steps=3)
+    resume_run(run.path)
+    resume_run(run.path, steps=2)
+    assert max(numbers(RunDirectory.open(run.path))) == 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.config.load import load
+from lockstep.loops import timing
 from lockstep.loops.timing import Timing, measure_timing, stored_timing, timing_lines
 from tests.loops.runs import recipe
+from tests.loops.runs import words as recipe_words
 from tests.loops.sft_runs import recipe as sft_recipe
 
 HAND = Timing(
@@ -66,3 +70,34 @@ def test_a_supervised_run_proves_its_weights_only_before_it_measures_or_saves(
     run = sft_recipe(tmp_path, tiny_model_dir, *words, modes)
     # evaluated at 0, 5, 10; validated at 0, 4, 8, 10; saved at 3, 6, 9, 10: proven at 0, 3, 4, 5, 6, 8, 9, 10
     assert hand.run(run, hand.step) == pytest.approx(10 * 2.0 + 3 * 3 * 0.1 + 4 * 3.0 + 8 * 0.25 + 4 * 0.5)
+
+
+def test_another_version_measures_again(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = recipe(tmp_path, tiny_model_dir)
+    here = timing._path(given)
+    monkeypatch.setattr(timing, "__version__", "0.0.1")
+    assert timing._path(given) != here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["{kind: colocated, gpus: 2}", "{kind: split, train: 1, rollout: 1}"])
+def test_it_is_measured_on_the_workers_of_the_run(
+    tmp_path: Path, tiny_model_dir: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    alone = measure_timing(recipe(tmp_path, tiny_model_dir))
+    words = f"""
+import sys
+from lockstep.cluster.ray_workers import RayWorkers
+from lockstep.config.load import load
+from lockstep.loops.timing import measure_timing
+whole, sizes = RayWorkers.__init__, []
+RayWorkers.__init__ = lambda self, *a, **k: (whole(self, *a, **k), sizes.append(self.size))[0]
+found = measure_timing(load(sys.argv[1:]))
+assert sizes == [2], sizes
+assert min(found.sample, found.update, found.sync, found.item, found.save) > 0, found
+assert found.tokens == {alone.tokens}, found
+"""
+    given = [*recipe_words(tmp_path, tiny_model_dir), f"placement={placement}", "device=cpu"]
+    subprocess.run([sys.executable, "-c", words, *given], check=True)

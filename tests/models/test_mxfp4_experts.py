@@ -152,3 +152,17 @@ def test_kernels_on_four_bits_give_the_bits_of_dense_ones(tokens: int) -> None:
         found[-1] += [out, *torch.autograd.grad(out.float().square().sum(), x)]
     for what, ours, theirs in zip(("decoding", "training", "gradient"), found[1], found[0], strict=True):
         assert torch.equal(ours, theirs), what
+
+
+def test_experts_that_would_keep_no_weights_are_refused(
+    folder: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what has a module of ours keeps MXFP4 weights: the rest would hold zeros."""
+    dense = resolve(schema.Model(path=str(tiny_model_dir)))
+    with pytest.raises(ModelError, match="the files hold no MXFP4 weights of all experts"):
+        load_model(dense, dtype=torch.bfloat16, attention="eager", packed=True)
+    monkeypatch.setattr("lockstep.models.known.kind_of_experts", lambda module: None)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.experts\.down_proj.*experts whose code Lockstep does not know"
+    ):
+        load_model(resolve(schema.Model(path=str(folder))), dtype=torch.bfloat16, attention="eager", packed=True)

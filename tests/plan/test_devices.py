@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.config.schema import Recipe
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, MachineError
 from lockstep.plan import devices
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200
@@ -86,3 +86,31 @@ def test_the_floor_of_workers_is_that_of_their_shares(tiny_model_dir: Path) -> N
     alone, two = floor(), floor("placement={kind: colocated, gpus: 2}")
     assert two["train"] == alone["train"] / 2
     assert alone["generate"] / 2 <= two["generate"] < alone["generate"]
+
+
+def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_only_gpus_that_this_process_may_use_are_counted(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_smi(tmp_path, "printf '0, NVIDIA A\\n1, NVIDIA B\\n2, NVIDIA C\\n'", monkeypatch)
+    for chosen, names in (("2,0", "CA"), ("", ""), ("GPU-7f3a", "ABC")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert "".join(name[-1] for name in devices.gpus_here()) == names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="3 workers need a GPU each, and this machine has 1"):
+        require_devices(recipe(tiny_model_dir, SPLIT, "device=cuda"))
+
+
+def test_a_tool_that_hangs_is_named_and_not_asked_for_one_process(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_smi(tmp_path, "exec sleep 60", monkeypatch)
+    monkeypatch.setattr(devices, "SMI_SECONDS", 0.5)
+    require_devices(recipe(tiny_model_dir, "device=cuda"))
+    with pytest.raises(MachineError, match="nvidia-smi has not answered"):
+        require_devices(recipe(tiny_model_dir, SPLIT, "device=cuda"))
