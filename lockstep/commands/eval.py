@@ -109,11 +109,8 @@ def run(args: argparse.Namespace) -> int:
         args.recipe = args.recipe or [str(stored[0].path.parents[1] / "recipe.yaml")]
     if args.gpus:
         place = f"kind: colocated, gpus: {args.gpus}" if args.gpus > 1 else "kind: local"
-        args.set = [
-            *args.set,
-            f"placement={{{place}}}",
-            "sync.transport=shared",
-        ]  # as every evaluation of the native engine
+        # An evaluation's engine reads the learner's weights, whatever the run's did.
+        args.set = [*args.set, f"placement={{{place}}}", "sync.transport=shared"]
     targets = find_targets(args)
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)

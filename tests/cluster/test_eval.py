@@ -42,7 +42,7 @@ def test_a_score_does_not_depend_on_the_number_of_workers(
     """S0-10: item by item, of a checkpoint and its base, greedy and sampled; a score of one process stands for it."""
     run = gallery.copy(name, tmp_path / "mine").path
     assert said("eval", str(run), ONE)[0] == 0
-    code, out, _ = said("eval", str(run), ONE, "--gpus", str(workers))
+    code, out, _ = said("eval", str(run), ONE, "sync.transport=copy", "--gpus", str(workers))
     assert code == 0
     assert out.count("all 8 replies are those of the stored score") == 2
     assert out.count("measured before under the same conditions") == 2

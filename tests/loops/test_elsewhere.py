@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_a_run_is_killed_resumed_scored_exported_and_cleaned(
     assert main(["runs", "--dir", str(path.parent), "gc"]) == 0  # it has nothing to remove
 
 
-def test_what_begins_from_a_checkpoint_finds_its_run(tmp_path: Path, tiny_model_dir: Path, disk: Path) -> None:
+def test_what_begins_from_a_checkpoint_finds_its_run(
+    tmp_path: Path, tiny_model_dir: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Warm starts, and what is sent to another machine: the run with its checkpoint, nothing else of that disk."""
     (disk / "other").write_bytes(bytes(1000))
     keep = (*LORA, NO_EVAL, "steps=1", f"paths.checkpoints={disk}", f"paths.cache={disk}")
@@ -96,6 +99,12 @@ def test_what_begins_from_a_checkpoint_finds_its_run(tmp_path: Path, tiny_model_
         assert "/checkpoints/step_000001/" in there
         assert str(disk) not in "".join(sent.texts.values())
         assert disk / "other" not in sent.files.values()
+    monkeypatch.setenv("HF_HOME", "")
+    assert find_target(str(path)).run == path
+    assert os.environ["HF_HOME"].startswith(str(disk))  # a model is looked for where the run has it
+    assert inputs_of(["eval", "m", "--against", f"{path}@1"]).files.keys() >= {
+        f"{there[: there.index('/check')]}/recipe.yaml"
+    }
     sent = inputs_of(["train", str(tmp_path / "recipe.yaml"), f"paths.checkpoints={disk}"])
     assert sent.argv[-1] == "paths.checkpoints=null"
     assert not [file for file in sent.files.values() if file.is_relative_to(disk)]

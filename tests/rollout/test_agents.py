@@ -15,10 +15,11 @@ from lockstep.envs.programs import MODEL
 from lockstep.errors import TaskError
 from lockstep.rollout.episodes import make_rollouts
 from lockstep.rollout.grading import AsyncGrader
+from lockstep.rollout.native import NativeEngine
 from lockstep.serve.endpoint import Endpoint
 from lockstep.tasks.base import BuiltTask
 from lockstep.tasks.build import build_task
-from lockstep.types import FinishReason, Rollout, Sampling
+from lockstep.types import FinishReason, Request, Rollout, Sampling
 from tests.envs.played import chat_of, engine_of
 from tests.envs.sandboxed import require_sandbox, sandbox_refused
 
@@ -116,3 +117,15 @@ def test_paths_in_a_command_hold_in_the_folder_of_the_episode(
     task = built(tmp_path, "seeded", command=f"{Path(sys.executable).name} own_program.py", seconds=60)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert played(task, tiny_model_dir)["seeded"][0].grade.reward == 1.0
+
+
+def test_requests_carry_the_key_of_their_episode(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of several GPUs are dealt whole prompts, which the part of an id before "#" names."""
+    asked: list[Request] = []
+    submit = NativeEngine.submit
+    monkeypatch.setattr(NativeEngine, "submit", lambda self, some: asked.extend(some) or submit(self, some))
+    (rollouts,) = played(built(tmp_path, "seeded", requests=3, isolation="none"), tiny_model_dir, samples=2).values()
+    assert {one.id.rpartition("/")[0] for one in asked} == {f"{rollouts[0].prompt.id}#{sample}" for sample in (0, 1)}
+    assert {one.id.rpartition("#")[0] for one in asked} == {rollouts[0].prompt.id}

@@ -24,6 +24,10 @@ def test_a_python_without_the_package_or_the_environment_is_named_before_the_run
         build_task(schema.VerifiersTask(env="gsm8k-v1", python=str(tmp_path / "gone")), 0)
     with pytest.raises(TaskError, match="No module named 'verifiers'"):
         build_task(schema.VerifiersTask(env="gsm8k-v1", python=sys.executable), 0)
+    (tmp_path / "talks").write_text("#!/bin/sh\necho welcome; exec sleep 60\n")
+    (tmp_path / "talks").chmod(0o755)
+    with pytest.raises(TaskError, match=r"its process said 'welcome\\n' instead of its tasks"):
+        build_task(schema.VerifiersTask(env="gsm8k-v1", python=str(tmp_path / "talks")), 0)
 
 
 def test_a_file_is_found_by_its_path_and_an_id_by_its_name() -> None:
