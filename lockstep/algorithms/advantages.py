@@ -1,4 +1,4 @@
-"""Advantages: from rewards to what each sample or token is credited with. Pure functions in float64; finite for finite input.
+"""Computes the advantage of each sample or token from rewards. Pure functions in float64; finite for finite input.
 
 Legend: G samples of one prompt, T response tokens, N responses. An unscored sample (reward None) has advantage 0 and takes no
 part in its group's statistics. Tokens that are not trained (observations) have 0 and are skipped: later credit passes across

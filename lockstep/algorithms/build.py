@@ -1,4 +1,4 @@
-"""The algorithm's settings turned into pure parts: credit, weights of sequences, the loss, their needs, and the formula."""
+"""Builds the algorithm from its settings: credit assignment, weights of sequences, the loss, their inputs, and the formula."""
 
 from __future__ import annotations
 

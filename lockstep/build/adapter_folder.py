@@ -1,4 +1,4 @@
-"""Classification of a folder of weights: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
+"""Recognises adapters in PEFT's layout and sharded training folders among folders of weights. Does not import torch."""
 
 from __future__ import annotations
 

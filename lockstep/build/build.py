@@ -1,4 +1,4 @@
-"""Build the objects of a run from its recipe. Everything that a setting selects is chosen here or in a build_* below."""
+"""Builds the objects of a run from its recipe. Everything that a setting selects is chosen here or in a build_* function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switch `numerics.exact`: whether a run can have it, and the test of this device that decides."""
+"""Decides whether a run can use `numerics.exact`, by a test on this device."""
 
 from __future__ import annotations
 

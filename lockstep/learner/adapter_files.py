@@ -1,4 +1,4 @@
-"""An adapter as a folder in PEFT's layout, and the base that it was made for.
+"""Reads and writes adapters as folders in PEFT's layout, with the identity of the base they were trained on.
 
     adapter_config.json          PEFT's
     adapter_model.safetensors    PEFT's names; fits the original base with PEFT or vLLM

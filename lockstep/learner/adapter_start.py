@@ -1,4 +1,4 @@
-"""Adapters that begin as a part of their own base's weights (PiSSA, OLoRA): the base keeps the residual.
+"""Adapters that are initialised from the base's own weights (PiSSA, OLoRA); the base keeps the residual.
 
 W = residual + scaling · B₀·A₀ with B₀·A₀ the largest singular values of W (PiSSA, arXiv 2404.02948) or the first columns of its
 QR decomposition (OLoRA, arXiv 2406.01775). The factors are rounded to the model's precision first, and the residual is the

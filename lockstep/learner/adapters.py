@@ -1,4 +1,4 @@
-"""Adapters through PEFT; this is the only place that builds them."""
+"""Builds the adapters of a run with PEFT."""
 
 from __future__ import annotations
 

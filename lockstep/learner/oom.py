@@ -1,4 +1,4 @@
-"""Handling of exhausted memory: a micro-batch that does not fit is run in two halves with the same result; anything else is an
+"""Handles exhausted GPU memory: a micro-batch that does not fit is run in two halves with the same result; anything else is an
 error that says which setting to change.
 """
 

@@ -1,4 +1,4 @@
-"""The optimizers that act on fp32 masters: torch's AdamW and Muon, 8-bit AdamW, or a user's class."""
+"""The optimizers that act on fp32 master weights: torch's AdamW and Muon, 8-bit AdamW, or a user's class."""
 
 from __future__ import annotations
 

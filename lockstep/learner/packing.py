@@ -1,4 +1,4 @@
-"""Pack sequences into token streams: micro-batches by a token budget, without padding, a group's prompt once.
+"""Packs sequences into token streams without padding: micro-batches within a token budget, a group's prompt stored once.
 
 Legend: T tokens of the stream, R response tokens with loss, N sequences.
 """

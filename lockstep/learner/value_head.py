@@ -1,4 +1,4 @@
-"""A value head and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
+"""The value head of a critic, and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before, during and after a run: repeatable prompts, correct scores, unchanged data and base."""
+"""Checks before, during and after a run: repeatable prompts, correct grades, unchanged data and frozen weights."""
 
 from __future__ import annotations
 

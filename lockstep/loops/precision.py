@@ -1,4 +1,4 @@
-"""The precision of each phase, and how closely learner and engine agree in it.
+"""Reports the precision of each phase, and measures how closely learner and engine agree in it.
 
 Between rollouts and evaluations the engine computes in the precision of the weights, and so does the learner for a proof of
 sync: the proof compares like with like, so its tolerance can be tight.

@@ -1,4 +1,4 @@
-"""Starting and resuming a run: everything around the loop."""
+"""Starts and resumes a run: the checks, the run directory and the objects of its training loop."""
 
 from __future__ import annotations
 

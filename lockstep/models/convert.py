@@ -1,9 +1,9 @@
-"""A model in a GGUF file (Llama, Qwen2, Qwen3) → a clean Hugging Face folder with fp32 safetensors. Needs no torch.
+"""Converts a GGUF file (Llama, Qwen2, Qwen3) to a Hugging Face folder with fp32 safetensors. Does not import torch.
 
 transformers can read GGUF files too, but its result differs from the published model:
  - it marks the model as quantised and refuses to save it, although the weights were dequantised;
- - its tokenizer ignores `tokenizer.ggml.pre`: without the split at digits, blanks and line ends before a number
-   become other tokens than those that the model was trained with;
+ - its tokenizer ignores `tokenizer.ggml.pre`: without its split at digits, a blank or a line end before a number
+   becomes a different token from the one in training;
  - rms_norm_eps comes back as 9.999999747378752e-06, the nearest fp32 of 1e-5.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of a model's folder before it is loaded. Reads JSON only; loads no torch."""
+"""Checks a model's folder before it is loaded. Reads only JSON; does not import torch."""
 
 from __future__ import annotations
 

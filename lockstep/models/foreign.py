@@ -1,4 +1,4 @@
-"""Finds the weights in a checkpoint folder of another trainer, for `lockstep import`. Reads names and JSON only; loads no torch.
+"""Finds the weights in a checkpoint folder of another trainer, for `lockstep import`. Does not import torch.
 
     verl       global_step_29/actor/{model_world_size_4_rank_0.pt …, fsdp_config.json, huggingface/, lora_adapter/}
     OpenRLHF   the folder of --save_path, or ckpt/_actor/{latest, global_step20/…_model_states.pt, global_step20_hf/}

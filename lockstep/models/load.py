@@ -1,4 +1,4 @@
-"""From a resolved folder to a tokenizer and a model. The heavy imports are inside the functions that need them."""
+"""Loads a tokenizer and a model from a resolved folder. The heavy imports are inside the functions that need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with MXFP4 weights (gpt-oss), read into plain tensors, expert by expert and all in one dtype; or as they are.
+"""Reads checkpoints with MXFP4 weights (gpt-oss): dequantised to one dtype, expert by expert, or in their stored form.
 
 Such a checkpoint stores a parameter X of shape [experts, inputs, outputs] as X_blocks, uint8 [experts, outputs, inputs / 32, 16],
 and X_scales, uint8 [experts, outputs, inputs / 32]. A byte holds two E2M1 codes, the earlier number in its low four bits; a scale

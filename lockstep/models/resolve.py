@@ -1,4 +1,4 @@
-"""The folder of a recipe's model, fetched and checked. Loads no torch."""
+"""Finds, fetches and checks the folder of a recipe's model. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Experts that a mixture's routers choose: recorded in sampling, and taken again in training (routing replay, R3).
+"""Routing replay (R3): records the experts that a mixture's routers choose in sampling, and uses the same experts in training.
 
-A router chooses by `torch.topk` over the scores of all experts. Within its forward pass that one call is answered here: it gives
-the recorded experts with the present scores, so that probabilities, and gradients through them, stay those of today's weights.
+A router chooses by `torch.topk` over the scores of all experts. Within its forward pass that call is intercepted: it returns
+the recorded experts with their present scores, so that probabilities, and gradients through them, are those of the present
+weights.
 
 Legend: T tokens of the stream, L routers, K experts of a token, X = L · K.
 """

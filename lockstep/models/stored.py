@@ -1,4 +1,4 @@
-"""Counts the parameters in a folder's weight files, from their headers alone. Loads no torch."""
+"""Counts the parameters in a folder's weight files, from their headers alone. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The one place that reads files of torch.save: other trainers' shards. Nothing else in Lockstep reads or writes any.
+"""Reads the shards of other trainers, which are files of torch.save. Nothing else in Lockstep reads or writes such files.
 
-A file of torch.save is a pickle, which could name any function to call. `torch.load(weights_only=True)` runs an interpreter of
-its own, that builds tensors, containers and numbers and nothing whose class is not on a list; here that list is torch's own and
-the classes of sharded tensors below. Anything else is refused by name, and nothing of it has been called.
+A file of torch.save is a pickle, which could name any function to call. `torch.load(weights_only=True)` has its own
+interpreter, which builds only tensors, containers, numbers and objects of listed classes: those of torch's own list, and the
+classes of sharded tensors below. Anything else is refused by name, before it is called.
 """
 
 from __future__ import annotations

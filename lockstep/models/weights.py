@@ -1,10 +1,10 @@
-"""The weights of a model as a stream of names and tensors: what is sent to an engine, fingerprinted and saved.
+"""The weights of a model as a stream of names and tensors, which is sent to an engine, fingerprinted and saved.
 
-Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3, GLM-4-MoE).
-Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
-`<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because a right A and B under a wrong
-scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. With several adapters only the active one
-is in the stream.
+Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3,
+GLM-4-MoE). Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
+`<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because the right A and B with a wrong
+scaling give a wrong model; other methods of PEFT add their parameters under PEFT's names. With several adapters only the active
+one is in the stream.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 "Norm" means a normalisation layer here. Noise is written in place, because fused kernels and captured graphs read weights at
 fixed addresses. The learner may use the same memory (native engine, vLLM with shared weights). So code that trains, saves or
-proves weights calls `require_clean` first, which raises an error while noise is on.
+proves weights calls `require_clean` first, which raises an error while noise is applied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection of the norms that get noise, by the names of their weights in the checkpoint.
+"""Selects the norms that get noise, by the names of their weights in the checkpoint.
 
 The noise stands for the rounding of quantised linear layers: on the weight of an RMSNorm it is noise on the input channels of
 the matrices behind it (q, k and v share one vector, gate and up another). `all` therefore means the norms of a layer whose

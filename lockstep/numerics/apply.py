@@ -1,9 +1,9 @@
-"""The linear layers and experts of a model that are quantised, and the numeric in which they compute now.
+"""Chooses the linear layers and experts of a model that are quantised, and switches the number format in which they compute.
 
-The learner and the native engine run the same modules, so the numeric is a switch of the model and not of a layer: the learner
-sets the default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a
-quantised copy. The copy records the address and the write count (torch's `_version`) of its source and is made again when these
-change. `verify` makes every copy again and compares the bits.
+The learner and the native engine run the same modules, so one switch sets the format of the whole model: the learner sets the
+default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a quantised
+copy. The copy records the address and the write count (torch's `_version`) of its source and is made again when these change.
+`verify` makes every copy again and compares the bits.
 """
 
 from __future__ import annotations

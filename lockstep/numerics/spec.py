@@ -1,4 +1,4 @@
-"""The four-bit formats: names, block sizes, largest values, and the operands that a numeric quantises."""
+"""The four-bit formats: names, block sizes, largest values, and the operands that each setting quantises."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Episodes that programs play: what a program asks of the endpoint is sampled by the run's engine, and trained token for token.
+"""Episodes that programs play: the run's engine samples the replies to a program's requests, and these tokens are trained.
 
-Requests of all programs go through the one engine together. A request's seed is a function of its episode's seed, of its prompt's
-ids and of how often the episode asked for the same ids before: a program that does the same gets the same, in any order.
+Requests of all programs go through the one engine together. A request's seed is a function of its episode's seed, of its
+prompt's ids and of how often the episode asked for the same ids before: a program that makes the same requests gets the same
+replies, in any order.
 """
 
 from __future__ import annotations

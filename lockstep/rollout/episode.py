@@ -1,4 +1,4 @@
-"""The record of a rollout under way, and the checks that what is trained is what was sampled."""
+"""Records of rollouts in progress, and checks that exactly the sampled tokens are trained."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Sampling and grading: the one way from prompts to rollouts, for training and evaluation, questions and episodes of several
-turns.
+"""Samples and grades rollouts of prompts, in training and evaluation, for single questions and for episodes of several turns.
 
 A question has one reply, which the task grades. An episode has an environment, which answers each reply until it ends. Replies
-are graded and environments step while the engine samples, and a slow one delays no other. Ids are only ever appended: the
-prompt of each turn begins with exactly the ids that were sampled and observed so far, which is checked for every one.
+are graded and environments step while the engine samples, and a slow grader or environment delays no other reply. Token ids are
+only ever appended: the prompt of each turn begins with exactly the ids that were sampled and observed before, and this is
+checked in every turn.
 """
 
 from __future__ import annotations

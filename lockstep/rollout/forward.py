@@ -1,4 +1,4 @@
-"""Numerics and noise of a native engine's passes, one object per engine."""
+"""The numerics and the noise with which a native engine computes its forward passes."""
 
 from __future__ import annotations
 

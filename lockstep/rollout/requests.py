@@ -1,4 +1,4 @@
-"""Checks that every engine makes before it takes a request, or weights."""
+"""Checks that every engine makes before it accepts a request or new weights."""
 
 from __future__ import annotations
 

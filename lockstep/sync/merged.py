@@ -1,9 +1,9 @@
-"""A learner's weights as an engine without adapters uses them: base + scaling · B·A in one matrix.
+"""Merges the learner's adapter into its base for an engine without adapters: base + scaling · B·A in one matrix.
 
 With DoRA (arXiv 2402.09353) each row of that sum is then scaled to its trained length. The sum is made again from the frozen
 base each time, in fp32, and rounded once: nothing is ever added to the engine's weights, so a hundred syncs give the same bits
-as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the difference is that of a
-rounded weight, and the probe measures it.
+as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the probe measures the
+effect.
 """
 
 from __future__ import annotations

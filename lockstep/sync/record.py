@@ -1,4 +1,4 @@
-"""A proof as one line for people and as JSON for files. Loads no torch."""
+"""Writes a proof as one line of text, and as JSON. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The native engine for a GPU: the learner's own weights, paged keys and values, captured decode steps.
+"""The native engine for a GPU: the learner's own weights, a paged key-value cache, and decode steps as CUDA graphs.
 
-Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without the
-host, which then removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a
-rollout begins and freed when it ends. Pages of finished rows stay for later turns (Request.keep) until `forget`.
+Prompts are processed once per group and their pages are shared by its samples. Decoding runs several steps without the host;
+then the host removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a rollout
+begins and freed when it ends. Pages of finished rows stay for later turns (Request.keep) until `forget`.
 
 Legend: B rows, V vocabulary, H hidden.
 """

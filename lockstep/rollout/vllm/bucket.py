@@ -1,4 +1,4 @@
-"""Memory that two processes of one host map, to transfer weights: on the GPU by CUDA IPC, or a file in /dev/shm.
+"""Shared memory that transfers weights between two processes of one host: GPU memory by CUDA IPC, or a file in /dev/shm.
 
 The sender fills it, the receiver copies from it, and only then is it filled again. It grows to the largest tensor.
 """

@@ -1,4 +1,4 @@
-"""Build a recipe's vLLM engine: in process or not, with its own weights or the learner's."""
+"""Builds a recipe's vLLM engine: in this process or a separate one, with its own weights or the learner's."""
 
 from __future__ import annotations
 

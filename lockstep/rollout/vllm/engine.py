@@ -1,4 +1,4 @@
-"""The vLLM engine inside this process: stepped by hand, weights written and read in place.
+"""The vLLM engine inside this process: Lockstep calls each step itself, and reads and writes the weights in place.
 
 Requests go in as ids and come back as ids with the log-probabilities of the distribution that was sampled from (`logprobs_mode
 = processed_logprobs`). The prefix cache is emptied whenever the weights change. The memory of keys and values is freed after a

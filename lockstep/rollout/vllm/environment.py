@@ -1,4 +1,4 @@
-"""The environment that vLLM reads at import and start, and PyTorch's allocator setting that is incompatible with it."""
+"""Environment variables that vLLM reads at import and start, and the PyTorch allocator setting that vLLM cannot use."""
 
 from __future__ import annotations
 

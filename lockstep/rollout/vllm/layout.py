@@ -1,4 +1,4 @@
-"""vLLM's parameters under the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
+"""Views of vLLM's parameters by the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
 
 vLLM's tensors differ from a checkpoint's: q, k and v in one matrix, gate and up in another, a vocabulary padded to a multiple
 of 64 rows, a tied head that is the embedding. Every tensor here is a view into vLLM's memory, so that a fingerprint reads, and

@@ -1,4 +1,4 @@
-"""The owner's side of an engine in a separate process: a RolloutEngine that forwards to the one behind the channel."""
+"""The run's side of an engine in a separate process: a RolloutEngine that forwards each call to the engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake quantisation of vLLM's linear layers, the part that does not need vLLM: a layer's operands, and when they are updated.
+"""Fake quantisation of vLLM's linear layers: makes and updates their quantised operands. Does not import vLLM.
 
 vLLM's weight is the weight that was sent: it is fingerprinted, and it may be the learner's own. A second tensor of the same
 size holds the operand of the layer: DQ(Q(W)), or W itself while the engine computes in the precision of the weights. Captured

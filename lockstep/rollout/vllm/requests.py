@@ -1,4 +1,4 @@
-"""Translate requests for vLLM, and its outputs to completions. Nothing here imports vLLM.
+"""Translates requests into vLLM's, and vLLM's outputs into completions. Does not import vLLM.
 
 vLLM never sees a text: prompts go in as ids, detokenising is off, and stop strings are searched here, in the text of the whole
 reply as the tokenizer decodes it. A search every STRIDE tokens is enough: tokens sampled after the one that completes a stop

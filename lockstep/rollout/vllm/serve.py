@@ -1,4 +1,4 @@
-"""The engine's side of an engine in a separate process: any RolloutEngine behind a channel."""
+"""The server of an engine in a separate process: it runs a RolloutEngine and answers the messages of a channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between an engine in a separate process and its owner, over a private socket pair.
+"""Messages between a run and its engine in a separate process, over a private socket pair.
 
 A frame is a JSON header, which is one of the records below, and numbers as raw bytes. Nothing is pickled, and no other process
 can connect: the socket has no name. Weights are not sent this way but in a bucket (bucket.py) that both sides map; tensors are

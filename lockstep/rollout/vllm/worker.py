@@ -1,6 +1,6 @@
-"""vLLM's GPU worker with Lockstep's calls, given to vLLM as `worker_cls`: vLLM imports this module and reads QUALNAME.
+"""vLLM's GPU worker with methods added for Lockstep. vLLM imports it by QUALNAME, which it receives as `worker_cls`.
 
-The calls are reached through collective_rpc. The class is built on first use: importing this module needs no vLLM.
+The methods are called through collective_rpc. The class is built on first use: importing this module needs no vLLM.
 """
 
 from __future__ import annotations
