@@ -61,7 +61,7 @@ def max_rl(rewards_G: Sequence[float | None], *, mean_eps: float) -> tuple[float
         raise LearnerError(
             f"a reward of {min(scored):g} is negative, and max_rl divides by the mean reward",
             where="algorithm.advantage",
-            fix="let the verifier give rewards of 0 or more, or choose another advantage",
+            fix="let the verifier give rewards of 0 or more, or set another algorithm.advantage.kind",
         )
     if _equal(scored):
         return (0.0,) * len(rewards_G)

@@ -113,9 +113,9 @@ def _supervised(settings: Sft) -> Objective:
 
 def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     raise LearnerError(
-        "supervised training has replies from data and no rewards, so no advantages can be computed",
-        where="loop = sft",
-        fix=f"only a loop that samples replies should ask for advantages; {DEFECT}",
+        "advantages were requested in supervised training, which has no rewards",
+        where="loop=sft",
+        fix=DEFECT,
     )
 
 

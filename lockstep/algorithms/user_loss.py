@@ -70,13 +70,13 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
     function = load_object(path, LearnerError)
     if not callable(function):
         raise LearnerError(
-            f"the path leads to a {type(function).__name__}, not a function",
+            f"this is a {type(function).__name__}, not a function",
             where=path,
             fix="give the path of a function (file.py:function)",
         )
     if inspect.iscoroutinefunction(function):
         raise LearnerError(
-            "the function is async, but its result is used at once", where=path, fix="define it with def"
+            "the function is async, but Lockstep does not await it", where=path, fix="define it with def, not async def"
         )
     signature = inspect.signature(function)
     try:
@@ -84,8 +84,9 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
     except TypeError as error:
         names = ", ".join([first, *(f"{name}={value!r}" for name, value in settings.items())])
         raise LearnerError(
-            f"the function takes {signature}, but would be called with ({names}): {error}",
+            f"the function is defined with {signature}, but would be called with ({names}): {error}",
             where=path,
-            fix=f"define it as ({first}, **settings), with the names of the settings beside its path",
+            fix=f"define it with ({', '.join([first, *settings])})"
+            + (", or change its settings in the recipe" if settings else ""),
         ) from error
     return function

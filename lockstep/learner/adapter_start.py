@@ -99,7 +99,7 @@ def refuse_small(weights: Mapping[str, Tensor], rank: int) -> None:
             raise ModelError(
                 f"rank {rank} is more than the {smallest} singular values of {name}",
                 where="adapter.rank",
-                fix=f"set it to {smallest} or less, or leave that layer out of adapter.targets",
+                fix=f"set adapter.rank to {smallest} or less, or leave that layer out of adapter.targets",
             )
 
 
@@ -146,9 +146,9 @@ def _check(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> float
         worst = max(worst, error)
         if not error <= TOLERANCE:
             raise ModelError(
-                f"a singular value is off by {error:.1%}, more than {TOLERANCE:.0%}",
+                f"a computed singular value is wrong by {error:.1%}, more than {TOLERANCE:.0%}",
                 where=name,
-                fix="report the model; adapter.init: default needs no singular values",
+                fix="set adapter.init=default, which needs no singular values, and report the model",
             )
     return worst
 

@@ -100,6 +100,6 @@ def _finite(stream: WeightStream) -> WeightStream:
     for name, tensor in stream:
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                "some weights are not finite after the adapter is merged", where=name, fix="take an earlier checkpoint"
+                "some weights are not finite after the adapter is merged", where=name, fix="use an earlier checkpoint"
             )
         yield name, tensor

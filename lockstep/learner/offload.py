@@ -288,7 +288,7 @@ def _host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if error:
         raise LearnerError(
             f"{tensor.nbytes / 2**30:.2f} GiB of main memory cannot be pinned (CUDA error {error})",
-            where="optimizer.offload = cpu",
+            where="optimizer.offload=cpu",
             fix="free main memory, or leave optimizer.offload out",
         )
     pinned.append(tensor.data_ptr())

@@ -72,9 +72,9 @@ def _flush(path: Path) -> None:
 def _verify(folder: Path) -> None:
     if wrong := _wrong_file(folder):
         raise ModelError(
-            f"{wrong} is not the file that was written: the cached model is damaged",
+            f"the cached model is damaged: {wrong} has changed since it was written",
             where=str(folder),
-            fix="delete that folder; it is made again at the next use",
+            fix="delete this folder; it is made again at the next use",
         )
 
 

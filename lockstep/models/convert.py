@@ -65,7 +65,9 @@ def read_gguf(path: Path) -> GgufModel:
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError) as error:
-        raise ModelError(f"not a GGUF file: {error}", where=str(path), fix="fetch it again") from error
+        raise ModelError(
+            f"the file cannot be read as GGUF: {error}", where=str(path), fix="download the file again"
+        ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return GgufModel(fields, {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors})
 

@@ -25,7 +25,7 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 """gguf.LlamaFileType of files whose matrices have such numbers."""
 QUANTIZATION = 2
 """gguf.GGML_QUANT_VERSION."""
-FIX = "export to hf"
+FIX = "export with --format hf instead"
 
 
 def write_gguf(folder: Path, path: Path) -> None:
@@ -198,7 +198,7 @@ def _gguf_name(name: str) -> str:
         _, _, block, stem = stem.split(".", 3)
         prefix = f"blk.{block}."
     if stem not in short or part not in ("weight", "bias"):
-        raise ModelError(f"GGUF: {name} has no name in the format", where=name, fix=FIX)
+        raise ModelError(f"the model cannot be written as GGUF: the format has no name for {name}", where=name, fix=FIX)
     return f"{prefix}{short[stem]}.{part}"
 
 

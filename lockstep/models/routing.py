@@ -45,7 +45,7 @@ class Routing:
                 raise ModelError(
                     f"no layer of {type(model).__name__} is a router that chooses experts by its weight alone",
                     where="update.replay_routing",
-                    fix="leave it off: a model without experts has nothing to replay",
+                    fix="set update.replay_routing=false: without such routers there is nothing to replay",
                 )
             for place, router in enumerate(there.routers):
                 router.forward = _Forward(there, place, router)
@@ -111,18 +111,18 @@ class Row:
         flat = np.frombuffer(record, self.kind)
         if len(flat) != tokens * self.numbers:
             raise _wrong(
-                f"a record of routes has {len(record)} bytes, which is wrong for {tokens} tokens with {self.numbers} choices each"
+                f"the recorded routes have {len(record)} bytes, wrong for {tokens} tokens with {self.numbers} experts each"
             )
         routes_TX: npt.NDArray[np.int64] = flat.reshape(tokens, self.numbers).astype(np.int64)
         if flat.size and int(flat.max()) >= self.experts:
             raise _wrong(
-                f"a record of routes names expert {int(flat.max())}, but the model has only experts 0 to {self.experts - 1}"
+                f"the recorded routes name expert {int(flat.max())}, but the model has only experts 0 to {self.experts - 1}"
             )
         at = 0
         for count in self.counts:
             ordered_TK = np.sort(routes_TX[:, at : at + count], 1)
             if count > 1 and (ordered_TK[:, 1:] == ordered_TK[:, :-1]).any():
-                raise _wrong("a record of routes sends a token to one expert twice")
+                raise _wrong("the recorded routes send a token to one expert twice")
             at += count
         return routes_TX
 
@@ -150,7 +150,7 @@ class _Forward:
             raise ModelError(
                 f"{type(router).__name__} chooses its experts in {len(choice.own)} steps, which cannot be replayed",
                 where="update.replay_routing",
-                fix="leave it off for this model",
+                fix="set update.replay_routing=false for this model",
             )
         routing.chosen.setdefault(self.place, choice.own[0])  # a layer that is computed again chooses the same
         return answer
@@ -188,8 +188,4 @@ def _routes(module: nn.Module) -> bool:
 
 
 def _wrong(what: str) -> LearnerError:
-    return LearnerError(
-        what,
-        where="update.replay_routing",
-        fix=f"the recorded choices of experts belong to another model or sequence; {DEFECT}",
-    )
+    return LearnerError(f"{what}: they belong to another model or sequence", where="update.replay_routing", fix=DEFECT)

@@ -53,7 +53,7 @@ def no_layout(module: nn.Module) -> EngineError:
     return EngineError(
         "the model was called without a token layout",
         where=type(module).__name__,
-        fix="call it through the learner or the engine, or load it again with another attention implementation",
+        fix="call the model through the learner or the engine, or load it again with another attention implementation",
     )
 
 

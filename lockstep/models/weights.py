@@ -75,7 +75,9 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
             scaling[contents.adapter] = float(tensor.item())
         elif name not in own:
             raise SyncError(
-                "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
+                "the engine has no tensor of this name",
+                where=name,
+                fix="give learner and engine the same model and adapter",
             )
         else:
             _copy(name, own[name], tensor)
@@ -134,9 +136,9 @@ def _contents(model: nn.Module) -> _Contents:
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
     if own.shape != tensor.shape or own.dtype != tensor.dtype:
         raise SyncError(
-            f"the tensor that was sent is {tuple(tensor.shape)} {tensor.dtype}, the engine holds {tuple(own.shape)} {own.dtype}",
+            f"the tensor that was sent is {tuple(tensor.shape)} {tensor.dtype}, the engine's is {tuple(own.shape)} {own.dtype}",
             where=name,
-            fix="give both sides the same model and adapter",
+            fix="give learner and engine the same model and adapter",
         )
     with torch.no_grad():
         own.copy_(tensor)

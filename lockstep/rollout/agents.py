@@ -114,9 +114,9 @@ class Agents:
         """Start a program on a prompt. Raises EngineError where no endpoint can be opened."""
         if serve is None:
             raise EngineError(
-                "the task's programs need an endpoint, and this run has none",
+                "the task's programs need an endpoint for their requests, but none was opened",
                 where=key,
-                fix="run the recipe in one process",
+                fix=DEFECT,
             )
         if self._endpoint is None:
             self._endpoint = self._resources.enter_context(serve(self))
@@ -227,14 +227,18 @@ class Agents:
         if completion.version != self._version:
             raise StaleWeightsError(
                 f"the reply was sampled by version {completion.version} of the weights, "
-                f"and version {self._version} was requested",
+                f"but version {self._version} was requested",
                 where=f"reply {id}",
                 fix="load no weights while replies are being sampled",
             )
         episode = self.open[key]
         asked = episode.open.pop(id)
         if completion.request.prompt_ids != asked.ask.prompt_ids or not completion.ids:
-            raise EngineError("a reply was sampled after different ids from those requested", where=id, fix=DEFECT)
+            raise EngineError(
+                "the reply is empty, or was sampled after another prompt than requested",
+                where=f"reply {id}",
+                fix=DEFECT,
+            )
         try:
             asked.future.set_result(completion)
         except InvalidStateError:

@@ -44,7 +44,7 @@ def branches_of(completions: Sequence[Completion]) -> tuple[Branch, ...]:
     found = tuple(_branch(row) for row in rows)
     sampled, trained = sum(len(one.ids) for one in completions), sum(sum(row.trained) for row in found)
     if sampled != trained:
-        raise EngineError(f"{trained} tokens of an episode are trained, {sampled} were sampled", fix=DEFECT)
+        raise EngineError(f"{trained} tokens of an episode would be trained, but {sampled} were sampled", fix=DEFECT)
     return found
 
 

@@ -174,7 +174,7 @@ class Fingerprinter:
 
 
 def _twice(name: str) -> SyncError:
-    return SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
+    return SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, and tied tensors by one name")
 
 
 def _guard(tensor: Tensor) -> tuple[int, int]:
@@ -255,7 +255,8 @@ def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
         return _flat_sum(bits.reshape(-1), offset)
     if bits.dim() != 2 or bits.shape[1] > row_length:
         raise SyncError(
-            f"a shard of shape {list(shard.shape)} is not a part of rows of {row_length}", fix="pass a matrix"
+            f"a shard of shape {list(shard.shape)} does not fit rows of {row_length} elements",
+            fix=f"pass a matrix with at most {row_length} columns",
         )
     if bits.shape[1] == row_length:
         return _flat_sum(bits.reshape(-1), offset)

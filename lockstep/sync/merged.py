@@ -31,7 +31,11 @@ def merged(weights: WeightStream) -> WeightStream:
     layers = {name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)}
     for layer in sorted(layers):
         if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
-            raise SyncError(f"the adapter has no {', '.join(missing)}", where=layer, fix="check what weights() yields")
+            raise SyncError(
+                f"the weights of the adapted layer lack {', '.join(missing)}",
+                where=layer,
+                fix="check what learner.weights() yields",
+            )
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         if name != layer and layer in layers:
@@ -54,7 +58,7 @@ def merge(
         raise SyncError(
             f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
             where=name,
-            fix="give both sides the same model and adapter",
+            fix="give learner and engine the same model and adapter",
         )
     delta_OX = up_OR.float() @ down_RX.float()
     sum_OX = torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item()))

@@ -212,7 +212,7 @@ def test_a_foreign_folder_whose_base_was_changed_is_refused(tmp_path: Path) -> N
     (folder / BASE).unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa_niter_4"}))
-    with pytest.raises(ModelError, match="saved over a base that pissa_niter_4 had changed"):
+    with pytest.raises(ModelError, match="fits only a base that its initialisation \(pissa_niter_4\) had changed"):
         empty_set().attach("a", folder)
 
 
@@ -230,9 +230,9 @@ def test_other_shapes_names_and_methods_are_refused(tmp_path: Path) -> None:
     adapters.attach("a", folder)
     with pytest.raises(ModelError, match="'a' is in use"):
         adapters.attach("a", folder)
-    with pytest.raises(ModelError, match="not a valid adapter name"):
+    with pytest.raises(ModelError, match="in use, or not valid"):
         adapters.attach("a.b", folder)
-    with pytest.raises(ModelError, match="no adapter 'b'"):
+    with pytest.raises(ModelError, match="no adapter is called 'b'"):
         adapters.activate("b")
     ia3 = write(tmp_path / "ia3", OtherPeft(method="ia3"), 0)
     with pytest.raises(ModelError, match="cannot be attached beside the others"):

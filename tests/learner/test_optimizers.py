@@ -83,7 +83,7 @@ def test_what_muon_is_meant_for():
         ("experts", stack),
     ):
         assert not is_hidden_matrix(name, tensor), name
-    with pytest.raises(LearnerError, match="trains no matrix between hidden states"):
+    with pytest.raises(LearnerError, match="the run trains no such matrix"):
         MasterOptimizer(parameters(shapes={"norm": (3,)}), Muon())
 
 

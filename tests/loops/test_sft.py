@@ -250,16 +250,14 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path, tiny_model_dir: Path
 def test_a_row_that_is_too_long_stops_unless_said_otherwise(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "stop"))
     long_rows(tmp_path)
-    with pytest.raises(
-        DataError, match=r"1 rows cannot be trained on: .*/4: \d+ tokens, more than sft.max_tokens = 60"
-    ):
+    with pytest.raises(DataError, match=r"1 rows cannot be trained on: .*/4: \d+ tokens, more than sft.max_tokens=60"):
         built(recipe)
 
 
 def test_a_truncated_row_without_a_trained_token_is_dropped(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "truncate", tokens=5))
     long_rows(tmp_path)
-    with pytest.raises(DataError, match="0 rows are left, and a step takes 4; 9 were too long"):
+    with pytest.raises(DataError, match="one step needs 4 rows, but 0 are left; 9 were too long"):
         built(recipe)
 
 

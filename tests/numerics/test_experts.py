@@ -224,7 +224,7 @@ def test_experts_of_another_form_are_refused_unless_named() -> None:
     model: Any = plain("qwen3-moe")
     for layer in model.model.layers:
         layer.mlp.experts.act_fn = nn.GELU()
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*unknown form"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*does not know their form"):
         numerics_of(model).settle("mxfp4-w4a4")
     del model.__dict__["lockstep_numerics"]
     assert numerics_of(model, exclude=["experts"]).settle("mxfp4-w4a4") == 8

@@ -145,9 +145,7 @@ class PagedEngine:
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return log-probabilities of all tokens but the first, at temperature 1; the last by decode steps as in a rollout."""
         if self._queue or self._active:
-            raise EngineError(
-                "sequences are scored between rollouts, not while requests run", fix="read all completions first"
-            )
+            raise EngineError("sequences cannot be scored while requests run", fix="read all completions first")
         result: list[tuple[float, ...]] = [()] * len(sequences)
         long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
         for start in range(0, len(long), self._slots):
@@ -365,8 +363,9 @@ class PagedEngine:
         self._pool.allocate(sum(pages))
         if self._cache.pages < sum(pages):
             raise EngineError(
-                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} fit",
-                fix="score fewer or shorter sequences per call, or leave more memory free",
+                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, but only {self._cache.pages} fit "
+                "into free memory",
+                fix="score fewer or shorter sequences per call, or free memory on the device",
             )
         rows = self._live
         tables = [self._cache.take(number) for number in pages]

@@ -237,18 +237,20 @@ class Channel:
             if len(payload):
                 self._end.sendall(payload)
         except OSError as error:
-            raise EngineError(f"the other process is gone: {error}", where="engine process") from error
+            raise EngineError(f"the other process has ended: {error}", where="engine process") from error
 
     def receive(self) -> tuple[Message, memoryview]:
         """Return the next message and its bytes. Raises EngineError if the other side is gone or sends something unknown."""
         header, payload = HEAD.unpack(self._exactly(HEAD.size))
         if header > LONGEST_HEADER:
-            raise EngineError(f"a header of {header} bytes", where="engine process", fix=DEFECT)
+            raise EngineError(
+                f"a message has a header of {header} bytes, which is too long", where="engine process", fix=DEFECT
+            )
         try:
             frame = json.loads(self._exactly(header).tobytes())
             message = codec.from_json(KINDS[frame["kind"]], frame["body"])
         except (codec.CodecError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"an unknown message: {error}", where="engine process", fix=DEFECT) from error
+            raise EngineError(f"a message cannot be read: {error}", where="engine process", fix=DEFECT) from error
         return message, self._exactly(payload)
 
     def waiting(self, seconds: float = 0.0) -> bool:
@@ -290,7 +292,8 @@ def unpacked_floats(payload: memoryview, lengths: tuple[int, ...]) -> list[tuple
 
 def _split(values: list[Number], lengths: tuple[int, ...]) -> list[list[Number]]:
     if sum(lengths) != len(values):
-        raise EngineError(f"{len(values)} numbers for {sum(lengths)}", where="engine process", fix=DEFECT)
+        what = f"a message has {len(values)} numbers, but {sum(lengths)} were announced"
+        raise EngineError(what, where="engine process", fix=DEFECT)
     parts, start = [], 0
     for length in lengths:
         parts.append(values[start : start + length])

@@ -187,7 +187,7 @@ def test_nothing_is_shared_of_unequal_weights():
     engine = laid_out(model)
     engine.model.layers[1].mlp.down_proj.weight[3, 3] += 1
     storages = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with pytest.raises(EngineError, match=r"layers\.1\.mlp\.down_proj\.weight: the tensor's values differ"):
+    with pytest.raises(EngineError, match=r"layers\.1\.mlp\.down_proj\.weight: the values in vLLM differ"):
         share(model, checkpoint_views(engine))
     with pytest.raises(EngineError, match="only one side has"):
         share(model, (pair for pair in checkpoint_views(engine) if "norm" not in pair[0]))

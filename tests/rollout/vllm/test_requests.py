@@ -79,7 +79,7 @@ def test_what_can_be_served_is_not():
 
 
 def test_another_version_is_refused():
-    with pytest.raises(StaleWeightsError, match="needs version 3 of the weights, the engine holds 2"):
+    with pytest.raises(StaleWeightsError, match="needs version 3 of the weights, but the engine holds version 2"):
         check_servable(request("a", (1,), Sampling(3), version=3), 2, 100)
 
 

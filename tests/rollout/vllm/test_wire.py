@@ -102,7 +102,7 @@ def test_the_end_of_the_other_side_is_an_error():
 def test_anything_else_is_refused(frame: bytes):
     one, other = socket.socketpair()
     one.sendall(struct.pack("<IQ", len(frame), 0) + frame)
-    with pytest.raises(EngineError, match="an unknown message"):
+    with pytest.raises(EngineError, match="a message cannot be read"):
         wire.Channel(other).receive()
 
 
