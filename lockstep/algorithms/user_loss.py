@@ -70,7 +70,7 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
     function = load_object(path, LearnerError)
     if not callable(function):
         raise LearnerError(
-            f"this is a {type(function).__name__}, not a function",
+            f"the path leads to a {type(function).__name__}, not a function",
             where=path,
             fix="give the path of a function (file.py:function)",
         )

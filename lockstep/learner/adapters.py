@@ -325,7 +325,7 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
             fix=f"leave {idle[0]} out",
         )
     if not adapter.options.get("init_weights", True):
-        raise _away("init_weights is off")
+        raise _away("adapter.options has init_weights=false")
     targets = chosen.spelled(model)
     own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
     if adapter.method == "ia3" and "feedforward_modules" not in adapter.options:

@@ -191,7 +191,7 @@ def _generation(resolved: ResolvedModel) -> Any:
 def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
     if names:
         raise ModelError(
-            f"the weight files lack {_some(sorted(names))}, or hold another shape: random values would be used",
+            f"{_some(sorted(names))} missing in the weight files or of another shape: random values would be used",
             where=str(resolved.path),
             fix="fetch the model again; config.json and *.safetensors must belong together",
         )

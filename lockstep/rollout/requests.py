@@ -48,7 +48,7 @@ def check_request(request: Request, version: int, context: int, fix: str = SHORT
         )
     if context and prompt + budget > context:
         raise EngineError(
-            f"{prompt} prompt tokens and {budget} new tokens exceed the limit of {context} tokens",
+            f"{prompt} prompt tokens and {budget} new tokens exceed the model's context of {context}",
             where=f"request {request.id}",
             fix=fix,
         )

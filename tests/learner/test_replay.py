@@ -128,7 +128,7 @@ def test_a_wrong_record_is_refused_or_counted() -> None:
 
     right = batch.sequences[0].routes
     for wrong, says in (
-        (b"", "routes for 0 tokens"),
+        (b"", "routes are for 0 tokens"),
         (right[:-4], "but their sequence needs between"),
         (right + right[:4], "but their sequence needs between"),
         (bytes([9]) + right[1:], "name expert 9, but the model has only experts 0 to 3"),

@@ -132,7 +132,7 @@ class Tampered(NativeEngine):
         (
             lambda one: [replace(one, request=replace(one.request, prompt_ids=(7,)))],
             EngineError,
-            "ids that differ from those of its episode",
+            "other tokens than those of its episode",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str
     for name, tensor in stream:
         if name not in known:
             raise EngineError(
-                f"vLLM's {model} has no parameter {name} ({len(known)} parameters, the first is {min(known, default='none')})",
+                f"vLLM's {model} has no parameter for {name} (of {len(known)}, the first is {min(known, default='none')})",
                 where=folder,
                 fix=FIX,
             )

@@ -74,7 +74,7 @@ def test_ids_of_several_sequences(rows: list[tuple[int, ...]]):
 
 
 def test_numbers_that_do_not_add_up_are_refused():
-    with pytest.raises(EngineError, match="3 numbers for 4"):
+    with pytest.raises(EngineError, match="3 numbers, but 4 were announced"):
         wire.unpacked(memoryview(wire.packed([(1, 2, 3)])), (4,))
 
 
