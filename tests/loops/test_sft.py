@@ -342,7 +342,7 @@ def test_only_right_replies_are_learnt_from(tmp_path: Path, tiny_model_dir: Path
     assert len(once) == len({row.prompt_id for row in right})
     with pytest.raises(DataError, match=r"first_step=99, but the last step with replies is 3") as raised:
         read_replies(Rollouts(run=str(path), first_step=99))
-    assert raised.value.fix == "set it to 3 or less"
+    assert raised.value.fix == "set sft.rollouts.first_step to 3 or less"
 
 
 def test_losses_are_finite_numbers(tmp_path: Path, tiny_model_dir: Path):

@@ -237,7 +237,7 @@ class Channel:
             if len(payload):
                 self._end.sendall(payload)
         except OSError as error:
-            raise EngineError(f"the other process has ended: {error}", where="engine process") from error
+            raise EngineError(f"the other process is gone: {error}", where="engine process") from error
 
     def receive(self) -> tuple[Message, memoryview]:
         """Return the next message and its bytes. Raises EngineError if the other side is gone or sends something unknown."""

@@ -136,7 +136,7 @@ def test_other_renamings_are_refused(mapper: dict[str, object], told: str):
 def test_layouts_that_do_not_add_up_are_refused():
     engine = laid_out(llama())
     engine.model.layers[1].mlp.gate_up_proj.output_sizes = [80, 79]
-    with pytest.raises(EngineError, match=r"\[160, 48\] is not gate_proj, up_proj of \[80, 79\] rows"):
+    with pytest.raises(EngineError, match=r"shape \[160, 48\], but gate_proj, up_proj have \[80, 79\] rows"):
         list(checkpoint_views(engine))
     engine = laid_out(llama())
     engine.model.norm.tp_size = 2

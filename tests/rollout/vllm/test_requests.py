@@ -183,5 +183,5 @@ def test_other_reasons_are_errors(reason: str | None):
 
 
 def test_tokens_without_logprobs_are_an_error():
-    with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
+    with pytest.raises(EngineError, match="1 log-probabilities for a reply of 2 tokens"):
         completion_of(Pending(request("a", (1,), Sampling(9))), [5, 6], [-1.0], None, "stop", 0)

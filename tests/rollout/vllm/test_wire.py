@@ -161,7 +161,7 @@ def test_parts_outside_the_bucket_are_refused(part: wire.Part):
 
 
 def test_a_bucket_that_is_not_there():
-    with pytest.raises(EngineError, match="cannot be mapped") as caught:
+    with pytest.raises(EngineError, match="cannot map the memory") as caught:
         bucket.mapped(wire.Open("/dev/shm/lockstep-nothing/there", 256))
     assert "transport=copy" in caught.value.fix
 
