@@ -185,7 +185,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", Lora(rank=2), 0)
     other: Any = plain("llama", seed=1)
     with pytest.raises(
-        ModelError, match=r"adapter made for llama \(weights [0-9a-f]{16}\), but the base is mine"
+        ModelError, match=r"adapter was made for llama \(weights [0-9a-f]{16}\), but the base is mine"
     ) as caught:
         AdapterSet(other, Base.of(other, "mine")).attach("a", folder)
     assert caught.value.where == str(folder)

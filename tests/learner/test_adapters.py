@@ -280,7 +280,7 @@ def test_a_start_of_another_shape_is_refused(changed: dict[str, Any], told: str,
 def test_a_start_of_another_base_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, Lora(rank=4))
     base: Any = plain("llama-tied", seed=5)
-    with pytest.raises(ModelError, match=r"adapter made for made-here \(weights .*\), but the base is mine"):
+    with pytest.raises(ModelError, match=r"adapter was made for made-here \(weights .*\), but the base is mine"):
         attach(base, Lora(rank=4, start=str(folder)), 0, Base.of(base, "mine"))
 
 
