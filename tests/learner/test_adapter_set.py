@@ -214,7 +214,7 @@ def test_a_foreign_folder_whose_base_was_changed_is_refused(tmp_path: Path) -> N
     (folder / BASE).unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa_niter_4"}))
-    with pytest.raises(ModelError, match="fits only a base that its initialisation \(pissa_niter_4\) had changed"):
+    with pytest.raises(ModelError, match=r"fits only a base that its initialisation \(pissa_niter_4\) had changed"):
         empty_set().attach("a", folder)
 
 
