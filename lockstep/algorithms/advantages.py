@@ -1,4 +1,4 @@
-"""Advantages: from rewards to what each sample or token is credited with. Pure functions in float64; finite for finite input.
+"""Computes the advantage of each sample or token from rewards. Pure functions in float64; finite for finite input.
 
 Legend: G samples of one prompt, T response tokens, N responses. An unscored sample (reward None) has advantage 0 and takes no
 part in its group's statistics. Tokens that are not trained (observations) have 0 and are skipped: later credit passes across
@@ -61,7 +61,7 @@ def max_rl(rewards_G: Sequence[float | None], *, mean_eps: float) -> tuple[float
         raise LearnerError(
             f"a reward of {min(scored):g} is negative, and max_rl divides by the mean reward",
             where="algorithm.advantage",
-            fix="let the verifier give rewards of 0 or more, or choose another advantage",
+            fix="let the verifier give rewards of 0 or more, or set another algorithm.advantage.kind",
         )
     if _equal(scored):
         return (0.0,) * len(rewards_G)

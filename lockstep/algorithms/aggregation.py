@@ -1,4 +1,4 @@
-"""Aggregation: how per-token losses become one number, as one weight per sequence decided before any split.
+"""Aggregates per-token losses to one number, by one weight per sequence that is fixed before the batch is split.
 
 loss = Σ_i weight_i Σ_t loss_it. Because the weights are fixed for the whole batch, the gradient does not depend on micro-batches,
 packing order or ranks. Sequences without a trained token get weight 0 and count in no denominator.

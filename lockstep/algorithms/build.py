@@ -1,4 +1,4 @@
-"""The algorithm's settings turned into pure parts: credit, weights of sequences, the loss, their needs, and the formula."""
+"""Builds the algorithm from its settings: credit assignment, weights of sequences, the loss, their inputs, and the formula."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def _supervised(settings: Sft) -> Objective:
 
 def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     raise LearnerError(
-        "supervised training has replies from data and no rewards, so no advantages can be computed",
-        where="loop = sft",
-        fix=f"only a loop that samples replies should ask for advantages; {DEFECT}",
+        "advantages were requested in supervised training, which has no rewards",
+        where="loop=sft",
+        fix=DEFECT,
     )
 
 

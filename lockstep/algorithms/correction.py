@@ -1,7 +1,7 @@
 """Rollout correction: importance weights for the difference between engine and learner, and measures of that difference.
 
-w = π_old / π_rollout of each token, aggregated over its reply or not, with its logarithm in ±20. Legend: T trained tokens,
-packed; N sequences.
+w = π_old / π_rollout of each token, aggregated over its reply or not, with its logarithm limited to ±20. Legend: T trained
+tokens, packed; N sequences.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _estimated(settings: GaeAdvantage, replies: Sequence[TrainSequence]) -> list
         values_T = reply.values or ()
         if len(values_T) != len(reply.trained):
             raise LearnerError(
-                f"a reply of {len(reply.trained)} tokens has {len(values_T)} values of the critic",
-                where="algorithm.advantage.kind = gae",
+                f"a reply of {len(reply.trained)} tokens has {len(values_T)} values of the critic, not one for each token",
+                where="algorithm.advantage.kind=gae",
                 fix="ask the critic for the values of every reply before credit is assigned",
             )
         rewards_T = _token_rewards(reply, reply.reward or 0.0, mask)
@@ -156,7 +156,7 @@ def _require_finite(reply: TrainSequence, number: int) -> None:
         for value in values:
             if not math.isfinite(value):
                 raise LearnerError(
-                    f"a {name} is {value}",
+                    f"the reply has a {name} of {value}, which is not finite",
                     where=f"reply {number} of the step, group {reply.group}",
-                    fix="a verifier gives a finite number or none (unscored); values and penalties come from the models",
+                    fix="check the verifier's rewards; if they are finite, use an earlier checkpoint",
                 )

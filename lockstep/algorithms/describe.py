@@ -1,4 +1,4 @@
-"""The objective in force as text, with its numbers. It is printed at the start of a run, and stored in its manifest and report.
+"""The objective of a run as text, with its numbers. It is printed at the start, and stored in manifest and report.
 
 Written with: i replies, t trained tokens, |o_i| trained tokens of a reply, R_i its reward, sg stop-gradient.
 """

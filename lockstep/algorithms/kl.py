@@ -1,4 +1,4 @@
-"""Divergence from the reference model: per-token estimates, penalties in the reward, and the controller of the coefficient.
+"""KL divergence from the reference model: per-token estimates, penalties in the reward, and the controller of its weight.
 
 Legend: T trained tokens, packed.
 """

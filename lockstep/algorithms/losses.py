@@ -1,6 +1,6 @@
-"""Policy losses: pure functions of a LossInput, per token, to be minimised, undivided. Legend: T trained tokens, packed.
+"""Policy losses: pure functions of a LossInput that return one loss per token, not averaged. Legend: T trained tokens, packed.
 
-Each reports the same about the ratio r = π_θ / π_old: its maximum, the maximum of |log r| before the cut, and the share of
+Each reports the same metrics of the ratio r = π_θ / π_old: its maximum, the maximum of |log r| before the cut, and the share of
 tokens whose log r was cut at ±20.
 """
 

@@ -1,4 +1,4 @@
-"""Samples and their rows: an episode whose history was rewritten or forked is one graded sample of several sequences."""
+"""Maps samples to training rows: an episode whose history was rewritten or forked is one graded sample in several rows."""
 
 from __future__ import annotations
 

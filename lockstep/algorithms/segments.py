@@ -1,4 +1,4 @@
-"""Sums over the sequences of a packed stream. Legend: T tokens, N sequences."""
+"""Sums and means over the tokens of each sequence in a packed stream. Legend: T tokens, N sequences."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
         )
     if inspect.iscoroutinefunction(function):
         raise LearnerError(
-            "the function is async, but its result is used at once", where=path, fix="define it with def"
+            "the function is async, but Lockstep does not await it", where=path, fix="define it with def, not async def"
         )
     signature = inspect.signature(function)
     try:
@@ -84,8 +84,9 @@ def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callab
     except TypeError as error:
         names = ", ".join([first, *(f"{name}={value!r}" for name, value in settings.items())])
         raise LearnerError(
-            f"the function takes {signature}, but would be called with ({names}): {error}",
+            f"the function is defined with {signature}, but would be called with ({names}): {error}",
             where=path,
-            fix=f"define it as ({first}, **settings), with the names of the settings beside its path",
+            fix=f"define it with ({', '.join([first, *settings])})"
+            + (", or change its settings in the recipe" if settings else ""),
         ) from error
     return function

@@ -1,4 +1,4 @@
-"""Classification of a folder of weights: an adapter in PEFT's layout, a sharded training folder, or neither. Loads no torch."""
+"""Recognises adapters in PEFT's layout and sharded training folders among folders of weights. Does not import torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refuse_sharded(path: Path) -> None:
         for pattern, (whose, imported) in SHARDS.items():
             if files := sorted(place.glob(pattern)):
                 raise CheckpointError(
-                    f"a sharded training folder ({whose}: {len(files)} files such as {files[0].name}), which is not read",
+                    f"the folder holds training shards ({whose}: {len(files)} files such as {files[0].name}), which are not read",
                     where=str(path),
                     fix=f"convert it with lockstep import {path} OUT, and give OUT"
                     if imported

@@ -1,4 +1,4 @@
-"""Build the objects of a run from its recipe. Everything that a setting selects is chosen here or in a build_* below."""
+"""Builds the objects of a run from its recipe. Everything that a setting selects is chosen here or in a build_* function."""
 
 from __future__ import annotations
 
@@ -198,8 +198,6 @@ def require_precision(recipe: Recipe, weights: str) -> None:
     named = recipe.numerics.plain_named
     if named is not None and named != weights:
         raise ConfigError(
-            [
-                f"numerics names {named}, but the weights are in {weights}, and unquantised layers compute in their precision"
-            ],
-            fix=f"set model.dtype: {named}, or set {weights} in numerics",
+            [f"numerics names {named}, but the weights are in {weights}, in which unquantised layers compute"],
+            fix=f"set model.dtype={named}, or replace {named} by {weights} in the numerics section",
         )

@@ -80,8 +80,8 @@ def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
     if verdict == "leak":
         largest = ", ".join(f"{name} {size(sizes[name])}" for name in sorted(sizes, key=lambda n: -sizes[n])[:3])
         raise CheckpointError(
-            f"{told}; the largest files are {largest}",
+            f"the checkpoint holds more than was trained: {told}; the largest files are {largest}",
             where=str(checkpoint),
-            fix=f"the checkpoint holds more than was trained; {DEFECT}",
+            fix=DEFECT,
         )
     return told if verdict == "off" else ""

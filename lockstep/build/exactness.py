@@ -1,4 +1,4 @@
-"""The switch `numerics.exact`: whether a run can have it, and the test of this device that decides."""
+"""Decides whether a run can use `numerics.exact`, by a test on this device."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
     if recipe.rollout.engine != "native":
         return f"the engine {recipe.rollout.engine} has kernels of its own"
     if recipe.sync.transport == "copy":
-        return "sync.transport = copy gives the engine weights in another place than the learner's"
+        return "with sync.transport=copy the engine does not read the learner's own weights"
     if str(weight.dtype) != "torch.bfloat16":
-        return f"the weights are {str(weight.dtype).removeprefix('torch.')}, and it was shown for bf16"
+        return f"the weights are {str(weight.dtype).removeprefix('torch.')}, but numerics.exact needs bf16"
     if config.model_type not in FAMILIES:
-        return f"it was shown for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
+        return f"it was tested for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
     if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False) or getattr(adapter, "dropout", 0):
-        return "of adapters it knows plain LoRA without dropout"
+        return "it supports no adapter except plain LoRA without dropout"
     if (stored := getattr(adapter, "base", "full")) != "full":
         return f"the base is in {stored}"
     if recipe.noise is not None:
@@ -68,10 +68,10 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
     if recipe.update.replay_routing:
         return "update.replay_routing has the model's own routers choose; exact ones choose the same experts without it"
     if any(type(m).__name__.endswith("Experts") and kind_of_experts(m) is None for m in base.modules()):
-        return "its experts are of a form that our kernels do not know"
+        return "the model's experts are of a form that the kernels do not support"
     decoder = Decoder.of(model)
     size = decoder.head_size
     if size & (size - 1) or not 16 <= size <= 256:
-        return f"heads of {size} are no power of two"
+        return f"the head size {size} is not a power of two from 16 to 256"
     plain = decoder.head.bias_V is None and decoder.head.softcap is None and decoder.head.scale == 1.0
     return "" if plain else "the head has a bias, a cap or a factor"

@@ -248,7 +248,7 @@ def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     if experts is None:
         return
     if router is None:
-        yield "the router is of a form that our kernel does not know"
+        yield "the router is of a form that the kernel does not support"
         return
     x = shape.random(MANY, shape.hidden)
     with exact.on_trial():

@@ -118,7 +118,7 @@ def find_opponent(name: str) -> Place:
     if not path.is_dir():
         raise TaskError(
             "there is no such folder",
-            where=f"{WHERE} = {name}",
+            where=f"{WHERE}={name}",
             fix="set the path of a run with an adapter, or of an adapter's folder",
         )
     info: CheckpointInfo | None = None
@@ -134,7 +134,7 @@ def find_opponent(name: str) -> Place:
             else "the folder holds no adapter in PEFT's layout"
         )
         raise TaskError(
-            what, where=f"{WHERE} = {name}", fix="set the path of a run with an adapter, or of an adapter's folder"
+            what, where=f"{WHERE}={name}", fix="set the path of a run with an adapter, or of an adapter's folder"
         )
     if info is None:
         return Place(found.path, str(path))
@@ -150,10 +150,10 @@ def _require_model(place: Place, recipe: Recipe) -> None:
     theirs, ours = place.recipe.model, recipe.model
     if (theirs.path, theirs.revision) != (ours.path, ours.revision):
         raise TaskError(
-            f"{place.label} was trained on {theirs.path}{f' ({theirs.revision})' if theirs.revision else ''}, this run "
+            f"{place.label} was trained on {theirs.path}{f' ({theirs.revision})' if theirs.revision else ''}, but this run "
             f"trains {ours.path}{f' ({ours.revision})' if ours.revision else ''}",
             where=WHERE,
-            fix="set an adapter of this run's model",
+            fix="set the path of an adapter that was trained on this run's model",
         )
 
 

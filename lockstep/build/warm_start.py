@@ -83,8 +83,8 @@ def find_checkpoint(name: str) -> CheckpointInfo:
     gone = PLACE.match(path.name) is not None
     raise CheckpointError(
         "the checkpoint that this run starts from is missing" if gone else "the path is neither a run nor a checkpoint",
-        where=f"{WHERE} = {name}",
-        fix="put it back: a run that was started from it needs it, to resume too"
+        where=f"{WHERE}={name}",
+        fix="put the checkpoint back: this run needs it, also for a resume"
         if gone
         else "set the path of a run or of a checkpoint",
     )
@@ -112,12 +112,12 @@ def _read(name: str) -> Parent:
 def _require_fit(parent: Parent, adapter: Adapter) -> None:
     if parent.trained == "none":
         return
-    where = f"{WHERE} = {parent.run or parent.info.path}"
+    where = f"{WHERE}={parent.run or parent.info.path}"
     if adapter.kind == "none":
         raise CheckpointError(
             f"the checkpoint has adapters ({parent.trained}), but this run trains all weights",
             where=where,
-            fix="export the merged model with lockstep export --merge and set model.path to it, or set the adapter of that run",
+            fix="export the model with lockstep export --merge and set model.path to it, or use that run's adapter settings",
         )
     if getattr(adapter, "start", None) is not None:
         raise CheckpointError(
@@ -164,7 +164,7 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     found = fingerprint(iter(weights.items())).combined
     if found != parent.fingerprint:
         raise CheckpointError(
-            f"the weights are not those that were saved: their fingerprint is {found}, and it was {parent.fingerprint}",
+            f"the checkpoint's weights have changed: their fingerprint is {found}, but it was {parent.fingerprint} when saved",
             where=str(parent.info.path),
             fix="choose another checkpoint, or restore this one from a copy",
         )
@@ -173,7 +173,7 @@ def load_base(model: nn.Module, parent: Parent | None) -> None:
     if strange:
         raise CheckpointError(
             f"the checkpoint's model differs from this run's in {len(strange)} tensors, such as {strange[0]}",
-            where=f"{WHERE} = {parent.info.path}",
+            where=f"{WHERE}={parent.info.path}",
             fix=f"set model.path to the model of that run: {parent.info.meta['model']}",
         )
     load_weights(model, ((name, tensor.to(own[name].dtype)) for name, tensor in weights.items()))
@@ -190,7 +190,7 @@ def adapter_weights(parent: Parent | None, numerics: str) -> Mapping[str, Tensor
     if saved != numerics:
         raise CheckpointError(
             f"the checkpoint's adapters and base are in {saved}, but this run's model is in {numerics}",
-            where=f"{WHERE} = {parent.info.path}",
+            where=f"{WHERE}={parent.info.path}",
             fix=f"set model.dtype={saved}",
         )
     return _stored(parent.info)
@@ -202,8 +202,8 @@ def require_proven(model: nn.Module, parent: Parent) -> None:
     if found != parent.fingerprint:
         numerics: Any = parent.info.meta["numerics"]
         raise CheckpointError(
-            f"base and adapters together have fingerprint {found}; when they were saved they had {parent.fingerprint}",
-            where=f"{WHERE} = {parent.info.path}",
+            f"the fingerprint of base and adapters is {found}, but it was {parent.fingerprint} when they were saved",
+            where=f"{WHERE}={parent.info.path}",
             fix=f"use that run's model ({parent.info.meta['model']}, {numerics}) and its adapter settings",
         )
 

@@ -1,8 +1,8 @@
-"""AdamW whose moments take one byte each: blocks of codes with a scale (Dettmers et al., 8-bit optimizers, arXiv 2110.02861).
+"""AdamW with moments of one byte each, and a scale for each block (Dettmers et al., 8-bit optimizers, arXiv 2110.02861).
 
 A block of 256 numbers is divided by its largest; each becomes the nearest of 256 levels, which cover seven decades, with more
-levels in the decades nearer to 1. For the second moment the square root is coded: half the exponent reaches twice as far down,
-so a small moment never becomes 0, which would make its step enormous. Weights and gradients are not quantised.
+levels in the decades nearer to 1. The second moment is stored as its square root, which has half the range of exponents: so a
+small moment does not become 0, which would make its step enormous. Weights and gradients are not quantised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An adapter as a folder in PEFT's layout, and the base that it was made for.
+"""Reads and writes adapters as folders in PEFT's layout, with the identity of the base they were trained on.
 
     adapter_config.json          PEFT's
     adapter_model.safetensors    PEFT's names; fits the original base with PEFT or vLLM
@@ -126,7 +126,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
 
     if missing := [name for name in (CONFIG, TENSORS) if not (folder / name).is_file()]:
         raise ModelError(
-            f"{' and '.join(missing)} not found: no adapter in PEFT's layout",
+            f"the folder has no adapter in PEFT's layout: {' and '.join(missing)} not found",
             where=str(folder),
             fix="give a folder that PEFT's save_pretrained wrote, or a checkpoint of an adapter run",
         )
@@ -151,9 +151,9 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
     for name, rank in ranks.items():
         if rank is not None and tensors and not (isinstance(rank, int) and 0 <= rank <= largest):
             raise ModelError(
-                f"{CONFIG} gives {name} a rank of {str(rank)[:40]}, and the largest of its tensors has {largest} rows",
+                f"{CONFIG} gives {name} a rank of {str(rank)[:40]}, but no dimension of its tensors is larger than {largest}",
                 where=str(folder),
-                fix="save the adapter again: config and tensors must belong together",
+                fix="save the adapter again, so that its config and its tensors belong together",
             )
     listed = [config.get(name) or () for name in ("modules_to_save", "layers_pattern")]
     words = [str(word) for words in (*patterns, *listed) for word in ([words] if isinstance(words, str) else words)]
@@ -161,7 +161,7 @@ def _require_sane(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fold
         raise ModelError(
             f"{CONFIG} chooses modules by the expression {strange[0][:80]!r}, which is not supported",
             where=str(folder),
-            fix="list the modules by their names there",
+            fix=f"list the modules by their names in {CONFIG}",
         )
 
 
@@ -181,7 +181,7 @@ def read_base(folder: Path) -> tuple[Base | None, str]:
         return Base(content["name"], content["fingerprint"], content["dtype"]), str(content["residual"])
     except KeyError as error:
         raise ModelError(
-            f"{BASE} lacks {error}", where=str(folder), fix="delete that file, or save the adapter again"
+            f"{BASE} has no entry {error}", where=str(folder), fix=f"delete {BASE}, or save the adapter again"
         ) from error
 
 
@@ -212,9 +212,10 @@ def check_base(found: AdapterFolder, base: Base) -> str:
         )
     if found.base.fingerprint != base.fingerprint:
         raise ModelError(
-            f"adapter made for {found.base.name} (weights {found.base.fingerprint}), base is {base.name} ({base.fingerprint})",
+            f"the adapter was made for {found.base.name} (weights {found.base.fingerprint}), but the base is {base.name} "
+            f"({base.fingerprint})",
             where=str(found.path),
-            fix="give the model that the adapter was trained on as model.path and model.revision",
+            fix="set model.path and model.revision to the model that the adapter was trained on",
         )
     return ""
 

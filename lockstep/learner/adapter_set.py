@@ -53,7 +53,7 @@ class AdapterSet:
         """
         if not NAME.fullmatch(name) or name in self._attached:
             raise ModelError(
-                f"{name!r} is in use, or not a valid adapter name",
+                f"the adapter name {name!r} is in use, or not valid",
                 where=str(folder),
                 fix="choose an unused name of letters, digits, - and _",
             )
@@ -71,7 +71,9 @@ class AdapterSet:
     def activate(self, name: str | None) -> None:
         """Turn this adapter on and all others off; None turns all off. Raises ModelError for an unknown name."""
         if name is not None and name not in self._attached:
-            raise ModelError(f"no adapter {name!r}", fix=f"attach it; there are {', '.join(self.names) or 'none'}")
+            raise ModelError(
+                f"no adapter is called {name!r}", fix=f"attach it first; attached: {', '.join(self.names) or 'none'}"
+            )
         self._switch(None if name is None else _inner(name))
         self.active = name
 
@@ -91,7 +93,7 @@ class AdapterSet:
                 raise ModelError(
                     f"the adapter cannot be attached beside the others: {error}",
                     where=str(found.path),
-                    fix="load it over a base of its own",
+                    fix="load this adapter over a separate copy of the base",
                 ) from error
         self.model.requires_grad_(False)
 
@@ -137,9 +139,9 @@ def _config(found: AdapterFolder) -> Any:
     init = found.config.get("init_lora_weights")
     if found.base is None and isinstance(init, str) and init.startswith(RESIDUAL_INITS):
         raise ModelError(
-            f"the adapter was saved over a base that {init} had changed",
+            f"the adapter fits only a base that its initialisation ({init}) had changed",
             where=str(found.path),
-            fix="save it over the original: PEFT's save_pretrained with path_initial_model_for_weight_conversion",
+            fix="save it for the original base: PEFT's save_pretrained with path_initial_model_for_weight_conversion",
         )
     config: Any = PeftConfig.from_pretrained(str(found.path))
     config.inference_mode = True

@@ -1,4 +1,4 @@
-"""Adapters that begin as a part of their own base's weights (PiSSA, OLoRA): the base keeps the residual.
+"""Adapters that are initialised from the base's own weights (PiSSA, OLoRA); the base keeps the residual.
 
 W = residual + scaling · B₀·A₀ with B₀·A₀ the largest singular values of W (PiSSA, arXiv 2404.02948) or the first columns of its
 QR decomposition (OLoRA, arXiv 2406.01775). The factors are rounded to the model's precision first, and the residual is the
@@ -99,7 +99,7 @@ def refuse_small(weights: Mapping[str, Tensor], rank: int) -> None:
             raise ModelError(
                 f"rank {rank} is more than the {smallest} singular values of {name}",
                 where="adapter.rank",
-                fix=f"set it to {smallest} or less, or leave that layer out of adapter.targets",
+                fix=f"set adapter.rank to {smallest} or less, or leave that layer out of adapter.targets",
             )
 
 
@@ -146,9 +146,9 @@ def _check(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> float
         worst = max(worst, error)
         if not error <= TOLERANCE:
             raise ModelError(
-                f"a singular value is off by {error:.1%}, more than {TOLERANCE:.0%}",
+                f"a computed singular value is wrong by {error:.1%}, more than {TOLERANCE:.0%}",
                 where=name,
-                fix="report the model; adapter.init: default needs no singular values",
+                fix="set adapter.init=default, which needs no singular values, and report the model",
             )
     return worst
 

@@ -98,12 +98,12 @@ def _refused(model: PreTrainedModel, target: str, matched: set[str], linear: lis
         tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         why = "shares its matrix with the embedding" if tied else "is read as one matrix by the loss"
         return ModelError(
-            f"{target!r} is the head, which {why}: it takes no adapter",
+            f"{target!r} is the head, which {why}, so it cannot have an adapter",
             where="adapter.targets",
             fix=f"choose among {names}",
         )
     return ModelError(
         f"{target!r} names no linear layer of {type(model).__name__}",
         where="adapter.targets",
-        fix=f"linear layers here: {names}",
+        fix=f"choose among its linear layers: {names}",
     )

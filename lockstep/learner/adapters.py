@@ -1,4 +1,4 @@
-"""Adapters through PEFT; this is the only place that builds them."""
+"""Builds the adapters of a run with PEFT."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def adopt_starts(
             + " as part of its base's weights (pissa, olora), but the recipe's adapter "
             + ("does not" if starts else "does"),
             where="adapter.init",
-            fix="use the adapter settings that the checkpoint was trained with",
+            fix="use the adapter settings with which the checkpoint was trained",
         )
     own = {name: start_of(layer) for name, layer in layers.items()}
     same = all(
@@ -240,7 +240,9 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
                 Warning,
             ) as error:
                 raise ModelError(
-                    f"PEFT rejects these options: {error}", where="adapter.options", fix="change adapter.options"
+                    f"PEFT rejects these options: {error}",
+                    where="adapter.options",
+                    fix="change the option that PEFT names",
                 ) from error
         case _:
             assert_never(adapter)
@@ -276,9 +278,9 @@ def _require_base_start(model: torch.nn.Module) -> None:
 
 def _away(why: str) -> ModelError:
     return ModelError(
-        f"the adapter would not begin at the base, but step 0 and the reference must equal it: {why}",
+        f"the new adapter would change the base's results, but step 0 and the reference must equal the base: {why}",
         where="adapter.options",
-        fix="leave out the option that sets the adapter's start",
+        fix="leave out the option that sets the adapter's first values",
     )
 
 
@@ -314,16 +316,16 @@ def _other_config(adapter: OtherPeft, chosen: Chosen, model: PreTrainedModel) ->
             raise ModelError(
                 f"{adapter.method} has no option {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
                 where="adapter.options",
-                fix=f"options: {', '.join(known)}",
+                fix=f"choose among its options: {', '.join(known)}",
             )
     if idle := [name for name, value in adapter.options.items() if name.endswith("dropout") and value]:
         raise ModelError(
             f"{idle[0]} would have no effect: dropout is always off, so that training and sampling compute the same",
             where="adapter.options",
-            fix="leave it out",
+            fix=f"leave {idle[0]} out",
         )
     if not adapter.options.get("init_weights", True):
-        raise _away("init_weights is off")
+        raise _away("adapter.options has init_weights=false")
     targets = chosen.spelled(model)
     own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
     if adapter.method == "ia3" and "feedforward_modules" not in adapter.options:
@@ -343,9 +345,11 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
     own = dict(trained_tensors(model))
     residual = adapter.init if isinstance(adapter, Lora) and adapter.init in ("pissa", "olora") else ""
     if start.residual != residual:
-        kind = f"began as {start.residual}" if start.residual else "did not begin as pissa or olora"
+        kind = f"with adapter.init={start.residual}" if start.residual else "without adapter.init=pissa or olora"
         raise ModelError(
-            f"the adapter {kind}", where=str(start.path), fix=f"set adapter.init={start.residual or 'default'}"
+            f"the saved adapter was trained {kind}, unlike this run's",
+            where=str(start.path),
+            fix=f"set adapter.init={start.residual or 'default'}",
         )
     saved = {name: tensor for name, tensor in start.weights.items() if not name.endswith((START_A, START_B))}
     wrong = sorted(
@@ -356,7 +360,8 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
         name = wrong[0]
         shapes = [str(tuple(side[name].shape)) if name in side else "nothing" for side in (saved, own)]
         raise ModelError(
-            f"{len(wrong)} tensors do not fit, the first is {name}: {shapes[0]} in the folder, {shapes[1]} in the recipe",
+            f"{len(wrong)} tensors of the saved adapter do not fit the recipe, the first is {name}: {shapes[0]} in the folder, "
+            f"{shapes[1]} in the recipe",
             where=str(start.path),
             fix=f"set adapter to the values that it was made with: {_made_with(start)}",
         )
@@ -385,7 +390,7 @@ def _check_settings(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder)
         same, told = not differing, f"values of {', '.join(differing)} that differ from the recipe's"
     if not same:
         raise ModelError(
-            f"the adapter has {told}",
+            f"the saved adapter has {told}",
             where=str(start.path),
             fix=f"set adapter to the values that it was made with: {_made_with(start)}",
         )

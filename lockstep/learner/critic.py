@@ -1,4 +1,4 @@
-"""PPO's critic: a value before each response token, from a second set of the trained weights or from the policy's own states.
+"""PPO's critic: predicts a value before each response token, with a copy of the trained weights or from the policy's states.
 
 Legend: R tokens with loss of a micro-batch, H hidden.
 """

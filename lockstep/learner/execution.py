@@ -1,4 +1,4 @@
-"""Execution of an update on its device: choices that change memory and seconds, but not the result."""
+"""Chooses how an update runs on its device: settings that change memory and time, but not the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a packed stream by flash-attention kernels that take segments end to end: no padding, no mask, no loop.
+"""Attention over a packed stream, with flash-attention kernels for packed segments: no padding, no mask, no loop.
 
 Every segment of the stream (root, prompt, response, padding) attends to itself causally, all of them in one call. A segment
 attends to all tokens of those that it continues: a group's responses, as one block of queries, to their prompt, and every
@@ -7,8 +7,8 @@ a probability of the union is exp(score - merged log-sum-exp) and the row term i
 gives its own share of the gradients when it receives those two (ring attention uses the same identity: Liu et al., arXiv
 2310.01889). A sink is one more part: a key of its head's score whose value is zero.
 
-In a layer with a sliding window a segment may see the end of what it continues, and each of its tokens another piece of that. It
-therefore has keys of its own: copies of the last tokens before it, then itself, all segments in one call.
+In a layer with a sliding window, each token of a segment may see another part of the tokens before the segment. So a segment
+has keys of its own: copies of the last tokens before it, then its own tokens. All segments are in one call.
 
 Legend: T tokens of the stream, Q queries and S keys of a part, H query heads, K key/value heads, D head size.
 """

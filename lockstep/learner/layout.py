@@ -1,4 +1,4 @@
-"""Visibility of each token in a packed stream, and attention over it.
+"""Says which tokens each token of a packed stream attends to, and computes this attention.
 
 Legend: T tokens of the stream, H query heads, K key/value heads, D head size, G responses of one prompt, Q queries, S keys.
 """

@@ -115,7 +115,8 @@ class TorchLearner:
         self.trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise LearnerError(
-                "no parameter is trained", fix="choose an adapter or train all weights (adapter.kind: none)"
+                "no parameter of the model is trained",
+                fix="choose an adapter, or train all weights with adapter.kind=none",
             )
         self.optimizer = build_optimizer(self.trainable, recipe.optimizer, ranks)
         if self.optimizer.note:
@@ -303,7 +304,7 @@ class TorchLearner:
             raise LearnerError(
                 f"{self._skipped_in_a_row} steps in a row were skipped: the gradient norm is {norm}",
                 where=f"optimizer step {self.optimizer_step}",
-                fix="lower optimizer.lr, or train in fp32 (model.dtype); the weights are those before the first of them",
+                fix="lower optimizer.lr, or set model.dtype=fp32; the skipped steps have not changed the weights",
             )
 
     def _as_reference(self) -> Any:
@@ -312,7 +313,9 @@ class TorchLearner:
             return nullcontext(self._reference)
         if not hasattr(self.model, "disable_adapter"):
             raise LearnerError(
-                "there is no reference model", where="algorithm.kl", fix="build the learner with a reference model"
+                "the KL penalty needs a reference model, but there is none",
+                where="algorithm.kl",
+                fix="build the learner with a reference model",
             )
         return as_reference(self.model)
 

@@ -6,8 +6,8 @@ switching adapters on and off, merging. Under quantised numerics W and its x are
 x, in the weights' precision.
 
 The native engine stores an adapter's up matrix beside its weight (rollout/paged/fused.py). On a GPU a layer with more outputs
-than inputs then computes [x, s x Aᵀ] [W, B]ᵀ, forward, and both gradients that need the output's in one product, so that the
-long outputs are written and read once.
+than inputs then computes [x, s x Aᵀ] [W, B]ᵀ, and in the backward pass the gradients of both inputs in one matrix
+multiplication, so that the long outputs are written and read once.
 """
 
 from __future__ import annotations

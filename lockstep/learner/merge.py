@@ -1,4 +1,4 @@
-"""A model with an adapter as a plain model: merged weights by the Hugging Face checkpoint's names.
+"""Merges an adapter into its base, and yields the merged weights by the names of the Hugging Face checkpoint.
 
 LoRA and its relatives (rsLoRA, DoRA, PiSSA, OLoRA) are added in fp32 and rounded once, by the same function that makes the
 weights for an engine without adapters. Other methods are merged layer by layer by PEFT's own formula. The model is not changed
@@ -100,6 +100,6 @@ def _finite(stream: WeightStream) -> WeightStream:
     for name, tensor in stream:
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                "some weights are not finite after the adapter is merged", where=name, fix="take an earlier checkpoint"
+                "some weights are not finite after the adapter is merged", where=name, fix="use an earlier checkpoint"
             )
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Merge two parts of a softmax in one pass over the output (Triton).
+"""Triton kernel that merges two partial results of attention, in one pass over the output.
 
 Legend: Q queries, H heads, D head size.
 """

@@ -1,9 +1,9 @@
-"""Masters and moments in main memory (optimizer.offload): a step passes through the device in batches of pieces.
+"""Keeps master weights and moments in main memory (optimizer.offload): a step copies them to the device and back in batches.
 
-While the device steps one batch, the next is copied in and the one before out, on streams of their own, through two buffers. The
-optimizer that steps the pieces is the one that would step whole tensors, and what it computes for a weight does not depend on
-its neighbours (Muon's tensors are not cut): the bits are those of a run without offload. The device may be a CPU, where all of
-this happens in turn.
+While the device steps one batch, the next is copied in and the previous one out, on streams of their own, through two buffers.
+A batch holds pieces of tensors. They are cut where the optimizer's result for a piece does not depend on the rest of the tensor
+(Muon's tensors stay whole), so the results equal those of a run without offload bit for bit. On a CPU copies and steps follow
+one another.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if error:
         raise LearnerError(
             f"{tensor.nbytes / 2**30:.2f} GiB of main memory cannot be pinned (CUDA error {error})",
-            where="optimizer.offload = cpu",
+            where="optimizer.offload=cpu",
             fix="free main memory, or leave optimizer.offload out",
         )
     pinned.append(tensor.data_ptr())

@@ -1,4 +1,4 @@
-"""Handling of exhausted memory: a micro-batch that does not fit is run in two halves with the same result; anything else is an
+"""Handles exhausted GPU memory: a micro-batch that does not fit is run in two halves with the same result; anything else is an
 error that says which setting to change.
 """
 
@@ -72,8 +72,8 @@ def memory_for_step(where: str) -> Iterator[None]:
         raise LearnerError(
             f"the GPU's memory ran out in the optimizer's step: {str(error).splitlines()[0]}",
             where=where,
-            fix="resume from the last checkpoint with a lower memory use: set optimizer.states=8bit, train an adapter, or free "
-            "memory of the GPU",
+            fix="free memory of the GPU or set optimizer.offload=cpu, then resume from the last checkpoint; or start a run with "
+            "optimizer.states=8bit or an adapter",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps on fp32 master weights, with clipping that refuses non-finite gradients."""
+"""Optimizer steps on fp32 master weights, with gradient clipping; a step with a non-finite gradient is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers that act on fp32 masters: torch's AdamW and Muon, 8-bit AdamW, or a user's class."""
+"""The optimizers that act on fp32 master weights: torch's AdamW and Muon, 8-bit AdamW, or a user's class."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def _muon(settings: Muon, masters: Mapping[str, nn.Parameter], whole: Mapping[st
     """Build Muon, and AdamW for the rest. Raises LearnerError if there is no matrix for Muon."""
     if not any(is_hidden_matrix(name, p) for name, p in whole.items()):
         raise LearnerError(
-            "the run trains no matrix between hidden states, and Muon is meant for these alone",
+            "Muon is only for matrices between hidden states, but the run trains no such matrix",
             where="optimizer.kind",
-            fix="choose adamw",
+            fix="set optimizer.kind=adamw",
         )
     matrices = {name: m for name, m in masters.items() if is_hidden_matrix(name, m)}
     rest = {name: m for name, m in masters.items() if name not in matrices}
@@ -159,7 +159,7 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         what = f"this is {found!r:.80}, not a subclass of torch.optim.Optimizer"
         raise LearnerError(
-            what, where=f"optimizer.path = {settings.path}", fix="give a subclass of torch.optim.Optimizer"
+            what, where=f"optimizer.path={settings.path}", fix="give a subclass of torch.optim.Optimizer"
         )
     given = checked_settings(found, settings)
     groups = _groups(masters, settings.weight_decay)
@@ -172,11 +172,15 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
         file = Path(settings.path.rpartition(":")[0]).expanduser()
         what = f"the optimizer cannot be built: {describe(error, file)}"
         raise LearnerError(
-            what, where=settings.path, fix="the class is called as Class(groups, lr=…, **settings)"
+            what, where=settings.path, fix="let the class accept the call Class(groups, lr=…, **settings)"
         ) from error
     if settings.weight_decay and "weight_decay" not in optimizer.defaults:
-        what = f"optimizer.weight_decay = {settings.weight_decay} would have no effect: the class has no weight_decay"
-        raise LearnerError(what, where=settings.path, fix="leave weight_decay out, or give the class one")
+        what = f"optimizer.weight_decay={settings.weight_decay} would have no effect: the class has no weight_decay"
+        raise LearnerError(
+            what,
+            where=settings.path,
+            fix="leave optimizer.weight_decay out, or add the parameter weight_decay to the class",
+        )
     return Inner(optimizer, frozenset(masters), None, path=settings.path)
 
 

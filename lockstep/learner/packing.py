@@ -1,4 +1,4 @@
-"""Pack sequences into token streams: micro-batches by a token budget, without padding, a group's prompt once.
+"""Packs sequences into token streams without padding: micro-batches within a token budget, a group's prompt stored once.
 
 Legend: T tokens of the stream, R response tokens with loss, N sequences.
 """
@@ -154,12 +154,8 @@ def _record(sequence: TrainSequence, fed: int, row: Row) -> Ints:
     recorded = len(sequence.routes) // size
     needed = len(sequence.prompt_ids) + max((i for i, on in enumerate(sequence.trained) if on), default=-tokens)
     if needed > 0 and not needed <= recorded <= tokens:
-        what = f"the record has routes for {recorded} tokens, but this sequence needs between {needed} and {tokens}"
-        raise LearnerError(
-            what,
-            where="update.replay_routing",
-            fix=f"the recorded choices of experts belong to another sequence; {DEFECT}",
-        )
+        what = f"the recorded routes are for {recorded} tokens, but their sequence needs between {needed} and {tokens}"
+        raise LearnerError(what, where="update.replay_routing", fix=DEFECT)
     if needed > 0:
         known[:recorded] = row.unpack(sequence.routes, recorded)
     return known
@@ -188,7 +184,7 @@ def _shared(
         if not share_prompts or sequence.group != group or sequence.prompt_ids != prompt:
             if sequence.prompt_ids[: len(root)] != root or len(sequence.prompt_ids) <= len(root):
                 raise LearnerError(
-                    f"sequence {index} does not begin with the {len(root)} tokens that all should share",
+                    f"sequence {index} does not begin with the {len(root)} tokens that all sequences should share",
                     fix=DEFECT,
                 )
             group, prompt = sequence.group, sequence.prompt_ids

@@ -1,4 +1,4 @@
-"""A learner as a run sees it, whether it is in this process or on workers, and the records that it gives."""
+"""The interface of a run to its learner, which is in this process or on workers, and the records that it returns."""
 
 from __future__ import annotations
 

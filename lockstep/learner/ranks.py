@@ -1,4 +1,4 @@
-"""The learners of a run that train together, one per process: messages between them, and who does which work."""
+"""Several learners that train together, one per process: the messages between them, and the division of work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lower memory for activations: layers are computed again in the backward pass, completely or only where that is cheap.
+"""Activation checkpointing: layers are computed again in the backward pass, completely or only where that is cheap.
 
-`selective` keeps the outputs of matrix products and attention and drops those of norms and activation products: such an output
-is the input of a product and needed for the product's weight gradient, but one pass over memory makes it again from the tensors
-that the norm or the activation keeps for itself.
+`selective` keeps the outputs of matrix multiplications and attention, and drops those of norms and gated activations. Such an
+output is needed for the weight gradient of the next matrix multiplication, but one pass over memory makes it again from the
+tensors that the norm or the activation keeps for itself.
 """
 
 from __future__ import annotations

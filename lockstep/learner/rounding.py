@@ -1,4 +1,4 @@
-"""Effect of bf16 rounding on a model's log-probabilities: a lower bound for the difference of two engines."""
+"""Measures the effect of bf16 rounding on a model's log-probabilities: a lower bound for the difference of two engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate over a run's optimizer steps. Loads no torch."""
+"""The learning rate over a run's optimizer steps. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The optimizer of several learners that hold the same weights (ZeRO-2): each owns some tensors, with their masters and moments.
+"""The optimizer of several learners that hold the same weights (ZeRO-2): each owns some tensors.
 
-After a micro-batch each rank sends the gradients of a tensor to its owner, which adds them in the order of the micro-batches.
-After a step the owners send the new weights to all. Whole tensors are owned, not ranges: every optimizer then computes exactly
-what it computes in one process, and its state is saved under the same names, whatever the number of ranks. The price is that
-no rank can own less than the largest tensor.
+The owner of a tensor holds its fp32 master weights and moments. After a micro-batch each rank sends the gradients of a tensor
+to its owner, which adds them in the order of the micro-batches. After a step the owners send the new weights to all. Whole
+tensors are owned, not ranges: every optimizer then computes exactly what it computes in one process, and its state is saved
+under the same names, whatever the number of ranks. The price is that the largest tensor cannot be split between ranks.
 """
 
 from __future__ import annotations

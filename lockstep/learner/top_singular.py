@@ -1,8 +1,8 @@
 """The largest singular values of many matrices together, by Chebyshev-filtered subspace iteration (Zhou et al. 2006).
 
 A product with the Gram matrix of the smaller side is cheap compared with an SVD, so flat spectra (where plain randomised SVD is
-off by several percent) are handled by more products: a polynomial that is small up to the last Ritz value and large above it
-turns a random subspace into that of the largest values in a few rounds.
+off by several percent) are handled by more multiplications: a polynomial that is small up to the last Ritz value and large
+above it turns a random subspace into that of the largest values in a few rounds.
 
 Legend: N matrices, O rows, I columns, S the smaller of both, K columns of the subspace, R rank.
 """

@@ -1,4 +1,4 @@
-"""A value head and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
+"""The value head of a critic, and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class ValueTraining:
             raise LearnerError(
                 f"{self._skipped_in_a_row} critic steps in a row were skipped: the gradient norm is {outcome.norm}",
                 where=f"optimizer step {self.optimizer_step} of the critic",
-                fix="check that the rewards are numbers of ordinary size, or lower algorithm.critic.lr",
+                fix="check that no reward is extremely large, or lower algorithm.critic.lr",
             )
         pieces = tuple(ValuePiece(number, columns.double().cpu().numpy().tobytes()) for number, columns in recorded)
         return CriticShare(pieces, outcome.norm, lr, self.skipped)

@@ -1,4 +1,4 @@
-"""Checks before, during and after a run: repeatable prompts, correct scores, unchanged data and base."""
+"""Checks before, during and after a run: repeatable prompts, correct grades, unchanged data and frozen weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_grading(task: BuiltTask, prompts: Sequence[Prompt], step: int) -> int:
                 f"the self-test of the grader failed: {found[0]}"
                 + (f" (and {len(found) - 1} more)" if found[1:] else ""),
                 where=f"step {step}",
-                fix="fix the verifier, or the reference answer; no score since the last test can be trusted",
+                fix="fix the verifier or the reference answer, and trust no score since the last self-test",
             )
     return len(tried)
 
@@ -79,7 +79,7 @@ def check_garbage(task: BuiltTask, prompts: Sequence[Prompt], step: int, tier: T
     raise HealthStop(
         what,
         where=f"step {step}",
-        fix="let the grader look at the answer; if it is meant to reward anything, set health.garbage=warn",
+        fix="let the grader look at the answer; if it may reward any reply, set health.garbage=warn",
     )
 
 
@@ -88,7 +88,7 @@ def _refuse_change(task: BuiltTask, step: int, before: tuple[Prompt, ...], after
         return
     changed = next((b for b, a in zip(before, after, strict=False) if a != b), None)
     raise TaskError(
-        f"step {step} gives different prompts when its batch is requested again"
+        f"the task gives different prompts for step {step} when its batch is requested again"
         + (f"; the first that differs is {changed.id}" if changed else ""),
         where=f"task {task.name}",
         fix="let batch(step, size) depend on its arguments alone: no random state, no position, no clock",
@@ -118,7 +118,7 @@ def require_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None
             raise DataError(
                 f"{what} since the run started ({old} then, {new} now)",
                 where=str(name),
-                fix="put data, task code and their packages back as they were and resume, or start a new run from this one's "
+                fix="restore the data, the task's code and its packages, then resume; or start a new run from this one's "
                 "weights (warm_start)",
             )
 
@@ -130,7 +130,7 @@ def require_unchanged(before: Fingerprints, after: Fingerprints) -> str:
     if changed:
         raise LearnerError(
             f"{len(changed)} frozen weights changed in this run, the first is {changed[0]}",
-            where="weights that training leaves as they are",
+            where="frozen weights",
             fix="use no checkpoint of this run: their base no longer exists; report which other programs ran during the training",
         )
     return f"base unchanged: {len(before.tensors)} frozen tensors, fingerprint {before.combined} at start and end"

@@ -1,4 +1,4 @@
-"""The least seconds of a step's phases on this machine: from the real lengths of the step, and rates measured at the start."""
+"""Computes the least possible time of a step's phases on this machine, from the step's lengths and measured rates."""
 
 from __future__ import annotations
 

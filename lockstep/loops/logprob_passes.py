@@ -1,4 +1,4 @@
-"""Forward passes before the first update of a step, over all samples at once. Each is made only if something needs it."""
+"""Forward passes for log-probabilities before a step's first update. Each is made only if a setting needs it."""
 
 from __future__ import annotations
 

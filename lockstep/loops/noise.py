@@ -1,6 +1,4 @@
-"""Noise around the rollouts of a step: on while the engine samples, proven to be removed before anything else reads the
-weights.
-"""
+"""Applies noise during the rollouts of a step, and proves that it is removed before anything else reads the weights."""
 
 from __future__ import annotations
 

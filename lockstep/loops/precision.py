@@ -1,4 +1,4 @@
-"""The precision of each phase, and how closely learner and engine agree in it.
+"""Reports the precision of each phase, and measures how closely learner and engine agree in it.
 
 Between rollouts and evaluations the engine computes in the precision of the weights, and so does the learner for a proof of
 sync: the proof compares like with like, so its tolerance can be tight.
@@ -73,9 +73,9 @@ def probe_lines(parts: Parts, recipe: Recipe) -> list[str]:
     effect = _gap(plain, quantised)
     if not effect:
         raise EngineError(
-            f"the engine reports that it computes in {numeric}, but its log-probabilities are unchanged",
+            f"the engine reports that it computes in {numeric}, but its log-probabilities are those of unquantised layers",
             where="numerics.rollout",
-            fix=f"its linear layers were not found; {DEFECT}",
+            fix=DEFECT,
         )
     gap = _gap(parts.learner.logprobs(sequences, numeric), quantised)
     lines = [

@@ -1,5 +1,5 @@
-"""Selection of the groups that a step trains on: the prompts of the step or, with dynamic sampling, those with some right and
-some wrong answers (DAPO, arXiv 2503.14476, §3.2), for which further prompts are drawn in rounds.
+"""Selects the groups that a step trains on: those of its prompts or, with dynamic sampling (DAPO, arXiv 2503.14476, §3.2), only
+groups with both right and wrong replies, for which further prompts are drawn in rounds.
 """
 
 from __future__ import annotations

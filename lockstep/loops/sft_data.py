@@ -98,7 +98,7 @@ def read_material(recipe: Recipe, sft: Sft) -> Material:
         notes.append(f"{repeated} rows repeat a question of the validation set and are left out")
     size = sft.sequences_per_step
     if len(train) < size:
-        what = f"there are {len(train)} rows to train on, but a step takes {size}"
+        what = f"there are {len(train)} rows to train on, but one step needs {size}"
         raise DataError(what, where=origin, fix="lower sft.sequences_per_step or sft.validation_rows")
     epochs = recipe.steps * size / len(train)
     notes.append(
@@ -127,8 +127,8 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
     stored = rollout_steps(run)
     steps = [step for step in stored if step >= settings.first_step]
     if stored and not steps:
-        what = f"sft.rollouts.first_step = {settings.first_step}, but the last step with replies is {stored[-1]}"
-        raise DataError(what, where=settings.run, fix=f"set it to {stored[-1]} or less")
+        what = f"sft.rollouts.first_step={settings.first_step}, but the last step with replies is {stored[-1]}"
+        raise DataError(what, where=settings.run, fix=f"set sft.rollouts.first_step to {stored[-1]} or less")
     template_hash = str(run.manifest().get("template_hash", ""))
     rows = [row for step in reversed(steps) for row in read_rollouts(run, step)]
     fit = [
@@ -148,10 +148,11 @@ def read_replies(settings: Rollouts) -> tuple[list[Given], list[str]]:
         for kept in taken.values()
         for number, row in enumerate(kept)
     ]
-    if not given:
-        what = f"none of the run's {len(rows)} replies can be trained on: they must be {settings.keep}, scored and finished"
-        raise DataError(what, where=settings.run, fix="choose another run, or sft.rollouts.keep: all")
     which = "correct" if settings.keep == "right" else "scored"
+    if not given:
+        what = f"none of the run's {len(rows)} replies can be trained on: none is {which} and finished"
+        fix = "choose another run" + (", or set sft.rollouts.keep=all" if settings.keep == "right" else "")
+        raise DataError(what, where=settings.run, fix=fix)
     note = (
         f"{len(given)} replies of {settings.run}, steps {steps[0]} to {steps[-1]}: of {len(rows)} sampled ones {len(fit)} are "
         f"{which} and finished; at most {settings.per_prompt} different ones of each of {len(taken)} questions are taken"
@@ -168,7 +169,9 @@ def _held_out(given: Sequence[Given], count: int) -> tuple[list[Given], list[Giv
         first.setdefault(one.question, one)
     if count >= len(first):
         what = f"{count} questions are needed for validation, but there are only {len(first)} different ones"
-        raise DataError(what, where="sft.validation_rows", fix="set it lower; 0 measures no validation loss")
+        raise DataError(
+            what, where="sft.validation_rows", fix="lower sft.validation_rows; with 0 no validation loss is measured"
+        )
     held = sorted(first)[:count]
     train, left = _apart(given, set(held))
     return train, [first[question] for question in held], left - count
@@ -188,7 +191,7 @@ def refuse_asked(material: Material, heldout: Iterable[Prompt]) -> None:
         raise DataError(
             f"{len(both)} training rows ask a held-out question of the task: {names}",
             where=material.origin,
-            fix="remove them from the rows, or evaluate on other questions",
+            fix="remove these rows, or evaluate on other questions",
         )
 
 
@@ -197,19 +200,19 @@ def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | Non
     """Turn all rows into ids and masks. Raises DataError for rows that are too long or not a chat; it names the first few."""
     limit = sft.max_tokens
     if context is not None and context < limit:
-        what = f"sft.max_tokens = {limit} is more than the model's context of {context}"
-        raise DataError(what, where="sft.max_tokens", fix=f"set it to {context} or less")
+        what = f"sft.max_tokens={limit} is more than the model's context of {context} tokens"
+        raise DataError(what, where="sft.max_tokens", fix=f"set sft.max_tokens to {context} or less")
     maker = _Maker(chat, sft)
     train, validation = maker.all(material.train), maker.all(material.validation)
     if maker.wrong:
         raise DataError(
             f"{len(maker.wrong)} rows cannot be trained on: {'; '.join(maker.wrong[:SHOWN])}",
             where=material.origin,
-            fix="correct them"
-            + (", or set sft.too_long: drop or truncate" if maker.long and sft.too_long == "stop" else ""),
+            fix="correct these rows"
+            + (", or set sft.too_long=drop or sft.too_long=truncate" if maker.long and sft.too_long == "stop" else ""),
         )
     if len(train) < sft.sequences_per_step:
-        what = f"{len(train)} rows are left, and a step takes {sft.sequences_per_step}; {maker.dropped} were too long"
+        what = f"one step needs {sft.sequences_per_step} rows, but {len(train)} are left; {maker.dropped} were too long"
         raise DataError(what, where=material.origin, fix="raise sft.max_tokens or lower sft.sequences_per_step")
     prefix = min(chat.shared_prefix(one.prompt_ids) for one in train)
     tokens = sum(len(one.prompt_ids) + len(one.ids) for one in train)
@@ -217,11 +220,11 @@ def tokenised(material: Material, chat: ChatFormat, sft: Sft, context: int | Non
         prefix = 0
     carrying = sum(sum(one.trained) for one in train)
     notes = [
-        f"{tokens} tokens an epoch, of which {carrying} ({carrying / tokens:.0%}) carry loss: sft.train_on = {sft.train_on}"
+        f"{tokens} tokens an epoch, of which {carrying} ({carrying / tokens:.0%}) carry loss: sft.train_on={sft.train_on}"
     ]
     if maker.dropped or maker.truncated:
         notes.append(
-            f"longer than sft.max_tokens = {limit}: {maker.dropped} rows dropped, {maker.truncated} truncated (sft.too_long)"
+            f"longer than sft.max_tokens={limit}: {maker.dropped} rows dropped, {maker.truncated} truncated (sft.too_long)"
         )
     if maker.verbatim or maker.again:
         why = ": their run had another chat template, system text, examples or tokenizer" if maker.again else ""
@@ -264,7 +267,7 @@ class _Maker:
             if not all(sampled.trained):
                 raise ChatError(
                     "an episode of several turns cannot be tokenised again for another chat format",
-                    fix="use the chat settings of their run",
+                    fix="use the chat settings of the run that sampled it",
                 )
             self.again += 1
         ids, trained = self._chat.trained_mask(
@@ -278,7 +281,7 @@ class _Maker:
         limit = self._sft.max_tokens
         match self._sft.too_long:
             case "stop":
-                self.wrong.append(f"{given.id}: {len(ids)} tokens, more than sft.max_tokens = {limit}")
+                self.wrong.append(f"{given.id}: {len(ids)} tokens, more than sft.max_tokens={limit}")
                 return None
             case "truncate" if any(trained[:limit]):
                 self.truncated += 1

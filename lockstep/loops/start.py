@@ -1,4 +1,4 @@
-"""Starting and resuming a run: everything around the loop."""
+"""Starts and resumes a run: the checks, the run directory and the objects of its training loop."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _newest(run: RunDirectory, allow_fallback: bool) -> CheckpointInfo | None:
         raise CheckpointError(
             f"the checkpoint of step {saved[-1]}, the last that was saved, is missing",
             where=str(run.checkpoints_path),
-            fix=f"put it back, or continue {begin} with --allow-fallback",
+            fix=f"put this checkpoint back, or continue {begin} with --allow-fallback",
         )
     if info is not None:
         require_own_rows(run, info)

@@ -1,4 +1,4 @@
-"""The time of a run, measured before it starts: a few prompts go through the real model, grader and update on this device.
+"""Estimates the time of a run before it starts: a few prompts go through the real model, grader and update on this device.
 
 Seconds are stored in the cache by machine, model and the settings that they depend on. Replies are those of the first weights:
 a run whose replies grow takes longer, up to the bound that is given beside the estimate.

@@ -1,4 +1,4 @@
-"""A record of the learner's log-probability and entropy of each trained token, from the forward passes of the update."""
+"""Records the learner's log-probability and entropy of each trained token, from the forward passes of the update."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""From the name of a model in a recipe to a folder, and from the folder to a model and a tokenizer.
+"""Resolves the name of a model in a recipe to a folder, and loads the model and the tokenizer from it.
 
     resolve(settings)   built-in name, hub id or folder  →  ResolvedModel: a checked folder on this machine
     load_tokenizer      ResolvedModel  →  tokenizer
     load_model          ResolvedModel  →  model with weights of one dtype on one device
 
-Importing this loads neither torch nor transformers.
+Importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Causal attention with sinks, caps or windows in blocks of queries: no matrix of all queries and keys, forwards or backwards.
+"""Causal attention with sinks, soft caps or windows, in blocks of queries: never a matrix of all queries and all keys.
 
-Each block sees all of its keys at once, so its softmax is whole and nothing is merged; a window leaves out keys that none of its
-queries sees. Kept for the backward pass are the inputs and one log-sum-exp for each query and head; scores are made again.
+Each block sees all of its keys at once, so its softmax is complete and no partial results are merged; a window leaves out keys
+that none of the block's queries sees. For the backward pass the inputs and one log-sum-exp for each query and head are kept;
+scores are computed again.
 
 Legend: N rows, H query heads, K key/value heads, G = H / K, Q queries, S keys, D size of a key, Dv of a value.
 """

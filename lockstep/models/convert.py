@@ -1,9 +1,9 @@
-"""A model in a GGUF file (Llama, Qwen2, Qwen3) → a clean Hugging Face folder with fp32 safetensors. Needs no torch.
+"""Converts a GGUF file (Llama, Qwen2, Qwen3) to a Hugging Face folder with fp32 safetensors. Does not import torch.
 
 transformers can read GGUF files too, but its result differs from the published model:
  - it marks the model as quantised and refuses to save it, although the weights were dequantised;
- - its tokenizer ignores `tokenizer.ggml.pre`: without the split at digits, blanks and line ends before a number
-   become other tokens than those that the model was trained with;
+ - its tokenizer ignores `tokenizer.ggml.pre`: without its split at digits, a blank or a line end before a number
+   becomes a different token from the one in training;
  - rms_norm_eps comes back as 9.999999747378752e-06, the nearest fp32 of 1e-5.
 """
 
@@ -65,7 +65,9 @@ def read_gguf(path: Path) -> GgufModel:
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError) as error:
-        raise ModelError(f"not a GGUF file: {error}", where=str(path), fix="fetch it again") from error
+        raise ModelError(
+            f"the file cannot be read as GGUF: {error}", where=str(path), fix="download the file again"
+        ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return GgufModel(fields, {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors})
 

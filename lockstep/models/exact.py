@@ -1,9 +1,9 @@
-"""Batch-invariant arithmetic (`numerics.exact`): whether it is on in this process, and the matrix products that respect it.
+"""Batch-invariant arithmetic (`numerics.exact`): its switch in this process, and its matrix multiplications.
 
-While it is on, every sum behind a token's log-probability has one fixed order, whatever else is in the batch: products over K
-from first to last, attention over keys block by block, norms row by row, the head over fixed parts of the vocabulary.
-cuBLAS keeps that order wherever it does not split K. That is tested, not assumed: the first product of each shape is compared
-with the ordered kernel's, bit by bit, and where they differ the kernel takes its place.
+While it is on, every sum behind a token's log-probability has one fixed order, whatever else is in the batch: matrix
+multiplications add over K from first to last, attention over keys block by block, norms row by row, the head over fixed parts
+of the vocabulary. cuBLAS keeps that order wherever it does not split K. That is tested, not assumed: the first product of each
+shape is compared with the ordered kernel's, bit by bit, and where they differ the kernel takes its place.
 
 Legend: M rows, N outputs, K inputs.
 """

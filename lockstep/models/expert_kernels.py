@@ -1,7 +1,7 @@
-"""Kernels for the experts of a mixture (Triton): rows sorted by expert, and only experts that a row reaches are read.
+"""Triton kernels for the experts of a mixture: rows are sorted by expert, and only experts that have rows are read.
 
-Every sum has one order, whatever the number of rows: products go over their inputs from first to last, and a token's experts are
-added in the router's order. Nothing waits for the host, so all of it can be captured.
+Every sum has one order, whatever the number of rows: matrix multiplications add over their inputs from first to last, and a
+token's experts are added in the router's order. Nothing waits for the host, so everything can be captured in a CUDA graph.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
 """

@@ -1,8 +1,8 @@
-"""Experts of a mixture by the kernels of expert_kernels, in place of a model's own loop over them.
+"""Runs the experts of a mixture with the kernels of expert_kernels, instead of the model's own loop over experts.
 
 Few rows, as in decoding, take four launches: sort, gate and up with their activation, down, and the sum over a token's experts.
-Many rows take torch's grouped products. Both round at the same places, so a token's result does not depend on which of them ran.
-Routers and experts are known by what they compute, as in fused_layers.
+Many rows take torch's grouped matrix multiplications. Both round at the same places, so a token's result does not depend on
+which of them ran. Routers and experts are recognised by their code, as in fused_layers.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs.
 """

@@ -1,4 +1,4 @@
-"""Checks of a model's folder before it is loaded. Reads JSON only; loads no torch."""
+"""Checks a model's folder before it is loaded. Reads only JSON; does not import torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
     _refuse_countless(config, where)
     if "auto_map" in config and not trust_remote_code and not _known_to_transformers(config.get("model_type")):
         raise ModelError(
-            "the model needs Python code that comes with it, and running that is off",
+            "the model needs its own Python code, which is not run without your permission",
             where=where,
-            fix="read its *.py files, then set model.trust_remote_code=true",
+            fix="read the *.py files in its folder; if you trust them, set model.trust_remote_code=true",
         )
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
@@ -44,7 +44,7 @@ def check_config(folder: Path, where: str, trust_remote_code: bool) -> None:
         raise ModelError(
             f"the weights are quantised (quant_method: {method}); only bf16, fp16, fp32 and {MXFP4} weights can be read",
             where=where,
-            fix="give the unquantised version of this model, or dequantise it into a folder",
+            fix="use the unquantised version of this model, or dequantise it into a folder and use that",
         )
 
 
@@ -55,7 +55,9 @@ def _refuse_countless(config: dict[str, Any], where: str) -> None:
             _refuse_countless(value, where)
         elif isinstance(value, (int, float)) and value > MOST.get(name.rpartition("_")[2], math.inf):
             raise ModelError(
-                f"config.json says {name} = {value:.3g}, which no model has", where=where, fix="fetch the model again"
+                f"config.json says {name} = {value:.3g}, which is too large for any model",
+                where=where,
+                fix="fetch the model again",
             )
 
 
@@ -68,12 +70,14 @@ def check_weights(folder: Path, where: str) -> None:
     if missing := missing_weights(folder):
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
             raise ModelError(
-                "only pickle weights (*.bin, *.pt), which can run code when they are read",
+                "the folder has only pickle weights (*.bin, *.pt), which can run code when they are read",
                 where=where,
-                fix="convert them to safetensors where you trust them: AutoModelForCausalLM.from_pretrained(A)"
+                fix="if you trust them, convert them to safetensors: AutoModelForCausalLM.from_pretrained(A)"
                 ".save_pretrained(B)",
             )
-        raise ModelError(f"{missing} is missing", where=where, fix="fetch the model again, or give another folder")
+        raise ModelError(
+            f"the weight file {missing} is missing", where=where, fix="fetch the model again, or give another folder"
+        )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
@@ -88,7 +92,7 @@ def missing_weights(folder: Path) -> str | None:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ModelError(
-                "weight_map is missing or wrong: not an index of weight files",
+                "the index of weight files has no valid weight_map",
                 where=str(folder / INDEX),
                 fix="fetch the model again",
             )
@@ -102,10 +106,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read as JSON: {error}", where=str(path), fix="fetch or write it again") from error
+        raise ModelError(
+            f"this file is not valid JSON: {error}", where=str(path), fix="fetch or write the file again"
+        ) from error
     if not isinstance(content, dict):
         raise ModelError(
-            f"the file holds a {type(content).__name__}, not a mapping", where=str(path), fix="fetch or write it again"
+            f"the JSON file holds a {type(content).__name__}, not a mapping",
+            where=str(path),
+            fix="fetch or write the file again",
         )
     return content
 
@@ -114,11 +122,15 @@ def _no_config(folder: Path, where: str) -> ModelError:
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         return ModelError(
-            f"this is an adapter for {base}, not a model", where=where, fix="give the base model as model.path"
+            f"this is an adapter for {base}, not a model", where=where, fix="set model.path to the base model"
         )
     if any(folder.glob("*.gguf")):
-        return ModelError("GGUF files are not read", where=where, fix="give the model in safetensors format")
-    return ModelError("config.json is missing: not a model folder", where=where, fix="give the folder that holds it")
+        return ModelError(
+            "GGUF files cannot be used as a model", where=where, fix="use the model in safetensors format"
+        )
+    return ModelError(
+        "this is not a model folder: config.json is missing", where=where, fix="give the folder with config.json"
+    )
 
 
 def _known_to_transformers(model_type: object) -> bool:

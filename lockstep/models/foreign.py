@@ -1,4 +1,4 @@
-"""Finds the weights in a checkpoint folder of another trainer, for `lockstep import`. Reads names and JSON only; loads no torch.
+"""Finds the weights in a checkpoint folder of another trainer, for `lockstep import`. Does not import torch.
 
     verl       global_step_29/actor/{model_world_size_4_rank_0.pt …, fsdp_config.json, huggingface/, lora_adapter/}
     OpenRLHF   the folder of --save_path, or ckpt/_actor/{latest, global_step20/…_model_states.pt, global_step20_hf/}
@@ -55,12 +55,14 @@ def find_foreign(path: Path, step: int | None = None) -> Foreign:
     Raises CheckpointError, listing the steps, if there are several and none is asked for; or if nothing is known there.
     """
     if not path.is_dir():
-        raise CheckpointError("no such folder", where=str(path), fix="give the folder of a trainer's checkpoints")
+        raise CheckpointError(
+            "there is no such folder", where=str(path), fix="give the folder of a trainer's checkpoints"
+        )
     if steps := _steps(path):
         return find_foreign(_chosen(path, steps, step))
     if step is not None and step != step_of(path):
         raise CheckpointError(
-            f"this folder is of one step, and not of step {step}",
+            f"this folder holds one step only, and not step {step}",
             where=str(path),
             fix="give the folder of all steps, or leave --step out",
         )
@@ -71,7 +73,7 @@ def find_foreign(path: Path, step: int | None = None) -> Foreign:
             return found
     names = ", ".join(sorted(one.name for one in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"not a checkpoint of verl, OpenRLHF or TRL, by the names of its files ({names})",
+        f"the folder has no checkpoint of verl, OpenRLHF or TRL; it contains {names}",
         where=str(path),
         fix="give the folder of a step, such as global_step_29, global_step_29/actor or checkpoint-100",
     )
@@ -97,10 +99,10 @@ def _chosen(path: Path, steps: dict[int, Path], step: int | None) -> Path:
     listed = ", ".join(map(str, sorted(steps)))
     fix = f"choose one with --step, such as --step {max(steps)}"
     if step is None and len(steps) > 1:
-        raise CheckpointError(f"there are {len(steps)} steps: {listed}", where=str(path), fix=fix)
+        raise CheckpointError(f"the folder holds several steps: {listed}", where=str(path), fix=fix)
     wanted = step if step is not None else next(iter(steps))
     if wanted not in steps:
-        raise CheckpointError(f"no step {wanted}; there are {listed}", where=str(path), fix="choose one of them")
+        raise CheckpointError(f"there is no step {wanted}, only {listed}", where=str(path), fix=fix)
     return steps[wanted]
 
 
@@ -133,14 +135,14 @@ def _shards(place: Path) -> tuple[Path, ...]:
         raise CheckpointError(
             f"the folder has shards of {len(worlds)} world sizes: {sorted(worlds)}",
             where=str(place),
-            fix="keep the shards of one run",
+            fix="keep only the shards of one run in the folder",
         )
     world = worlds.pop()
     said = read_json(place / "fsdp_config.json").get("world_size") if (place / "fsdp_config.json").is_file() else world
     missing = [rank for rank in range(world) if (world, rank) not in found]
-    what = f"rank {missing[0]} of {world} is missing" if missing else "" if world else "a world of no rank"
+    what = f"rank {missing[0]} of {world} has no file" if missing else "" if world else "a file says world size 0"
     if said != world:
-        what = f"fsdp_config.json says world_size {said}, the files {world}"
+        what = f"fsdp_config.json says world_size {said}, but the file names say {world}"
     if what:
         raise CheckpointError(what, where=str(place), fix="copy the whole folder again")
     return tuple(found[world, rank] for rank in range(world))

@@ -1,10 +1,9 @@
-"""Norms, gated activations and rotary embeddings of a loaded model by the fused kernels of layer_kernels
-and norm_kernels.
+"""Runs norms, gated activations and rotary embeddings of a loaded model with the kernels of layer_kernels and norm_kernels.
 
-Layers are known by what they compute, not by their name: a module is replaced if its class's code is that of a layer whose
-meaning is known. Families that share the code of Llama's layers are served without being listed, and a family whose code
-differs by a cast or an offset never gets the wrong kernel. Only instances are changed, nothing of transformers or PEFT; the
-engine, which runs the same modules, gets the same kernels.
+Layers are recognised by their code, not by their name: a module is replaced if its class has the code of a known layer.
+Families that share the code of Llama's layers are served without being listed, and a family whose code differs by a cast or an
+offset never gets the wrong kernel. Only module instances are changed, no class of transformers or PEFT; the engine, which runs
+the same modules, gets the same kernels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Names and layouts of llama.cpp's GGUF files: model families, tensors, tokenizers, row order. convert.py reads with them,
-gguf_writer.py writes.
+"""Names and layouts of llama.cpp's GGUF files: model families, tensors, tokenizers, row order, as convert.py reads and
+gguf_writer.py writes them.
 """
 
 from __future__ import annotations

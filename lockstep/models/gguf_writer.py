@@ -1,4 +1,4 @@
-"""A Hugging Face folder → one GGUF file that llama.cpp loads: weights, config, tokenizer and chat template.
+"""Writes a Hugging Face folder as one GGUF file for llama.cpp: weights, config, tokenizer and chat template.
 
 What the format cannot express is refused, never approximated. Sources: convert_hf_to_gguf.py and src/llama-vocab.cpp of
 llama.cpp, and the gguf library, which writes the bytes.
@@ -25,7 +25,7 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 """gguf.LlamaFileType of files whose matrices have such numbers."""
 QUANTIZATION = 2
 """gguf.GGML_QUANT_VERSION."""
-FIX = "export to hf"
+FIX = "export with --format hf instead"
 
 
 def write_gguf(folder: Path, path: Path) -> None:
@@ -46,7 +46,7 @@ def write_gguf(folder: Path, path: Path) -> None:
         _add_vocabulary(writer, vocabulary, folder)
         dtypes = {_add_tensor(writer, config, name, tensor) for name, tensor in folder_tensors(folder)} - {None}
         if len(dtypes) != 1 or (dtype := str(dtypes.pop())) not in FILE_TYPES:
-            _refuse(folder, f"matrices in {', '.join(sorted(map(str, dtypes)))}")
+            _refuse(folder, f"its matrices are not all in one of the formats {', '.join(FILE_TYPES)}")
         writer.add_file_type(FILE_TYPES[dtype])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -68,7 +68,7 @@ def _config(folder: Path) -> Any:
 
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type not in FAMILIES:
-        _refuse(folder, f"a model of type {config.model_type} (only {', '.join(FAMILIES)})")
+        _refuse(folder, f"its type is {config.model_type}, but only {', '.join(FAMILIES)} can be written")
     rope = config.rope_parameters
     wrong = {
         "rope_type": rope.get("rope_type", "default") != "default" and rope["rope_type"],
@@ -79,7 +79,7 @@ def _config(folder: Path) -> Any:
         "use_sliding_window": getattr(config, "use_sliding_window", False),
     }
     if said := [f"{name} = {value}" for name, value in wrong.items() if value]:
-        _refuse(folder / "config.json", ", ".join(said))
+        _refuse(folder / "config.json", f"GGUF cannot express {', '.join(said)}")
     return config
 
 
@@ -119,16 +119,16 @@ class _Vocabulary:
 def _vocabulary(folder: Path, config: Any) -> _Vocabulary:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        _refuse(folder, "a tokenizer without tokenizer.json")
+        _refuse(folder, "tokenizer.json is missing")
     tokenizer = read_json(path)
     split = _require_known(tokenizer, path)
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in tokenizer["model"]["vocab"].items()}
     for added in tokenizer.get("added_tokens", ()):
         if any(added.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
-            _refuse(path, f"the token {added['content']!r}, which strips spaces or matches whole words only")
+            _refuse(path, f"the token {added['content']!r} strips spaces or matches whole words only")
         tokens[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     if max(tokens) >= config.vocab_size:
-        _refuse(path, f"token {max(tokens)} of a model with {config.vocab_size} tokens")
+        _refuse(path, f"a token has the id {max(tokens)}, but the model has only {config.vocab_size} tokens")
     begins = _begins(folder, {token: i for i, (token, _) in tokens.items()})
     named = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(config.vocab_size)]
     return _Vocabulary(tuple(text for text, _ in named), tuple(kind for _, kind in named), split, begins)
@@ -138,16 +138,16 @@ def _require_known(tokenizer: Mapping[str, Any], path: Path) -> str:
     """Return the name of its split of text; all else must be byte-level BPE."""
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or (tokenizer.get("decoder") or {}).get("type") != "ByteLevel":
-        _refuse(path, f"a tokenizer of type {model.get('type')} that is not byte-level BPE")
+        _refuse(path, f"its tokenizer has the type {model.get('type')} and is not byte-level BPE")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
-            _refuse(path, f"BPE with {name} = {model[name]!r}")
+            _refuse(path, f"its tokenizer has {name} = {model[name]!r}")
     normalizer = tokenizer.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":  # llama.cpp has none: it takes text as NFC
-        _refuse(path, f"a normalizer of type {normalizer.get('type')}")
+        _refuse(path, f"its tokenizer has a normalizer of type {normalizer.get('type')}")
     split = find_split(tokenizer)
     if split is None:
-        _refuse(path, "a split of text before BPE that llama.cpp has no name for")
+        _refuse(path, "its tokenizer splits text before BPE in a way that llama.cpp has no name for")
     return split
 
 
@@ -157,12 +157,12 @@ def _begins(folder: Path, ids: Mapping[str, int]) -> bool:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if wrong := sorted(token for token, i in tokenizer.get_vocab().items() if ids.get(token) != i):
-        _refuse(folder, f"{len(wrong)} tokens, such as {wrong[0]!r}, whose ids differ from those in tokenizer.json")
+        _refuse(folder, f"{len(wrong)} tokens, such as {wrong[0]!r}, have other ids when loaded than in tokenizer.json")
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     if whole == bare:
         return False
     if tokenizer.bos_token_id is None or whole != [tokenizer.bos_token_id, *bare]:
-        _refuse(folder, f"a tokenizer that turns {bare} into {whole}")
+        _refuse(folder, f"its tokenizer adds tokens other than one at the beginning: it turns {bare} into {whole}")
     return True
 
 
@@ -198,7 +198,7 @@ def _gguf_name(name: str) -> str:
         _, _, block, stem = stem.split(".", 3)
         prefix = f"blk.{block}."
     if stem not in short or part not in ("weight", "bias"):
-        raise ModelError(f"GGUF: {name} has no name in the format", where=name, fix=FIX)
+        raise ModelError(f"the model cannot be written as GGUF: the format has no name for {name}", where=name, fix=FIX)
     return f"{prefix}{short[stem]}.{part}"
 
 

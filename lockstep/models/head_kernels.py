@@ -1,8 +1,8 @@
-"""The head on a GPU: a tile of rows × the whole vocabulary at a time, read once forward and overwritten by its gradient backward.
+"""Computes the head on a GPU in tiles of some rows × the whole vocabulary, so that not all logits are in memory at once.
 
-Matrix products make the tile of logits in the model's precision; one Triton kernel reduces a row to its log-sum-exp, target
-logit and entropy, another turns the logits into the gradient of the loss with respect to them, in place, and two more matrix
-products take it on. Sums over tiles are fp32.
+A matrix multiplication makes a tile of logits in the model's precision, and one Triton kernel reduces each row to its
+log-sum-exp, target logit and entropy. In the backward pass another kernel replaces the logits by their gradient, and two more
+matrix multiplications give the gradients of the hidden states and of the weight. Sums over tiles are fp32.
 
 Legend: R rows, V vocabulary, H hidden.
 """

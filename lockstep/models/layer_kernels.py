@@ -1,7 +1,7 @@
-"""Gated activations and rotary embeddings in one pass each, forward and backward (Triton).
+"""Triton kernels for gated activations and rotary embeddings: one pass over the memory each, forward and backward.
 
-They round where transformers' layers round, so that a fused model gives what the plain one gives up to the order of sums.
-Nothing that is given is overwritten.
+They round where transformers' layers round, so that a fused model equals the plain one up to the order of sums. No input is
+overwritten.
 
 Legend: R rows, H entries of a row, B batch, N heads, T tokens, D head size.
 """

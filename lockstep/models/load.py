@@ -1,4 +1,4 @@
-"""From a resolved folder to a tokenizer and a model. The heavy imports are inside the functions that need them."""
+"""Loads a tokenizer and a model from a resolved folder. The heavy imports are inside the functions that need them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            "the tokenizer has no end token, so no reply could end",
+            "the tokenizer has no end token (eos_token), so no reply could end",
             where=str(resolved.path),
             fix="set eos_token in its tokenizer_config.json",
         )
@@ -202,7 +202,7 @@ def _generation(resolved: ResolvedModel) -> Any:
 def _refuse_random(resolved: ResolvedModel, names: list[str]) -> None:
     if names:
         raise ModelError(
-            f"{_some(sorted(names))} missing in the files or of another shape: they would be random",
+            f"{_some(sorted(names))} missing in the weight files or of another shape: random values would be used",
             where=str(resolved.path),
             fix="fetch the model again; config.json and *.safetensors must belong together",
         )
@@ -213,7 +213,7 @@ def _refuse_absurd(resolved: ResolvedModel, described: int) -> None:
     stored = stored_parameters(resolved.path)
     if stored is not None and described > 2 * stored + ROOM:
         raise ModelError(
-            f"config.json describes {described:,} parameters, the files hold {stored:,}",
+            f"config.json describes {described:,} parameters, but the weight files hold {stored:,}",
             where=str(resolved.path),
             fix="fetch the model again; config.json and *.safetensors must belong together",
         )

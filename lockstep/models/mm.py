@@ -1,4 +1,4 @@
-"""Sums of matrix products that stay fp32, as far as the device can."""
+"""Adds matrix products to fp32 sums, without rounding to half precision where the device allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with MXFP4 weights (gpt-oss), read into plain tensors, expert by expert and all in one dtype; or as they are.
+"""Reads checkpoints with MXFP4 weights (gpt-oss): dequantised to one dtype, expert by expert, or in their stored form.
 
 Such a checkpoint stores a parameter X of shape [experts, inputs, outputs] as X_blocks, uint8 [experts, outputs, inputs / 32, 16],
 and X_scales, uint8 [experts, outputs, inputs / 32]. A byte holds two E2M1 codes, the earlier number in its low four bits; a scale
@@ -94,7 +94,9 @@ def read_weights(folder: Path, dtype: torch.dtype, *, packed: bool = False) -> W
                     yield base, _read(base, places, dtype)
             elif name.endswith(BLOCKS) or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS not in places):
                 raise ModelError(
-                    "blocks without scales or scales without blocks", where=name, fix="fetch the model again"
+                    "an MXFP4 weight is incomplete: its blocks or its scales are missing",
+                    where=name,
+                    fix="fetch the model again",
                 )
             elif not name.endswith(SCALES):
                 yield name, places[name].get_tensor(name).to(dtype)
@@ -111,7 +113,9 @@ def read_packed(folder: Path) -> dict[str, Packed]:
                 _check_layout(base, places[name].get_slice(name), scales)
                 if (scales > LARGEST_SCALE).any():
                     raise ModelError(
-                        f"a scale is above {LARGEST_SCALE}", where=base + SCALES, fix="set adapter.base=full"
+                        f"one scale is {int(scales.max())}, but weights can stay in MXFP4 only up to {LARGEST_SCALE}",
+                        where=base + SCALES,
+                        fix="set adapter.base=full",
                     )
                 found[base] = Packed(places[name].get_tensor(name), scales)
         return found
@@ -153,7 +157,9 @@ def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file: Any = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot be read: {error}", where=str(path), fix="fetch the model again") from error
+            raise ModelError(
+                f"the weight file cannot be read: {error}", where=str(path), fix="fetch the model again"
+            ) from error
         places |= dict.fromkeys(file.keys(), file)
     return places
 
@@ -165,13 +171,13 @@ def _check_layout(name: str, stored: Any, scales: Tensor) -> None:
     fits = len(shape) == 4 and shape[3] * 2 == NUMBERS and kind == "U8" and scales.dtype == torch.uint8
     if not fits or list(scales.shape) != shape[:3]:
         raise ModelError(
-            f"blocks {kind} {shape} with scales {scales.dtype} {list(scales.shape)}: expected uint8 [experts, outputs, "
-            "inputs / 32, 16] and [experts, outputs, inputs / 32]",
+            f"the blocks are {kind} {shape} and the scales {scales.dtype} {list(scales.shape)}, but uint8 "
+            "[experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32] were expected",
             where=name,
             fix="dequantise the model into a folder with the tool that wrote it",
         )
     if (scales == NAN_SCALE).any():
-        raise ModelError("a scale is NaN", where=name + SCALES, fix="fetch the model again")
+        raise ModelError("an MXFP4 scale is NaN", where=name + SCALES, fix="fetch the model again")
 
 
 def _read(name: str, places: dict[str, Any], dtype: torch.dtype) -> Tensor:
@@ -185,7 +191,7 @@ def _read(name: str, places: dict[str, Any], dtype: torch.dtype) -> Tensor:
     for expert in range(experts):
         result[expert] = dequantise(stored[expert : expert + 1][0], scales[expert], dtype)
         if not result[expert].isfinite().all():  # expert by expert: the check makes copies
-            raise ModelError("a number is too large for its dtype", where=name, fix="fetch the model again")
+            raise ModelError(f"a dequantised weight is too large for {dtype}", where=name, fix="fetch the model again")
     return result
 
 
@@ -195,5 +201,9 @@ def _files(folder: Path) -> Iterator[Path]:
         return
     for shard in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
         if not _SHARD.fullmatch(shard):
-            raise ModelError(f"a shard called {shard!r}", where=str(folder / INDEX), fix="fetch the model again")
+            raise ModelError(
+                f"{shard!r} is not a valid name of a weight file",
+                where=str(folder / INDEX),
+                fix="fetch the model again",
+            )
         yield folder / shard

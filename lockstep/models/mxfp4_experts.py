@@ -1,7 +1,7 @@
-"""The experts of gpt-oss with matrices that stay as an MXFP4 checkpoint stores them, in 4.25 bits a weight.
+"""The experts of gpt-oss with frozen matrices that stay in MXFP4 in memory, at 4.25 bits a weight.
 
 A matrix is dequantised when it is used. E2M1 times a power of two is exact in bf16 and fp32, so the results are those of dense
-experts. The matrices are frozen.
+experts.
 
 Legend: T tokens, K experts of each, R rows of one expert, H hidden, X inputs.
 """

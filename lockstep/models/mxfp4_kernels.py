@@ -1,6 +1,6 @@
-"""Products of experts whose matrices stay in MXFP4 (Triton): a tile is dequantised where it is multiplied, or all at once.
+"""Triton kernels that multiply by experts' matrices in MXFP4: they dequantise a tile at a time, or the whole matrix.
 
-A product is computed transposed, so that the dequantised tile goes to the tensor cores from registers. Sums run over the inputs
+The multiplication is transposed, so that the dequantised tile goes to the tensor cores from registers. Sums run over the inputs
 from first to last, as in expert_kernels: the results are those of a dense copy, to the bit.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32.

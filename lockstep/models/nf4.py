@@ -1,9 +1,9 @@
-"""Frozen linear layers in 4 bits: NF4 of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, appendix E), in plain torch.
+"""Frozen linear layers with 4-bit weights: NF4 of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, appendix E), in plain torch.
 
 Each 64 consecutive weights share a scale, their largest magnitude in bf16; a weight is the nearest of 16 values, which are
-quantiles of a normal distribution: 4.25 bits a weight. Products are made with the weights unpacked to the input's precision,
-once in the forward pass and again in the backward pass, so that only the packed ones stay in memory. Works on a CPU and a GPU
-without further packages.
+quantiles of a normal distribution: 4.25 bits a weight. Before each matrix multiplication the weights are dequantised to the
+input's precision, in the forward pass and again in the backward pass, so that only 4-bit weights stay in memory. Works on a CPU
+and a GPU without further packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""RMS norms in one pass each, forward and backward (Triton).
+"""Triton kernels for RMS norms: one pass over the memory each, forward and backward.
 
-They round where transformers' layers round, so that a fused model gives what the plain one gives up to the order of sums.
-Nothing that is given is overwritten, except by `norm_heads`.
+They round where transformers' layers round, so that a fused model equals the plain one up to the order of sums. No input is
+overwritten, except by `norm_heads`.
 
 Legend: R rows, H entries of a row, B rows of a decode step, D head size.
 """

@@ -1,4 +1,4 @@
-"""Tiles of queries for attention in order (ordered_attention.py): where each lies in its sequence, and where its keys are."""
+"""Splits queries into tiles for ordered_attention.py: each tile's place in its sequence, and the places of its keys."""
 
 from __future__ import annotations
 

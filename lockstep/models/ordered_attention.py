@@ -1,10 +1,10 @@
-"""Causal attention whose result for a token does not depend on what is computed beside it (Triton).
+"""Batch-invariant causal attention (Triton): a token's result does not depend on the other sequences of the batch.
 
-A query walks the keys of its sequence in blocks that begin at multiples of KEYS of the sequence's positions, wherever the keys
-lie: in a packed stream, where a group's prompt stands once, or in the pages of the engine. Each step of the walk uses the same
-function on both sides, and nothing in it depends on the layout of threads: scores and weighted values are chains of tensor core
-products, the sum of weights is one too (a product with ones), and a maximum has no order. A block of which a query sees nothing
-leaves its sums as they are, so it does not matter whether the block is walked.
+A query reads the keys of its sequence in blocks that begin at positions that are multiples of KEYS, wherever the keys are
+stored: in a packed stream, where a group's prompt is stored once, or in the engine's pages. Training and sampling compute each
+block with the same function, and nothing in it depends on the layout of threads: scores and weighted values are chains of
+tensor core products, the sum of weights is one too (a product with ones), and a maximum has no order. A block of which a query
+sees nothing leaves its sums as they are, so it does not matter whether the block is read.
 
 Legend: T queries of a stream, S keys, H query heads, K key/value heads, D head size.
 """

@@ -1,7 +1,7 @@
-"""A matrix product that sums over K from its beginning to its end, whatever the number of rows (Triton).
+"""A matrix multiplication that sums over K from first to last, whatever the number of rows (Triton).
 
-On Hopper it has the bits of cuBLAS's products that do not split K, for any tile: tensor cores add 16 products at a time to one
-running sum.
+On Hopper its results equal those of cuBLAS without split K bit for bit, for any tile: tensor cores add 16 products at a time to
+one running sum.
 
 Legend: M rows, N outputs, K inputs.
 """

@@ -1,4 +1,4 @@
-"""The folder of a recipe's model, fetched and checked. Loads no torch."""
+"""Finds, fetches and checks the folder of a recipe's model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -110,16 +110,18 @@ def _refuse_revision(model: Model, reason: str) -> None:
         raise ModelError(
             f"revision {model.revision!r} does not exist: {reason}",
             where="model.revision",
-            fix="leave model.revision out",
+            fix="correct model.revision, or leave it out",
         )
 
 
 def _refuse_non_folder(path: Path) -> None:
     if not path.exists():
-        raise ModelError("no such folder", where=str(path), fix="check model.path, or give a hub id (org/name)")
+        raise ModelError(
+            "there is no such folder", where=str(path), fix="check model.path, or give a hub id (org/name)"
+        )
     if not path.is_dir():
         raise ModelError(
-            "this is a file, and a model is a folder",
+            "this is a file, but a model is a folder",
             where=str(path),
             fix="give the folder with config.json and *.safetensors",
         )

@@ -1,4 +1,4 @@
-"""Kernels that choose the experts of each token, and sort pairs of token and expert; their activation (Triton).
+"""Triton kernels that choose each token's experts, sort the pairs of token and expert, and compute the experts' activation.
 
 Legend: T tokens, K experts of each, R = T · K pairs, E experts.
 """

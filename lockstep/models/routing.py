@@ -1,7 +1,8 @@
-"""Experts that a mixture's routers choose: recorded in sampling, and taken again in training (routing replay, R3).
+"""Routing replay (R3): records the experts that a mixture's routers choose in sampling, and uses the same experts in training.
 
-A router chooses by `torch.topk` over the scores of all experts. Within its forward pass that one call is answered here: it gives
-the recorded experts with the present scores, so that probabilities, and gradients through them, stay those of today's weights.
+A router chooses by `torch.topk` over the scores of all experts. Within its forward pass that call is intercepted: it returns
+the recorded experts with their present scores, so that probabilities, and gradients through them, are those of the present
+weights.
 
 Legend: T tokens of the stream, L routers, K experts of a token, X = L · K.
 """
@@ -44,7 +45,7 @@ class Routing:
                 raise ModelError(
                     f"no layer of {type(model).__name__} is a router that chooses experts by its weight alone",
                     where="update.replay_routing",
-                    fix="leave it off: a model without experts has nothing to replay",
+                    fix="set update.replay_routing=false: without such routers there is nothing to replay",
                 )
             for place, router in enumerate(there.routers):
                 router.forward = _Forward(there, place, router)
@@ -110,18 +111,18 @@ class Row:
         flat = np.frombuffer(record, self.kind)
         if len(flat) != tokens * self.numbers:
             raise _wrong(
-                f"a record of routes has {len(record)} bytes, which is wrong for {tokens} tokens with {self.numbers} choices each"
+                f"the recorded routes have {len(record)} bytes, wrong for {tokens} tokens with {self.numbers} experts each"
             )
         routes_TX: npt.NDArray[np.int64] = flat.reshape(tokens, self.numbers).astype(np.int64)
         if flat.size and int(flat.max()) >= self.experts:
             raise _wrong(
-                f"a record of routes names expert {int(flat.max())}, but the model has only experts 0 to {self.experts - 1}"
+                f"the recorded routes name expert {int(flat.max())}, but the model has only experts 0 to {self.experts - 1}"
             )
         at = 0
         for count in self.counts:
             ordered_TK = np.sort(routes_TX[:, at : at + count], 1)
             if count > 1 and (ordered_TK[:, 1:] == ordered_TK[:, :-1]).any():
-                raise _wrong("a record of routes sends a token to one expert twice")
+                raise _wrong("the recorded routes send a token to one expert twice")
             at += count
         return routes_TX
 
@@ -149,7 +150,7 @@ class _Forward:
             raise ModelError(
                 f"{type(router).__name__} chooses its experts in {len(choice.own)} steps, which cannot be replayed",
                 where="update.replay_routing",
-                fix="leave it off for this model",
+                fix="set update.replay_routing=false for this model",
             )
         routing.chosen.setdefault(self.place, choice.own[0])  # a layer that is computed again chooses the same
         return answer
@@ -187,8 +188,4 @@ def _routes(module: nn.Module) -> bool:
 
 
 def _wrong(what: str) -> LearnerError:
-    return LearnerError(
-        what,
-        where="update.replay_routing",
-        fix=f"the recorded choices of experts belong to another model or sequence; {DEFECT}",
-    )
+    return LearnerError(f"{what}: they belong to another model or sequence", where="update.replay_routing", fix=DEFECT)

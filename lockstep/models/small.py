@@ -1,4 +1,4 @@
-"""A small random copy of a model: the structure of its config with few, narrow layers, to be computed in two ways.
+"""Makes a small random copy of a model (the same kinds of layers, few and narrow), to compare two ways of computing it.
 
 Ratios and kinds are kept (heads to key/value heads, experts, every kind of layer, partial rotation, tied weights), and lengths
 at which the computation changes become short: a window of WINDOW tokens, LongRoPE's original context of ORIGINAL.

@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions), on streams of several sequences.
+"""Runs recurrent layers (gated delta nets, Mamba, short convolutions) on packed streams of several sequences.
 
-Such a layer of transformers knows one sequence a row and reads its state from a cache. On a stream, its `forward` is replaced by
-a call of the stream's Layout, which runs the layer once for each piece and says which state that piece begins with.
+In transformers such a layer expects one sequence per row and reads its state from a cache. On a packed stream its `forward` is
+replaced by a call of the stream's Layout, which runs the layer once for each piece, with the state that the piece begins with.
 
 Legend: T tokens of the stream, N rows, H hidden.
 """
@@ -53,7 +53,7 @@ def no_layout(module: nn.Module) -> EngineError:
     return EngineError(
         "the model was called without a token layout",
         where=type(module).__name__,
-        fix="call it through the learner or the engine, or load it again with another attention implementation",
+        fix="call the model through the learner or the engine, or load it again with another attention implementation",
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts the parameters in a folder's weight files, from their headers alone. Loads no torch."""
+"""Counts the parameters in a folder's weight files, from their headers alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _elements(path: Path) -> int:
         return sum(_numbers(name, entry) for name, entry in tensors.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
-            f"the file's header cannot be read: {error}",
+            f"the header of the weight file cannot be read, perhaps because the file is cut off: {error}",
             where=str(path),
-            fix="fetch the model again: the file is cut off",
+            fix="fetch the model again",
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""The one place that reads files of torch.save: other trainers' shards. Nothing else in Lockstep reads or writes any.
+"""Reads the shards of other trainers, which are files of torch.save. Nothing else in Lockstep reads or writes such files.
 
-A file of torch.save is a pickle, which could name any function to call. `torch.load(weights_only=True)` runs an interpreter of
-its own, that builds tensors, containers and numbers and nothing whose class is not on a list; here that list is torch's own and
-the classes of sharded tensors below. Anything else is refused by name, and nothing of it has been called.
+A file of torch.save is a pickle, which could name any function to call. `torch.load(weights_only=True)` has its own
+interpreter, which builds only tensors, containers, numbers and objects of listed classes: those of torch's own list, and the
+classes of sharded tensors below. Anything else is refused by name, before it is called.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"the file holds a {type(content).__name__}, not tensors by name",
             where=str(path),
-            fix="give a file of a state dict",
+            fix="give a file that holds a state dict",
         )
     return content
 
@@ -65,7 +65,7 @@ def joined(files: Sequence[Path]) -> dict[str, Tensor]:
     for path, rank in zip(files, ranks, strict=True):
         if odd := sorted(rank.keys() ^ names):
             raise CheckpointError(
-                f"{path.name} and {files[0].name} differ in {odd[0]}",
+                f"only one of the files {path.name} and {files[0].name} has {odd[0]}",
                 where=str(path.parent),
                 fix="copy the whole folder again",
             )
@@ -80,14 +80,16 @@ def _piece(name: str, value: Any, path: Path) -> Piece:
         cuts = [p for p in value.placements if not p.is_replicate()]
         if len(cuts) > 1 or any(not p.is_shard() for p in cuts):
             raise CheckpointError(
-                f"{name} is placed as {value.placements}", where=str(path), fix="save it with FSDP alone"
+                f"{name} is split in an unsupported way: {value.placements}",
+                where=str(path),
+                fix="save the checkpoint with FSDP alone",
             )
         dim = getattr(cuts[0], "dim", None) if cuts else None
         return Piece(value._local_tensor, tuple(value.shape), dim)
     if isinstance(value, Tensor):
         return Piece(value, None, None)
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}, not a tensor", where=str(path), fix="give a file of a state dict"
+        f"{name} is a {type(value).__name__}, not a tensor", where=str(path), fix="give a file that holds a state dict"
     )
 
 
@@ -95,11 +97,15 @@ def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
     first = pieces[0]
     if any((p.shape, p.dim) != (first.shape, first.dim) for p in pieces):
         raise CheckpointError(
-            f"ranks disagree on shape or placement of {name}", where=str(where), fix="copy the whole folder again"
+            f"the files of the ranks disagree on the shape or split of {name}",
+            where=str(where),
+            fix="copy the whole folder again",
         )
     if first.dim is None:
         if any(not torch.equal(p.local, first.local) for p in pieces[1:]):
-            raise CheckpointError(f"ranks hold different {name}, and do not say how it was cut", where=str(where))
+            raise CheckpointError(
+                f"the files of the ranks hold different {name}, without saying how it was split", where=str(where)
+            )
         return first.local.clone()
     assert first.shape is not None
     whole, size = [], 0
@@ -110,7 +116,7 @@ def _join(name: str, pieces: Sequence[Piece], where: Path) -> Tensor:
     tensor = torch.cat([part for part in whole if part.numel() or part.dim() == len(first.shape)], first.dim)
     if tuple(tensor.shape) != first.shape:
         raise CheckpointError(
-            f"{name}: parts make {tuple(tensor.shape)} of {first.shape}",
+            f"the parts of {name} make the shape {tuple(tensor.shape)}, not {first.shape}",
             where=str(where),
             fix="copy the whole folder again",
         )
@@ -126,7 +132,7 @@ def module_states(path: Path) -> Mapping[str, Tensor]:
         raise CheckpointError(
             "the file holds only part of the model",
             where=str(path),
-            fix="with ZeRO 3 run zero_to_fp32.py from the same folder, and import its result",
+            fix="if the run used ZeRO 3, run zero_to_fp32.py from the same folder, then import its result",
         )
     weights: dict[str, Tensor] = module
     return weights
@@ -137,7 +143,7 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     named = reason.partition("GLOBAL ")[2].split(" ")[0]
     what = f"it refers to {named}, which is not plain data" if named else reason[:200]
     return CheckpointError(
-        f"cannot be read as tensors: {what}",
+        f"the file cannot be read as tensors: {what}",
         where=str(path),
-        fix="convert it with the program that wrote it (verl: python -m verl.model_merger merge), where you trust it",
+        fix="if you trust it, convert it with the program that wrote it (verl: python -m verl.model_merger merge)",
     )

@@ -1,4 +1,4 @@
-"""Attention over sequences end to end, without padding, by torch's own flash-attention kernels (FlashAttention 2).
+"""Attention over packed sequences, without padding, by torch's own flash-attention kernels (FlashAttention 2).
 
 Legend: T queries, S keys, H query heads, K key/value heads, D head size.
 """

@@ -1,10 +1,10 @@
-"""The weights of a model as a stream of names and tensors: what is sent to an engine, fingerprinted and saved.
+"""The weights of a model as a stream of names and tensors, which is sent to an engine, fingerprinted and saved.
 
-Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3, GLM-4-MoE).
-Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
-`<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because a right A and B under a wrong
-scaling is a wrong model; other methods of PEFT add their parameters under PEFT's names. With several adapters only the active one
-is in the stream.
+Parameters and stored buffers: those that a checkpoint has, such as the correction of a router's scores (DeepSeek-V3,
+GLM-4-MoE). Names are those of the Hugging Face checkpoint, whether or not adapters are attached. An adapter adds, per layer,
+`<layer>.lora_A`, `<layer>.lora_B` and `<layer>.lora_scaling` (one float64 element), because the right A and B with a wrong
+scaling give a wrong model; other methods of PEFT add their parameters under PEFT's names. With several adapters only the active
+one is in the stream.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def load_weights(model: nn.Module, weights: WeightStream) -> list[str]:
             scaling[contents.adapter] = float(tensor.item())
         elif name not in own:
             raise SyncError(
-                "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
+                "the engine has no tensor of this name",
+                where=name,
+                fix="give learner and engine the same model and adapter",
             )
         else:
             _copy(name, own[name], tensor)
@@ -134,9 +136,9 @@ def _contents(model: nn.Module) -> _Contents:
 def _copy(name: str, own: Tensor, tensor: Tensor) -> None:
     if own.shape != tensor.shape or own.dtype != tensor.dtype:
         raise SyncError(
-            f"the tensor that was sent is {tuple(tensor.shape)} {tensor.dtype}, the engine holds {tuple(own.shape)} {own.dtype}",
+            f"the tensor that was sent is {tuple(tensor.shape)} {tensor.dtype}, the engine's is {tuple(own.shape)} {own.dtype}",
             where=name,
-            fix="give both sides the same model and adapter",
+            fix="give learner and engine the same model and adapter",
         )
     with torch.no_grad():
         own.copy_(tensor)

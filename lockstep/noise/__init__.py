@@ -1,1 +1,1 @@
-"""Adaptive quantisation noise: its schedule, the norms that get it, and applying and removing it."""
+"""Adaptive quantisation noise: its schedule, the norms that get it, and its application and removal."""

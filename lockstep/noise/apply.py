@@ -2,7 +2,7 @@
 
 "Norm" means a normalisation layer here. Noise is written in place, because fused kernels and captured graphs read weights at
 fixed addresses. The learner may use the same memory (native engine, vLLM with shared weights). So code that trains, saves or
-proves weights calls `require_clean` first, which raises an error while noise is on.
+proves weights calls `require_clean` first, which raises an error while noise is applied.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class NoisyNorms:
         weights = dict(self._read(self._model))
         if not noise.targets or len(set(noise.targets)) < len(noise.targets):
             raise EngineError(
-                "the list is empty, or has a normalisation weight twice",
+                "the list of normalisation weights is empty, or names one twice",
                 where="noise.targets",
                 fix="list each normalisation weight once",
             )
@@ -103,10 +103,10 @@ class NoisyNorms:
             if live is None:
                 near = [other for other in weights if "norm" in other]
                 raise EngineError(
-                    f"no weight of this name to put noise on; the model has {len(near)} with norm in their names"
+                    f"noise needs a weight of this name, but there is none; {len(near)} weights have norm in their names"
                     + (f", such as {near[0]}" if near else ""),
                     where=name,
-                    fix="choose norms that the engine knows in noise.targets, or remove noise",
+                    fix="choose norms that the engine knows in noise.targets, or remove the noise section",
                 )
             if live.dim() != 1 or not live.is_floating_point():
                 raise EngineError(
@@ -116,7 +116,7 @@ class NoisyNorms:
                 )
             if _place(live) in _NOISY:
                 raise EngineError(
-                    "another engine has put noise on this weight",
+                    "the noise of another engine is applied to this weight",
                     where=name,
                     fix="remove that engine's noise first (engine.set_forward)",
                 )
@@ -148,7 +148,7 @@ def require_clean(model: nn.Module, what: str) -> None:
     """Raise EngineError if a weight of the model holds noise: `what` must see the weights as they were trained."""
     if is_noisy(model.parameters()):
         raise EngineError(
-            f"{what} was requested while the engine's noise is on the normalisation weights",
+            f"{what} was requested while the engine's noise is applied to the normalisation weights",
             where="noise",
             fix="set the engine's noise to none first (engine.set_forward)",
         )

@@ -1,4 +1,4 @@
-"""Start lines about the noise of a run. Loads no torch."""
+"""Describes the noise of a run in lines that are printed at its start. Does not import torch."""
 
 from __future__ import annotations
 

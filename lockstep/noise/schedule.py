@@ -1,4 +1,4 @@
-"""Strength of the noise on the sampling model's norm weights over the run: QeRL's schedule (arXiv 2510.11696). Loads no torch."""
+"""Schedule of the strength of the noise over a run, as in QeRL (arXiv 2510.11696). Does not import torch."""
 
 from __future__ import annotations
 

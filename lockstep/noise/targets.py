@@ -1,4 +1,4 @@
-"""Selection of the norms that get noise, by the names of their weights in the checkpoint.
+"""Selects the norms that get noise, by the names of their weights in the checkpoint.
 
 The noise stands for the rounding of quantised linear layers: on the weight of an RMSNorm it is noise on the input channels of
 the matrices behind it (q, k and v share one vector, gate and up another). `all` therefore means the norms of a layer whose
@@ -58,14 +58,16 @@ def find_targets(model: nn.Module, noise: Noise) -> Targets:
         names, notes = _by_role(list(_feeding(model)), only_before_mlp=noise.targets == "post_attention")
     if not names:
         raise ModelError(
-            f"noise.targets = {noise.targets} finds no norm that feeds linear layers among {len(norm_names(model))} norms",
+            f"noise.targets={noise.targets} finds no norm that feeds linear layers among {len(norm_names(model))} norms",
             where=type(model).__name__,
-            fix="choose norms by regular expressions in noise.targets, or remove noise",
+            fix="choose norms by regular expressions in noise.targets, or remove the noise section",
         )
     scales = _scales(names, noise.layer_scale)
     kept = [(name, scale) for name, scale in zip(names, scales, strict=True) if scale > 0]
     if not kept:
-        raise ConfigError(["noise.layer_scale is 0 for every norm: there would be no noise"], fix="remove noise")
+        raise ConfigError(
+            ["noise.layer_scale is 0 for every norm: there would be no noise"], fix="remove the noise section"
+        )
     return Targets(tuple(name for name, _ in kept), tuple(scale for _, scale in kept), tuple(notes))
 
 
@@ -137,7 +139,7 @@ def _scale(name: str, layer_scale: Mapping[str, float]) -> float:
     found = {key: factor for key, factor in layer_scale.items() if re.search(key, name)}
     if len(set(found.values())) > 1:
         text = " and ".join(f"{key!r} ({factor:g})" for key, factor in found.items())
-        raise ConfigError([f"noise.layer_scale: {text} both fit {name}"], fix="write patterns that do not overlap")
+        raise ConfigError([f"noise.layer_scale: {text} both match {name}"], fix="write patterns that do not overlap")
     return next(iter(found.values()), 1.0)
 
 
@@ -152,7 +154,7 @@ def _is_whole(key: str, name: str) -> bool:
 def _fits_nothing(setting: str, pattern: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(
         [
-            f"{setting}: {pattern!r} fits none of the {len(names)} norms, the first of which is {min(names, default='none')}"
+            f"{setting}: {pattern!r} matches none of the {len(names)} norms; the first norm is {min(names, default='none')}"
         ],
         fix=f"correct the pattern in {setting}",
     )

@@ -1,9 +1,9 @@
-"""The linear layers and experts of a model that are quantised, and the numeric in which they compute now.
+"""Chooses the linear layers and experts of a model that are quantised, and switches the number format in which they compute.
 
-The learner and the native engine run the same modules, so the numeric is a switch of the model and not of a layer: the learner
-sets the default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a
-quantised copy. The copy records the address and the write count (torch's `_version`) of its source and is made again when these
-change. `verify` makes every copy again and compares the bits.
+The learner and the native engine run the same modules, so one switch sets the format of the whole model: the learner sets the
+default, and an engine overrides it around each of its passes. Weights are never changed: a layer multiplies by a quantised
+copy. The copy records the address and the write count (torch's `_version`) of its source and is made again when these change.
+`verify` makes every copy again and compares the bits.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class ModelNumerics:
             again = Quantiser(f"{kind}-w4a16", self._scale)
             if not all(_same_bits(again.weight(matrix), made) for matrix, made in _matrices(layer, copy.tensor)):
                 raise EngineError(
-                    "the layer's quantised copy differs from the present weight: "
-                    "it was changed in a way that torch does not record",
+                    "the layer's quantised copy differs from its weight: "
+                    "the weight was changed in a way that torch does not record",
                     where=names[layer],
                     fix="write weights in place under torch.no_grad(), never through .data",
                 )
@@ -288,9 +288,9 @@ def _matrices(layer: Layer, made: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 def refuse_experts(numeric: str, names: Sequence[str]) -> ModelError:
     """Make the error for experts that no numeric quantises."""
     return ModelError(
-        f"{numeric} cannot quantise the model's experts: they are of an unknown form, or kept in MXFP4",
-        where=", ".join(names[:2]),
-        fix="train it in the precision of its weights, or list these in numerics.exclude to leave the experts alone",
+        f"{numeric} cannot quantise the model's experts: they stay in MXFP4, or Lockstep does not know their form",
+        where=", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else ""),
+        fix="add experts to numerics.exclude to leave them unquantised, or use no four-bit format",
     )
 
 
@@ -318,7 +318,7 @@ def _layers(
             raise ModelError(
                 f"{entry!r} names no linear layer of {type(base).__name__}",
                 where="numerics.exclude",
-                fix=f"linear layers here: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in names}))}",
+                fix=f"choose among its linear layers: {', '.join(sorted({name.rsplit('.', 1)[-1] for name in names}))}",
             )
     return targets, tuple(left)
 
@@ -329,7 +329,7 @@ def _names(entry: str, name: str) -> bool:
 
 
 def _nothing(numeric: str) -> str:
-    return f"{numeric} would quantise no layer: the model has no linear layer that is not excluded"
+    return f"{numeric} would quantise no layer: the model has no linear layer outside numerics.exclude"
 
 
 _FIX = "check numerics.exclude, or train a model of nn.Linear layers"

@@ -1,4 +1,4 @@
-"""The experts of a mixture on quantised operands: each expert's matrix is quantised as that of a linear layer is.
+"""Runs the experts of a mixture on quantised operands: each expert's matrix is quantised like that of a linear layer.
 
 On a GPU they are computed by the kernels of models.experts, else in a loop over the experts, as transformers does.
 

@@ -1,4 +1,4 @@
-"""formats.fake_quantise in one pass over the memory (Triton), equal to it bit for bit.
+"""Triton kernel for formats.fake_quantise: one pass over the memory, with the same result bit for bit.
 
 Legend: B blocks of a program, K numbers of a block.
 """

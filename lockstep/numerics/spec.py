@@ -1,4 +1,4 @@
-"""The four-bit formats: names, block sizes, largest values, and the operands that a numeric quantises."""
+"""The four-bit formats: names, block sizes, largest values, and the operands that each setting quantises."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse(numeric: Numeric | str) -> Spec:
         case "mxfp4-w4a4" | "nvfp4-w4a4":
             return Spec(cast(Format, numeric[:5]), cast(Format, numeric[:5]))
         case _:
-            raise ValueError(f"{numeric!r} is not a numeric")
+            raise ValueError(f"{numeric!r} is not a known number format")
 
 
 def top_exponent(dtype: torch.dtype) -> int:

@@ -1,7 +1,8 @@
-"""Episodes that programs play: what a program asks of the endpoint is sampled by the run's engine, and trained token for token.
+"""Episodes that programs play: the run's engine samples the replies to a program's requests, and these tokens are trained.
 
-Requests of all programs go through the one engine together. A request's seed is a function of its episode's seed, of its prompt's
-ids and of how often the episode asked for the same ids before: a program that does the same gets the same, in any order.
+Requests of all programs go through the one engine together. A request's seed is a function of its episode's seed, of its
+prompt's ids and of how often the episode asked for the same ids before: a program that makes the same requests gets the same
+replies, in any order.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class Agents:
         """Start a program on a prompt. Raises EngineError where no endpoint can be opened."""
         if serve is None:
             raise EngineError(
-                "the task's programs need an endpoint, and this run has none",
+                "the task's programs need an endpoint for their requests, but none was opened",
                 where=key,
-                fix="run the recipe in one process",
+                fix=DEFECT,
             )
         if self._endpoint is None:
             self._endpoint = self._resources.enter_context(serve(self))
@@ -228,14 +229,18 @@ class Agents:
         if completion.version != self._version:
             raise StaleWeightsError(
                 f"the reply was sampled by version {completion.version} of the weights, "
-                f"and version {self._version} was requested",
+                f"but version {self._version} was requested",
                 where=f"reply {id}",
                 fix="load no weights while replies are being sampled",
             )
         episode = self.open[key]
         asked = episode.open.pop(id)
         if completion.request.prompt_ids != asked.ask.prompt_ids or not completion.ids:
-            raise EngineError("a reply was sampled after different ids from those requested", where=id, fix=DEFECT)
+            raise EngineError(
+                "the reply is empty, or was sampled after another prompt than requested",
+                where=f"reply {id}",
+                fix=DEFECT,
+            )
         try:
             asked.future.set_result(completion)
         except InvalidStateError:

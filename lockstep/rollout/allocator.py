@@ -1,4 +1,4 @@
-"""Mode of PyTorch's GPU memory allocator: segments that grow, or blocks of fixed sizes."""
+"""Sets the mode of PyTorch's GPU memory allocator: expandable segments, or blocks of fixed sizes."""
 
 from __future__ import annotations
 

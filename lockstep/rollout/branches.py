@@ -1,9 +1,9 @@
-"""The rows of an episode, made from nothing but what was asked of the engine and what it sampled.
+"""Builds the training rows of an episode from its requests to the engine and from the tokens that the engine sampled.
 
-A request whose prompt begins with all tokens of a row continues that row: what its prompt has beyond them was observed. Any other
-request begins a row of its own: a history that was rewritten, or that forks from the middle of a row. So every sampled token is
-trained exactly once, in the row in which it was sampled. Where another row's prompt repeats it, it is context: given the same
-tokens before it, it would have the same log-probability there, and the same gradient a second time.
+A request whose prompt begins with all tokens of a row continues that row; the other tokens of its prompt are observations. Any
+other request begins a new row: its history was rewritten, or forks from the middle of a row. So every sampled token is trained
+exactly once, in the row in which it was sampled. Where the prompt of another row repeats the token, it is only context: after
+the same tokens it has the same log-probability, and training it there would count its gradient twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def branches_of(completions: Sequence[Completion]) -> tuple[Branch, ...]:
     found = tuple(_branch(row) for row in rows)
     sampled, trained = sum(len(one.ids) for one in completions), sum(sum(row.trained) for row in found)
     if sampled != trained:
-        raise EngineError(f"{trained} tokens of an episode are trained, {sampled} were sampled", fix=DEFECT)
+        raise EngineError(f"{trained} tokens of an episode would be trained, but {sampled} were sampled", fix=DEFECT)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The record of a rollout under way, and the checks that what is trained is what was sampled."""
+"""Records of rollouts in progress, and checks that exactly the sampled tokens are trained."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def check_reply(completion: Completion, episode: Episode) -> None:
     """Raise unless a reply was sampled by the right weights, after exactly the episode's ids."""
     if completion.version != episode.version:
         raise StaleWeightsError(
-            f"the reply was sampled by version {completion.version} of the weights, and version {episode.version} was requested",
+            f"the reply was sampled by version {completion.version} of the weights, but version {episode.version} was requested",
             where=f"reply {completion.request.id}",
             fix="load no weights while replies are being sampled",
         )
     if completion.request.prompt_ids != (*episode.prompt_ids, *episode.ids) or not completion.ids:
         raise EngineError(
-            "a reply has no ids, or was sampled after ids that differ from those of its episode",
-            where=completion.request.id,
+            "the reply is empty, or was sampled after other tokens than those of its episode",
+            where=f"reply {completion.request.id}",
             fix=DEFECT,
         )
 
@@ -90,11 +90,13 @@ def check_tokens(episode: Episode) -> None:
             and all(episode.trained[span])
         )
         if not same or done.request.prompt_ids != (*episode.prompt_ids, *episode.ids[: reply.start]):
-            raise EngineError("the ids of the reply are not those that were sampled", where=done.request.id, fix=DEFECT)
+            raise EngineError(
+                "the tokens to be trained are not those that were sampled", where=f"reply {done.request.id}", fix=DEFECT
+            )
         sampled += len(done.ids)
     if sampled != sum(episode.trained) or len(episode.ids) != len(episode.trained):
         raise EngineError(
-            f"{sum(episode.trained)} of the episode's tokens are trained, {sampled} were sampled",
-            where=episode.key,
+            f"{sum(episode.trained)} of the episode's tokens would be trained, but {sampled} were sampled",
+            where=f"episode {episode.key}",
             fix=DEFECT,
         )

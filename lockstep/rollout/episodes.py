@@ -1,9 +1,9 @@
-"""Sampling and grading: the one way from prompts to rollouts, for training and evaluation, questions and episodes of several
-turns.
+"""Samples and grades rollouts of prompts, in training and evaluation, for single questions and for episodes of several turns.
 
 A question has one reply, which the task grades. An episode has an environment, which answers each reply until it ends. Replies
-are graded and environments step while the engine samples, and a slow one delays no other. Ids are only ever appended: the
-prompt of each turn begins with exactly the ids that were sampled and observed so far, which is checked for every one.
+are graded and environments step while the engine samples, and a slow grader or environment delays no other reply. Token ids are
+only ever appended: the prompt of each turn begins with exactly the ids that were sampled and observed before, and this is
+checked in every turn.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class _Table:
                 yield from self._take_ended()
             if self._requested:
                 raise EngineError(
-                    f"{len(self._requested)} requests were never completed",
-                    where=next(iter(self._requested)),
+                    f"the engine did not complete {len(self._requested)} requests, of which this is the first",
+                    where=f"request {next(iter(self._requested))}",
                     fix=f"resume from the last checkpoint; {DEFECT}",
                 )
             self._listen(WAIT_SECONDS)
@@ -153,7 +153,7 @@ class _Table:
         """Begin a rollout; returns its first request. A program makes its own."""
         key = _key(prompt, sample)
         if key in self._open or key in self._agents.open:
-            raise EngineError("two rollouts have the same key", where=key, fix=DEFECT)
+            raise EngineError("two rollouts have the same key", where=f"rollout {key}", fix=DEFECT)
         programs = self._task.programs(prompt)
         if programs is not None:
             self._agents.begin(key, prompt, sample, self._task.limits(prompt), programs, self._task.open_endpoint)
@@ -202,7 +202,7 @@ class _Table:
         key = self._requested.pop(completion.request.id, None)
         if key is None:
             what = "the engine returned a reply that was not requested"
-            raise EngineError(what, where=completion.request.id, fix=DEFECT)
+            raise EngineError(what, where=f"reply {completion.request.id}", fix=DEFECT)
         episode = self._open[key]
         check_reply(completion, episode)
         episode.replies.append(Reply(len(episode.ids), completion))

@@ -1,4 +1,4 @@
-"""Numerics and noise of a native engine's passes, one object per engine."""
+"""The numerics and the noise with which a native engine computes its forward passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Computation:
         """
         if open_requests:
             raise EngineError(
-                f"the numerics or the noise changed while {open_requests} requests run",
+                f"numerics and noise cannot change while {open_requests} requests run",
                 where=f"numerics {forward.numerics or 'of the weights'}",
                 fix="read all completions first",
             )
@@ -41,7 +41,7 @@ class Computation:
                 self.numerics.verify()
         except ValueError as error:
             raise EngineError(
-                str(error), where="numerics", fix="see numerics.rollout for the possible values"
+                str(error), where="numerics", fix="`lockstep config help numerics.rollout` explains the values"
             ) from error
         norms, share, lost = 0, 0.0, 0.0
         if self._noise is None and forward.noise is not None:

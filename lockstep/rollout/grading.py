@@ -66,7 +66,7 @@ class AsyncGrader:
     def _submit(self, keys: tuple[str, ...], prompt: Prompt, call: Callable[[], list[Grade]]) -> None:
         if twice := next((key for key in keys if key in self._grades), None):
             raise EngineError(
-                "the engine returned it twice",
+                "the engine returned this reply twice",
                 where=f"reply {twice}",
                 fix=f"resume from the last checkpoint; {DEFECT}",
             )

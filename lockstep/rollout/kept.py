@@ -1,6 +1,4 @@
-"""A cache of earlier turns of an episode or of a client's conversation: a later request that begins with their ids reuses the
-keys and values.
-"""
+"""A cache of the keys and values of earlier turns: a later request whose prompt begins with the same token ids reuses them."""
 
 from __future__ import annotations
 

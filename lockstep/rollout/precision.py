@@ -1,4 +1,4 @@
-"""The precision and noise that an engine computes with, for the length of a block."""
+"""A context manager that sets an engine's precision and noise, and restores the previous ones at its end."""
 
 from __future__ import annotations
 

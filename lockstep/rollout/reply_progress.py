@@ -1,4 +1,4 @@
-"""Reports the tokens of unfinished replies to the clients that stream them. Loads no torch."""
+"""Reports the tokens of unfinished replies to the clients that stream them. Does not import torch."""
 
 from __future__ import annotations
 

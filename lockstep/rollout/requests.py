@@ -1,4 +1,4 @@
-"""Checks that every engine makes before it takes a request, or weights."""
+"""Checks that every engine makes before it accepts a request or new weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_version(request: Request, version: int) -> None:
     """Raise StaleWeightsError for a request that asks for another version of the weights."""
     if request.version != version:
         raise StaleWeightsError(
-            f"the request needs version {request.version} of the weights, the engine holds {version}",
-            where=request.id,
+            f"the request needs version {request.version} of the weights, but the engine holds version {version}",
+            where=f"request {request.id}",
             fix="push the learner's weights with WeightSync before sampling",
         )
 
@@ -44,12 +44,12 @@ def check_request(request: Request, version: int, context: int, fix: str = SHORT
         raise EngineError(
             f"the shared prefix has {request.prefix} tokens, but the prompt has only {prompt}",
             where=f"request {request.id}",
-            fix="share fewer tokens than the prompt has",
+            fix="make the shared prefix shorter than the prompt",
         )
     if context and prompt + budget > context:
         raise EngineError(
-            f"{prompt} prompt tokens and {budget} new ones exceed the model's context of {context}",
-            where=request.id,
+            f"{prompt} prompt tokens and {budget} new tokens exceed the model's context of {context}",
+            where=f"request {request.id}",
             fix=fix,
         )
 
@@ -91,7 +91,7 @@ def check_idle(open_requests: int, version: int) -> None:
     """Raise EngineError if weights of `version` arrive while requests are open."""
     if open_requests:
         raise EngineError(
-            f"weights of version {version} arrived while {open_requests} requests run",
+            f"weights of version {version} cannot be loaded while {open_requests} requests run",
             fix="read all completions before a sync",
         )
 
@@ -100,7 +100,7 @@ def check_clean(forward: Forward, what: str) -> None:
     """Raise EngineError while noise is on: weights cannot be loaded, proven or saved then."""
     if forward.noise is not None:
         raise EngineError(
-            f"{what} while noise is on the normalisation weights",
+            f"{what} while noise is applied to the normalisation weights",
             where="noise",
             fix="remove the noise first (engine.set_forward)",
         )

@@ -1,4 +1,4 @@
-"""A record of the experts that each token of a pass was sent to."""
+"""Records the experts to which each token of a forward pass was routed."""
 
 from __future__ import annotations
 

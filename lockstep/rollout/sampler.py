@@ -1,6 +1,6 @@
-"""Sampling of one token from each row of logits, by one counter-based random number per row.
+"""Samples one token from each row of logits, with one counter-based random number per row.
 
-The number is a function of the sample's seed and the token's position alone, and no row's arithmetic depends on the others, so
+This number is a function of the sample's seed and the token's position alone, and no row's arithmetic depends on the others, so
 a sample does not depend on the rest of the batch.
 """
 

@@ -1,4 +1,4 @@
-"""Keys, values and states of the sequences being decoded, one slot each, and the token layouts that read and write them.
+"""The key-value cache and recurrent states of the sequences being decoded, in one slot each, and the layouts that use them.
 
 Legend: B slots, K key/value heads, D size of a key, Dv of a value, S cached tokens, T tokens of the stream, H query heads.
 """

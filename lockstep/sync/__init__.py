@@ -1,1 +1,1 @@
-"""Learner → engine: the transfer of weights, and its proof. See docs/sync.md."""
+"""Transfer of weights from the learner to the engine, and its proof. See docs/sync.md."""

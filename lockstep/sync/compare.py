@@ -1,4 +1,4 @@
-"""Differences between the weights of two sides, tensor by tensor, with the kind of fault that each suggests."""
+"""Compares the weights of learner and engine tensor by tensor, and names the kind of fault that a difference suggests."""
 
 from __future__ import annotations
 

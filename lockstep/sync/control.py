@@ -30,7 +30,9 @@ def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[st
     if seen != [name]:
         raise blind(name, seen)
     if fingerprint(engine.weights()).combined != before.combined:
-        raise SyncError("the weights were not restored after the negative control", where=name, fix="reload the model")
+        raise SyncError(
+            "the weights were not restored after the negative control", where=name, fix="load the model again"
+        )
     return name
 
 
@@ -55,7 +57,7 @@ def control_copy(
             "the proof rejects the right weights, which were sent after the negative control: "
             + "; ".join(right.mismatched[:8]),
             where=name,
-            fix="check engine.load and engine.weights",
+            fix="check the engine: load() must copy every tensor, and weights() must yield what it samples with",
         )
     return name
 
@@ -86,7 +88,7 @@ def blind(name: str, seen: list[str]) -> SyncError:
     return SyncError(
         f"the proof does not detect wrong weights: one bit of {name} was flipped, and {noticed}",
         where="negative control",
-        fix="check that engine.weights() yields what the engine samples with, and that load() copies every tensor",
+        fix="check the engine: weights() must yield what it samples with, and load() must copy every tensor",
     )
 
 
@@ -95,9 +97,9 @@ def _choose(stream: WeightStream, frozen: frozenset[str]) -> str:
     names = sorted(name for name, tensor in stream if name not in frozen and tensor.numel() > 1)
     if not names:
         raise SyncError(
-            "there is no trained tensor whose bit could be flipped",
+            "the learner has no trained tensor in which the control can flip a bit",
             where="negative control",
-            fix="check what weights() yields",
+            fix="check that learner.weights() yields a tensor with several elements that is not declared frozen",
         )
     return names[splitmix64(CONTROL_KEY, len(names)) % len(names)]
 

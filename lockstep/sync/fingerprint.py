@@ -1,15 +1,15 @@
-"""64-bit fingerprints of tensors: one read of the weights, sums over shards, depends on position.
+"""64-bit fingerprints of tensors: they need one read of the weights, depend on positions, and add up over shards.
 
 The fingerprint of a tensor is the sum over its elements of
 
     (bits_i + 1) · r(i)   mod 2^64,   r(i) = a[i mod 4096] · b[i div 4096]
 
-where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from
-splitmix64 of fixed keys. For 8-byte elements except the first, bits_i is bits ^ bits >> 32: the highest bit times an odd
-number is the same in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one,
-so a change of a single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in
-afterwards. The keys are fixed, so a fingerprint is the identity of weights across runs and checkpoints. It guards against
-mistakes and faults, not against an adversary, who could make a collision.
+where i is the row-major index, bits_i the element's bits as an unsigned integer, and a, b odd 64-bit numbers from splitmix64 of
+fixed keys. For 8-byte elements except the first, bits_i is bits ^ bits >> 32: the highest bit times an odd number is the same
+in every place, so that sign flips alone would cancel in pairs. All r(i) are odd and that map is one to one, so a change of a
+single element always changes the sum. The sum adds over shards; name, dtype and shape are mixed in afterwards. The keys are
+fixed, so a fingerprint identifies weights across runs and checkpoints. It guards against mistakes and faults, not against an
+adversary, who could make a collision.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Fingerprinter:
 
 
 def _twice(name: str) -> SyncError:
-    return SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, tied ones by one name")
+    return SyncError(f"the weight stream has {name} twice", fix="yield each tensor once, and tied tensors by one name")
 
 
 def _guard(tensor: Tensor) -> tuple[int, int]:
@@ -255,7 +255,8 @@ def _device_sum(shard: Tensor, offset: int, row_length: int | None) -> Tensor:
         return _flat_sum(bits.reshape(-1), offset)
     if bits.dim() != 2 or bits.shape[1] > row_length:
         raise SyncError(
-            f"a shard of shape {list(shard.shape)} is not a part of rows of {row_length}", fix="pass a matrix"
+            f"a shard of shape {list(shard.shape)} does not fit rows of {row_length} elements",
+            fix=f"pass a matrix with at most {row_length} columns",
         )
     if bits.shape[1] == row_length:
         return _flat_sum(bits.reshape(-1), offset)

@@ -1,9 +1,9 @@
-"""A learner's weights as an engine without adapters uses them: base + scaling · B·A in one matrix.
+"""Merges the learner's adapter into its base for an engine without adapters: base + scaling · B·A in one matrix.
 
 With DoRA (arXiv 2402.09353) each row of that sum is then scaled to its trained length. The sum is made again from the frozen
 base each time, in fp32, and rounded once: nothing is ever added to the engine's weights, so a hundred syncs give the same bits
-as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the difference is that of a
-rounded weight, and the probe measures it.
+as one. Rounding to bf16 drops everything below half a unit in the last place of the base's weight; the probe measures the
+effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def merged(weights: WeightStream) -> WeightStream:
     layers = {name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)}
     for layer in sorted(layers):
         if missing := [part for part in (DOWN, UP, SCALING, ".weight") if layer + part not in tensors]:
-            raise SyncError(f"the adapter has no {', '.join(missing)}", where=layer, fix="check what weights() yields")
+            raise SyncError(
+                f"the weights of the adapted layer lack {', '.join(missing)}",
+                where=layer,
+                fix="check what learner.weights() yields",
+            )
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         if name != layer and layer in layers:
@@ -54,7 +58,7 @@ def merge(
         raise SyncError(
             f"adapter matrices of {tuple(up_OR.shape)} and {tuple(down_RX.shape)} do not fit a weight of {tuple(base_OX.shape)}",
             where=name,
-            fix="give both sides the same model and adapter",
+            fix="give learner and engine the same model and adapter",
         )
     delta_OX = up_OR.float() @ down_RX.float()
     sum_OX = torch.add(base_OX.float(), delta_OX, alpha=float(scaling.item()))

@@ -194,7 +194,9 @@ def _collect(stream: WeightStream) -> dict[str, Tensor]:
     if len(tensors) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise SyncError(f"the weight stream has {twice} twice", fix="yield each tensor once, tied ones by one name")
+        raise SyncError(
+            f"the weight stream has {twice} twice", fix="yield each tensor once, and tied tensors by one name"
+        )
     return tensors
 
 
@@ -234,8 +236,8 @@ def _flatten(rows: Sequence[Sequence[float]], sequences: Sequence[TokenIds], whe
     lengths, expected = [len(row) for row in rows], [len(ids) - 1 for ids in sequences]
     if lengths != expected:
         raise SyncError(
-            f"this side returned {lengths} log-probabilities for sequences of {[len(ids) for ids in sequences]} tokens",
+            f"the call returned {lengths} log-probabilities for sequences of {[len(ids) for ids in sequences]} tokens",
             where=where,
-            fix="return one value for each token but the first",
+            fix="return one value for each token except the first",
         )
     return [value for row in rows for value in row]

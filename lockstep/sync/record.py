@@ -1,4 +1,4 @@
-"""A proof as one line for people and as JSON for files. Loads no torch."""
+"""Writes a proof as one line of text, and as JSON. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def require_exact(metrics: Metrics, step: int) -> None:
     gap = metrics.get("mismatch/max_abs_dlogp", 0.0)
     if not gap <= 0:
         raise SyncError(
-            "numerics.exact does not keep its promise: log-probabilities of sampled tokens differ from training's by up to "
+            "numerics.exact failed: log-probabilities of sampled tokens differ from those in training by up to "
             f"{gap:.3g}",
             where=f"step {step}",
-            fix="resume with numerics.exact=false, and report it with the versions of torch and Triton",
+            fix="start a new run with numerics.exact=false, and report this error with the versions of torch and Triton",
         )
 
 
@@ -77,10 +77,10 @@ def from_json(data: object) -> Proof:
     try:
         proof = codec.from_json(Proof, data)
     except codec.CodecError as error:
-        raise SyncError(f"proof.{error}", fix="take a proof that this version of Lockstep wrote") from error
+        raise SyncError(f"proof.{error}", fix="use a proof that this version of Lockstep wrote") from error
     if len(proof.fingerprint) != 16 or not set(proof.fingerprint) <= set("0123456789abcdef"):
         raise SyncError(
             f"proof.fingerprint: {proof.fingerprint!r} is not 16 hex digits",
-            fix="take a proof that this version of Lockstep wrote",
+            fix="use a proof that this version of Lockstep wrote",
         )
     return proof

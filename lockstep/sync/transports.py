@@ -244,16 +244,16 @@ def _accept(proof: Proof, when: str) -> Proof:
         return proof
     if proof.probe and math.isnan(proof.probe.mean) and not proof.mismatched:
         raise SyncError(
-            "learner and engine hold the same weights, but what they compute is no number: the last update broke the weights",
+            "learner and engine hold the same weights, but both compute NaN: the last update broke the weights",
             where=f"sync of version {proof.version}",
-            fix="lower optimizer.lr, and start again or from an earlier checkpoint",
+            fix="lower optimizer.lr, and start a new run from the beginning or from an earlier checkpoint (warm_start)",
         )
     if proof.probe and proof.probe.tolerance == 0 and not proof.mismatched:
         raise SyncError(
-            "learner and engine hold the same weights, and numerics.exact does not keep its promise: their log-probabilities of "
+            "numerics.exact failed: learner and engine hold the same weights, but their log-probabilities of "
             f"the probe differ by {proof.probe.max:.3g} at most, {proof.probe.mean:.3g} on average",
             where=f"sync of version {proof.version}",
-            fix="resume with numerics.exact=false, and report it with the versions of torch and Triton",
+            fix="start a new run with numerics.exact=false, and report this error with the versions of torch and Triton",
         )
     names = [*proof.mismatched[:8], *([f"and {len(proof.mismatched) - 8} more"] if len(proof.mismatched) > 8 else [])]
     if proof.probe and not proof.probe.mean <= proof.probe.tolerance:

@@ -96,9 +96,9 @@ def test_a_critic_is_not_left_out_in_silence():
 def test_numbers_that_are_none_are_named(bad: float):
     good = episode(0, 0.0, ONE, (0.0,), (0.0,))
     cases = {
-        "a reward is": episode(3, bad, ONE, (0.0,), (0.0,)),
-        "a KL penalty is": episode(3, 0.0, ONE, (bad,), (0.0,)),
-        "a value is": episode(3, 0.0, ONE, (0.0,), (bad,)),
+        "the reply has a reward of": episode(3, bad, ONE, (0.0,), (0.0,)),
+        "the reply has a KL penalty of": episode(3, 0.0, ONE, (bad,), (0.0,)),
+        "the reply has a value of": episode(3, 0.0, ONE, (0.0,), (bad,)),
     }
     for message, one in cases.items():
         with pytest.raises(LearnerError, match=f"reply 1 of the step, group 3: {message}"):

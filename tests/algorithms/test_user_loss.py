@@ -113,7 +113,7 @@ def test_an_unusable_result_stops_the_update_and_names_the_function(tmp_path: Pa
         ("loss = 3", None, "the path leads to a int, not a function"),
         ("def other(inputs): ...", None, "has no loss"),
         ("async def loss(inputs): ...", None, "the function is async"),
-        ("def loss(): ...", None, r"the function takes \(\), but would be called with \(inputs\)"),
+        ("def loss(): ...", None, r"the function is defined with \(\), but would be called with \(inputs\)"),
         ("def loss(inputs, alpha): ...", None, "missing a required argument: 'alpha'"),
         ("def loss(inputs, alpha=1): ...", {"alhpa": 2}, "unexpected keyword argument 'alhpa'"),
         ("def loss(inputs, alpha=1): ...", {"inputs": 2}, "multiple values for argument 'inputs'"),

@@ -125,7 +125,7 @@ def test_sharded_training_folders_are_refused_and_not_taken_in_part(model: Path,
         (actor / f"model_world_size_2_rank_{rank}.pt").write_bytes(b"")
     code, out, err = said("eval", actor.parent, "--recipe", *words(tmp_path, model))
     assert (code, out) == (6, "")
-    assert "a sharded training folder (FSDP shards of verl: 2 files such as model_world_size_2_rank_0.pt)" in err
+    assert "the folder holds training shards (FSDP shards of verl: 2 files such as model_world_size_2_rank_0.pt)" in err
 
 
 @pytest.mark.parametrize(

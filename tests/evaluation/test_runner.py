@@ -194,7 +194,7 @@ class Swapping(TableEngine):
 
 
 def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
-    with pytest.raises(StaleWeightsError, match="version 4 of the weights, and version 3 was requested"):
+    with pytest.raises(StaleWeightsError, match="version 4 of the weights, but version 3 was requested"):
         run(Swapping(CHAT, always_right))
     late = Swapping(CHAT, always_right)
     late.swap_at = 19  # after the last reply was sampled
@@ -225,7 +225,7 @@ class Leftover(TableEngine):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Forgetful, "id_probe/7#0: 1 requests were never completed"),
+        (Forgetful, "request id_probe/7#0: the engine did not complete 1 requests"),
         (Doubling, "id_probe/19#0: the engine returned a reply that was not requested"),
         (Leftover, "train/1#0: the engine returned a reply that was not requested"),
     ],

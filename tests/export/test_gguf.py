@@ -220,8 +220,8 @@ def refused(model: Path, text: str) -> None:
         ("config", {"hidden_act": "gelu"}, "hidden_act = gelu"),
         ("config", {"attention_bias": True}, "attention_bias = True"),
         ("config", {"mlp_bias": True}, "mlp_bias = True"),
-        ("config", {"model_type": "gemma3_text"}, "type gemma3_text"),
-        ("config", {"vocab_size": 100}, "of a model with 100"),
+        ("config", {"model_type": "gemma3_text"}, "type is gemma3_text"),
+        ("config", {"vocab_size": 100}, "the model has only 100 tokens"),
         ("tokenizer", {"normalizer": {"type": "Lowercase"}}, "normalizer of type Lowercase"),
         ("tokenizer", {"pre_tokenizer": {"type": "Whitespace"}}, "no name for"),
         ("tokenizer", {"pre_tokenizer": None}, "no name for"),
@@ -245,7 +245,7 @@ def test_a_token_with_blanks_around_it(model: Path) -> None:
 def test_a_token_whose_id_is_another(model: Path) -> None:
     """tokenizers gives a new token the next free id, whatever tokenizer.json says."""
     rewritten(model, "smollm", user="<tool_call>", place=600)
-    refused(model, "'<tool_call>', whose ids differ")
+    refused(model, "'<tool_call>', have other ids")
 
 
 def test_an_adapter_alone_is_no_gguf(tmp_path: Path) -> None:

@@ -184,7 +184,9 @@ def test_the_active_one_is_merged(folders: dict[str, Path]) -> None:
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", Lora(rank=2), 0)
     other: Any = plain("llama", seed=1)
-    with pytest.raises(ModelError, match=r"adapter made for llama \(weights [0-9a-f]{16}\), base is mine") as caught:
+    with pytest.raises(
+        ModelError, match=r"adapter was made for llama \(weights [0-9a-f]{16}\), but the base is mine"
+    ) as caught:
         AdapterSet(other, Base.of(other, "mine")).attach("a", folder)
     assert caught.value.where == str(folder)
 
@@ -212,7 +214,7 @@ def test_a_foreign_folder_whose_base_was_changed_is_refused(tmp_path: Path) -> N
     (folder / BASE).unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa_niter_4"}))
-    with pytest.raises(ModelError, match="saved over a base that pissa_niter_4 had changed"):
+    with pytest.raises(ModelError, match=r"fits only a base that its initialisation \(pissa_niter_4\) had changed"):
         empty_set().attach("a", folder)
 
 
@@ -230,9 +232,9 @@ def test_other_shapes_names_and_methods_are_refused(tmp_path: Path) -> None:
     adapters.attach("a", folder)
     with pytest.raises(ModelError, match="'a' is in use"):
         adapters.attach("a", folder)
-    with pytest.raises(ModelError, match="not a valid adapter name"):
+    with pytest.raises(ModelError, match="in use, or not valid"):
         adapters.attach("a.b", folder)
-    with pytest.raises(ModelError, match="no adapter 'b'"):
+    with pytest.raises(ModelError, match="no adapter is called 'b'"):
         adapters.activate("b")
     ia3 = write(tmp_path / "ia3", OtherPeft(method="ia3"), 0)
     with pytest.raises(ModelError, match="cannot be attached beside the others"):

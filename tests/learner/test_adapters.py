@@ -211,7 +211,7 @@ def test_a_start_away_from_the_base_is_refused() -> None:
         ("ia3", {"init_ia3_weights": False}),
         ("hra", {"r": 8, "apply_GS": True}),
     ):
-        with pytest.raises(ModelError, match="would not begin at the base") as caught:
+        with pytest.raises(ModelError, match="would change the base's results") as caught:
             adapted(OtherPeft(method=method, options=options))  # type: ignore[arg-type]
         assert caught.value.where == "adapter.options"
     adapted(OtherPeft(method="loha", options={"init_weights": True}))  # type: ignore[arg-type]
@@ -260,13 +260,13 @@ def test_a_start_is_taken_over(tmp_path: Path) -> None:
     [
         (
             {"rank": 8},
-            r"28 tensors do not fit, the first is .*lora_A: \(4, 96\) in the folder, \(8, 96\) in the recipe",
+            r"28 tensors of the saved adapter do not fit .*lora_A: \(4, 96\) in the folder, \(8, 96\) in the recipe",
         ),
         ({"alpha": 12}, "scaling 1.5, but the recipe gives 3"),
         ({"rslora": True}, "scaling 1.5, but the recipe gives 3"),
         ({"dora": True}, r"lora_magnitude_vector: nothing in the folder"),
         ({"targets": ["q_proj"]}, "in the recipe"),
-        ({"init": "pissa"}, "did not begin as pissa or olora"),
+        ({"init": "pissa"}, "was trained without adapter.init=pissa or olora"),
     ],
     ids=str,
 )
@@ -280,7 +280,7 @@ def test_a_start_of_another_shape_is_refused(changed: dict[str, Any], told: str,
 def test_a_start_of_another_base_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, Lora(rank=4))
     base: Any = plain("llama-tied", seed=5)
-    with pytest.raises(ModelError, match=r"adapter made for made-here \(weights .*\), base is mine"):
+    with pytest.raises(ModelError, match=r"adapter was made for made-here \(weights .*\), but the base is mine"):
         attach(base, Lora(rank=4, start=str(folder)), 0, Base.of(base, "mine"))
 
 

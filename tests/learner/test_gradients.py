@@ -98,7 +98,7 @@ def test_a_beginning_that_all_share_changes_nothing(family: str, budget: int, sh
 
 def test_a_beginning_that_not_all_share_is_refused():
     mixed = make_batch().sequences[-4:] + make_batch().sequences[:3]
-    with pytest.raises(LearnerError, match="does not begin with the 3 tokens that all should share"):
+    with pytest.raises(LearnerError, match="does not begin with the 3 tokens that all sequences should share"):
         learner_gradients(twin(wide("llama")), Batch(mixed, prefix=3), LOSS, recipe())
 
 

@@ -144,7 +144,7 @@ def test_response_logprobs_are_those_of_trained_tokens():
 
 
 def test_a_model_without_trained_parameters_is_refused():
-    with pytest.raises(LearnerError, match="no parameter is trained"):
+    with pytest.raises(LearnerError, match="no parameter of the model is trained"):
         TorchLearner(twin(plain("llama")).requires_grad_(False), recipe())
 
 
@@ -259,7 +259,7 @@ def test_in_full_training_the_reference_is_the_frozen_copy():
 
 
 def test_without_a_reference_it_is_said():
-    with pytest.raises(LearnerError, match="there is no reference model"):
+    with pytest.raises(LearnerError, match="needs a reference model, but there is none"):
         build("fp32").response_logprobs(make_batch().sequences, 1.0, reference=True)
 
 

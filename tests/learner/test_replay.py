@@ -128,10 +128,10 @@ def test_a_wrong_record_is_refused_or_counted() -> None:
 
     right = batch.sequences[0].routes
     for wrong, says in (
-        (b"", "routes for 0 tokens"),
-        (right[:-4], "but this sequence needs between"),
-        (right + right[:4], "but this sequence needs between"),
-        (bytes([9]) + right[1:], "names expert 9, but the model has only experts 0 to 3"),
+        (b"", "routes are for 0 tokens"),
+        (right[:-4], "but their sequence needs between"),
+        (right + right[:4], "but their sequence needs between"),
+        (bytes([9]) + right[1:], "name expert 9, but the model has only experts 0 to 3"),
         (right[1:2] + right[1:], "one expert twice"),
     ):
         with pytest.raises(LearnerError, match=says):

@@ -227,9 +227,9 @@ def test_what_is_no_opponent_is_refused_before_anything_is_loaded(tmp_path: Path
     write_tiny_model(tmp_path / "other", seed=9)
     foreign = refusal(adapter_of(tmp_path, tiny_model_dir), tmp_path / "other")
     assert isinstance(foreign, ModelError)
-    assert "adapter made for" in str(foreign)
+    assert "the adapter was made for" in str(foreign)
     lora = start_run(load(words(tmp_path / "lora", tiny_model_dir, *LORA, NO_EVAL, "steps=1")))
-    assert f"was trained on {tiny_model_dir}, this run trains" in str(refusal(lora.path, tmp_path / "other"))
+    assert f"was trained on {tiny_model_dir}, but this run trains" in str(refusal(lora.path, tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

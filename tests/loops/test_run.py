@@ -177,7 +177,7 @@ def test_a_sampled_log_probability_that_is_not_trainings_stops_an_exact_run(
         TOLERANCE, "fp32", 0.0
     )  # as with numerics.exact: this probe agrees, decoding rounds in other places
     with pytest.raises(
-        SyncError, match=r"step 1: .*log-probabilities of sampled tokens differ from training's by up to"
+        SyncError, match=r"step 1: .*log-probabilities of sampled tokens differ from those in training by up to"
     ):
         trained(tmp_path, tiny_model_dir, NO_EVAL, "name=broken")
     assert not list_checkpoints(tmp_path / "runs" / "broken")

@@ -250,16 +250,14 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path, tiny_model_dir: Path
 def test_a_row_that_is_too_long_stops_unless_said_otherwise(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "stop"))
     long_rows(tmp_path)
-    with pytest.raises(
-        DataError, match=r"1 rows cannot be trained on: .*/4: \d+ tokens, more than sft.max_tokens = 60"
-    ):
+    with pytest.raises(DataError, match=r"1 rows cannot be trained on: .*/4: \d+ tokens, more than sft.max_tokens=60"):
         built(recipe)
 
 
 def test_a_truncated_row_without_a_trained_token_is_dropped(tmp_path: Path, tiny_model_dir: Path):
     recipe = sft_runs.recipe(tmp_path, tiny_model_dir, *NO_EVAL, sft_of(tmp_path, "truncate", tokens=5))
     long_rows(tmp_path)
-    with pytest.raises(DataError, match="0 rows are left, and a step takes 4; 9 were too long"):
+    with pytest.raises(DataError, match="one step needs 4 rows, but 0 are left; 9 were too long"):
         built(recipe)
 
 
@@ -270,7 +268,7 @@ def test_a_row_that_asks_a_held_out_question_is_refused(tmp_path: Path, tiny_mod
 
 
 def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
-    for override, match in (("sft.sequences_per_step=99", "24 rows to train on, but a step takes 99"),
+    for override, match in (("sft.sequences_per_step=99", "24 rows to train on, but one step needs 99"),
                             ("sft.validation_rows=28", "28 questions are needed for validation, but there are")):  # fmt: skip
         with pytest.raises(DataError, match=match):
             built(sft_runs.recipe(tmp_path, tiny_model_dir, override))
@@ -342,9 +340,9 @@ def test_only_right_replies_are_learnt_from(tmp_path: Path, tiny_model_dir: Path
     assert f"of 24 sampled ones {len(right)} are correct and finished" in notes[0]
     once, _ = read_replies(Rollouts(run=str(path), per_prompt=1))
     assert len(once) == len({row.prompt_id for row in right})
-    with pytest.raises(DataError, match=r"first_step = 99, but the last step with replies is 3") as raised:
+    with pytest.raises(DataError, match=r"first_step=99, but the last step with replies is 3") as raised:
         read_replies(Rollouts(run=str(path), first_step=99))
-    assert raised.value.fix == "set it to 3 or less"
+    assert raised.value.fix == "set sft.rollouts.first_step to 3 or less"
 
 
 def test_losses_are_finite_numbers(tmp_path: Path, tiny_model_dir: Path):

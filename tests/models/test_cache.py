@@ -87,6 +87,6 @@ def test_of_several_at_once_one_builds(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path, damage, named: str) -> None:
     folder = cached_folder(tmp_path / "m", build)
     damage(folder)
-    with pytest.raises(ModelError, match=f"{named} is not the file") as caught:
+    with pytest.raises(ModelError, match=f"{named} has changed") as caught:
         cached_folder(folder, build)
     assert caught.value.where == str(folder)

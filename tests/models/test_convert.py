@@ -116,5 +116,5 @@ def test_other_models_are_refused(tiny_model_dir: Path, tmp_path: Path, architec
 
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(ModelError, match="not a GGUF file"):
+    with pytest.raises(ModelError, match="cannot be read as GGUF"):
         convert_gguf(tmp_path / "model.gguf", tmp_path)

@@ -78,7 +78,7 @@ def test_numbers_without_end_are_refused_before_anything_is_made(
 def test_sizes_that_no_file_holds_take_no_memory(resolved: ResolvedModel, entries: dict[str, object]) -> None:
     rewrite(resolved.path / "config.json", **entries)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ModelError, match=r"config.json describes [\d,]+ parameters, the files hold [\d,]+"):
+    with pytest.raises(ModelError, match=r"config.json describes [\d,]+ parameters, but the weight files hold [\d,]+"):
         load_model(resolved, dtype=torch.float32)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
@@ -126,7 +126,7 @@ def test_a_tensor_that_no_parameter_takes_is_reported(
 
 def test_damaged_weights_are_an_error_that_names_the_folder(resolved: ResolvedModel) -> None:
     (resolved.path / "model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(ModelError, match="header cannot be read") as caught:
+    with pytest.raises(ModelError, match="header of the weight file cannot be read") as caught:
         load_model(resolved, dtype=torch.float32)
     assert caught.value.where == str(resolved.path / "model.safetensors")
 

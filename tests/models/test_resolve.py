@@ -63,18 +63,18 @@ def no_tokenizer(folder: Path) -> None:
     ("spoil", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
         (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "the weight file model.safetensors is missing"),
         (pickle_only, "only pickle weights"),
         (lacks_a_shard, "model-00002-of-00002.safetensors is missing"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (adapter, "an adapter for org/base"),
-        (gguf_only, "GGUF files are not read"),
+        (gguf_only, "GGUF files cannot be used as a model"),
         (no_tokenizer, "no tokenizer"),
         (
             lambda folder: add_to_config(folder, model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
-            "Python code that comes with it",
+            "needs its own Python code",
         ),
         (lambda folder: add_to_config(folder, quantization_config={"quant_method": "awq"}), "quant_method: awq"),
         (shutil.rmtree, "no such folder"),
@@ -99,7 +99,7 @@ def test_code_of_the_model_needs_the_users_word_unless_transformers_has_its_own(
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(ModelError, match="this is a file, and a model is a folder"):
+    with pytest.raises(ModelError, match="this is a file, but a model is a folder"):
         resolve(Model(path=str(tmp_path / "x.gguf")))
 
 

@@ -126,9 +126,9 @@ def test_a_stream_carries_adapters_and_their_scaling():
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [
-        ("model.norm.weights", torch.zeros(64), "the engine has no such tensor"),
-        ("model.layers.0.self_attn.k_proj.lora_scaling", torch.ones(1), "the engine has no such tensor"),
-        ("model.norm.weight", torch.zeros(63), r"sent is \(63,\) torch.float32, the engine holds \(64,\)"),
+        ("model.norm.weights", torch.zeros(64), "the engine has no tensor of this name"),
+        ("model.layers.0.self_attn.k_proj.lora_scaling", torch.ones(1), "the engine has no tensor of this name"),
+        ("model.norm.weight", torch.zeros(63), r"sent is \(63,\) torch.float32, the engine's is \(64,\)"),
         ("model.norm.weight", torch.zeros(64, dtype=torch.bfloat16), "sent is .* torch.bfloat16"),
     ],
 )

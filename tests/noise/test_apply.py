@@ -134,9 +134,9 @@ def test_while_it_is_on_whoever_reads_the_same_memory_is_refused() -> None:
     norms = NoisyNorms(model)
     norms.set(noise_on(model))
     for watched in (model, alias):
-        with pytest.raises(EngineError, match="an update was requested while the engine's noise is on"):
+        with pytest.raises(EngineError, match="an update was requested while the engine's noise is applied"):
             require_clean(watched, "an update")
-    with pytest.raises(EngineError, match="another engine has put noise"):
+    with pytest.raises(EngineError, match="the noise of another engine is applied"):
         NoisyNorms(alias).set(noise_on(alias))
     assert not is_noisy(tiny("Llama").parameters())
     norms.set(None)
@@ -158,10 +158,10 @@ def test_an_object_that_is_forgotten_leaves_clean_weights() -> None:
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (("model.layers.0.no_such_norm.weight",), "no weight of this name"),
+        (("model.layers.0.no_such_norm.weight",), "needs a weight of this name"),
         (("model.layers.0.mlp.up_proj.weight",), "not the weight of a norm"),
-        ((), "the list is empty"),
-        (("model.norm.weight", "model.norm.weight"), "has a normalisation weight twice"),
+        ((), "is empty, or names one twice"),
+        (("model.norm.weight", "model.norm.weight"), "or names one twice"),
     ],
 )
 def test_targets_that_cannot_be_are_refused_and_leave_the_weights_clean(targets: tuple[str, ...], said: str) -> None:

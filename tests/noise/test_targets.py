@@ -114,9 +114,9 @@ def test_patterns_choose_and_scale() -> None:
 @pytest.mark.parametrize(
     ("noise", "said"),
     [
-        (Noise(targets=["layer_norm_x"]), "'layer_norm_x' fits none of the 5 norms"),
-        (Noise(layer_scale={"layers.7": 2.0}), "'layers.7' fits none of the 4 norms"),
-        (Noise(layer_scale={"layers": 2.0, "input": 3.0}), "both fit model.layers.0.input_layernorm.weight"),
+        (Noise(targets=["layer_norm_x"]), "'layer_norm_x' matches none of the 5 norms"),
+        (Noise(layer_scale={"layers.7": 2.0}), "'layers.7' matches none of the 4 norms"),
+        (Noise(layer_scale={"layers": 2.0, "input": 3.0}), "both match model.layers.0.input_layernorm.weight"),
         (Noise(layer_scale={"layers": 0.0}), "0 for every norm"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_write_past_torch_is_found():
     first(model).weight.data.mul_(3)
     with pytest.raises(
         EngineError,
-        match=r"model.layers.0.self_attn.q_proj: the layer's quantised copy differs from the present weight",
+        match=r"model.layers.0.self_attn.q_proj: the layer's quantised copy differs from its weight",
     ):
         numerics.verify()
     numerics.changed()  # what the learner says after its own step

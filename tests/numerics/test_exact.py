@@ -38,7 +38,7 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
     [
         ("llama-tied", {}, ""),
         ("llama-tied", {"rollout": {"engine": "vllm"}}, "vllm"),
-        ("llama-tied", {"sync": {"transport": "copy"}}, "another place"),
+        ("llama-tied", {"sync": {"transport": "copy"}}, "does not read the learner's own"),
         ("llama-tied", {"adapter": {"kind": "lora", "dora": True}}, "plain LoRA"),
         ("llama-tied", {"adapter": {"kind": "lora", "base": "nf4"}}, "nf4"),
         ("llama-tied", {"noise": {}}, "noise"),

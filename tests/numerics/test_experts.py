@@ -224,7 +224,7 @@ def test_experts_of_another_form_are_refused_unless_named() -> None:
     model: Any = plain("qwen3-moe")
     for layer in model.model.layers:
         layer.mlp.experts.act_fn = nn.GELU()
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*unknown form"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*does not know their form"):
         numerics_of(model).settle("mxfp4-w4a4")
     del model.__dict__["lockstep_numerics"]
     assert numerics_of(model, exclude=["experts"]).settle("mxfp4-w4a4") == 8
@@ -236,7 +236,7 @@ def test_experts_kept_in_mxfp4_are_refused_before_anything_loads(tmp_path: Path)
     packed = "adapter={kind: lora, base: mxfp4, targets: attention}"
     assert refusals(load([*words, "adapter={kind: lora, targets: attention}"])) == []
     (found,) = refusals(load([*words, packed]))
-    assert (found.name, "kept in MXFP4" in found.what) == ("numerics", True)
+    assert (found.name, "they stay in MXFP4" in found.what) == ("numerics", True)
     assert refusals(load([*words, packed, "numerics.exclude=[experts]"])) == []
 
 
@@ -248,7 +248,7 @@ def test_loaded_experts_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:
     write_mxfp4_model(tmp_path / "model")
     place = resolve(schema.Model(path=str(tmp_path / "model")))
     model = load_model(place, dtype=torch.float32, attention="eager", packed=True)
-    with pytest.raises(ModelError, match=r"experts\.gate_up_proj.*kept in MXFP4"):
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj.*they stay in MXFP4"):
         numerics_of(model).settle("mxfp4-w4a4")
     del model.__dict__["lockstep_numerics"]
     assert numerics_of(model, exclude=list(EXPERTS)).settle("mxfp4-w4a4") == 8

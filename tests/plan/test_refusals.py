@@ -57,7 +57,7 @@ TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (HUGE, (*LORA, "adapter.rank=4"), "memory", "weights and optimizer state take"),
     ({"model_type": "bloom", "n_head": 4}, (), "family", "bloom (BloomForCausalLM)"),
     ({"model_type": "mamba"}, (), "family", "its layers with a state (MambaMixer) are not told where sequences begin"),
-    ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, (), "model", "needs Python code that comes with it"),
+    ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, (), "model", "needs its own Python code"),
     ({"quantization_config": {"quant_method": "awq"}}, (), "model", "the weights are quantised (quant_method: awq)"),
     (MOE, (*LORA, "adapter.targets=[gate_proj]"), "adapter", "'gate_proj' names no linear layer"),
 ]  # fmt: skip

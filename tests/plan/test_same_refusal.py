@@ -75,7 +75,7 @@ PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     *((name, VLLM, "serving", EVEN) for name in ("gemma4_text", "deepseek_v3", "qwen3_5_text")),
     ("gpt_oss+mxfp4", VLLM, "serving", "it would run the checkpoint's MXFP4 weights"),
     ("gpt_oss+mxfp4", W4A4, "", ""),
-    ("gpt_oss+mxfp4", PACKED, "numerics", "of an unknown form, or kept in MXFP4"),
+    ("gpt_oss+mxfp4", PACKED, "numerics", "they stay in MXFP4, or Lockstep does not know their form"),
     ("gpt_oss+mxfp4", (), "", ""),
 ]  # fmt: skip
 """Model, settings, and the one refusal that they must have; none if it is empty."""

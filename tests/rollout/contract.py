@@ -303,7 +303,7 @@ def a_part_of_the_weights_may_be_loaded(subject: Subject) -> None:
 @check
 def another_version_is_refused_and_nothing_of_it_runs(subject: Subject) -> None:
     prompt = tokens(subject, 6, 1)
-    with refuses(StaleWeightsError, match="needs version 1 of the weights, the engine holds 0"):
+    with refuses(StaleWeightsError, match="needs version 1 of the weights, but the engine holds version 0"):
         subject.engine.submit([ask("a", prompt, Sampling(3)), ask("b", prompt, Sampling(3), version=1)])
     assert list(subject.engine.completed()) == []
     subject.engine.load(iter(()), 1)

@@ -125,14 +125,14 @@ class Tampered(NativeEngine):
 @pytest.mark.parametrize(
     ("change", "error", "why"),
     [
-        (lambda one: [replace(one, version=3)], StaleWeightsError, "version 3 of the weights, and version 0"),
+        (lambda one: [replace(one, version=3)], StaleWeightsError, "version 3 of the weights, but version 0"),
         (lambda one: [one, one], EngineError, "not requested"),
-        (lambda one: [], EngineError, "never completed"),
-        (lambda one: [replace(one, ids=(), logprobs=())], EngineError, "has no ids"),
+        (lambda one: [], EngineError, "did not complete"),
+        (lambda one: [replace(one, ids=(), logprobs=())], EngineError, "the reply is empty"),
         (
             lambda one: [replace(one, request=replace(one.request, prompt_ids=(7,)))],
             EngineError,
-            "ids that differ from those of its episode",
+            "other tokens than those of its episode",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def test_replies_that_nobody_took_hold_up_new_weights(make: Callable[[nn.Module]
     engine = make(twin(plain("llama")))
     engine.submit(asked("old", 10))
     next(engine.completed())
-    with pytest.raises(EngineError, match="arrived while 2 requests run"):
+    with pytest.raises(EngineError, match="cannot be loaded while 2 requests run"):
         engine.load(iter(()), 1)
     engine.close()
     engine.load(iter(()), 1)

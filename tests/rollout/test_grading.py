@@ -82,7 +82,7 @@ def test_mistakes_of_a_grader_are_unscored_and_what_it_says_on_purpose_is_raised
     with AsyncGrader(Slow(workers)) as grading:
         grading.submit("a", PROMPTS[5], "raise")
         assert grading.grade("a").error == "the verifier raised ZeroDivisionError: odd"
-        with pytest.raises(EngineError, match="returned it twice"):
+        with pytest.raises(EngineError, match="returned this reply twice"):
             grading.submit("a", PROMPTS[5], "5")
         with pytest.raises(TaskError, match="no process"):  # noqa: PT012 - here it is raised at once, there when it is read
             grading.submit("b", PROMPTS[5], "broken")

@@ -223,7 +223,7 @@ def test_a_frozen_name_that_comes_twice_is_refused_though_it_is_known():
 
 
 def test_a_shard_wider_than_its_matrix_is_refused():
-    with pytest.raises(SyncError, match="not a part of rows of 3"):
+    with pytest.raises(SyncError, match="does not fit rows of 3"):
         shard_sum(torch.zeros(2, 4), row_length=3)
 
 

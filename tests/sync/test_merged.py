@@ -126,7 +126,7 @@ def test_which_tensors_stay_frozen():
 def test_half_an_adapter_is_refused(part: str):
     layer = "model.layers.0.self_attn.q_proj"
     stream = ((name, tensor) for name, tensor in named_weights(adapted()) if name != f"{layer}.{part}")
-    with pytest.raises(SyncError, match=rf"{layer}: the adapter has no \.{part}"):
+    with pytest.raises(SyncError, match=rf"{layer}: the weights of the adapted layer lack \.{part}"):
         list(merged(stream))
 
 

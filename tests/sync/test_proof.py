@@ -209,7 +209,7 @@ def test_a_score_of_another_length_is_refused():
     learner, other = pair()
     engine = Short(other)
     engine.load(learner.weights(), 0)
-    with pytest.raises(SyncError, match=r"engine\.score: this side returned \[30, 30, 30, 30\]"):
+    with pytest.raises(SyncError, match=r"engine\.score: the call returned \[30, 30, 30, 30\]"):
         proof_of(learner, engine, probe=True)
 
 

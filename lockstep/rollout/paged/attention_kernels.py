@@ -1,9 +1,9 @@
-"""Triton kernels of decode attention over pages, and of merging its parts.
+"""Triton kernels for paged decode attention, and for merging its partial results.
 
-The location of each layer's cache is read from a small table on the device, as a distance from an anchor that never moves, and
-is not a constant of a launch: a captured graph stays valid when the cache is freed for an update and allocated elsewhere for
-the next rollout. The table holds distances, not addresses: the compiler cannot know the alignment of an address read at run
-time, and attention would take twice as long.
+Kernels read the location of each layer's cache from a small table on the device, as an offset from a fixed base address (the
+anchor). It is no constant of a launch, so a captured CUDA graph stays valid when the cache is freed for an update and allocated
+elsewhere for the next rollout. The table holds offsets, not addresses: the compiler cannot know the alignment of an address
+that is read at run time, and attention would take twice as long.
 
 Legend: B rows, H query heads, K key/value heads, D head size, P tokens of a page.
 """

@@ -1,4 +1,4 @@
-"""Draws with top_k, top_p or min_p: outside the captured step, as they sort the vocabulary.
+"""Draws tokens with top_k, top_p or min_p: these sort the vocabulary, and so run outside the captured CUDA graph.
 
 Legend: B rows, V vocabulary.
 """

@@ -1,8 +1,8 @@
-"""The native engine for a GPU: the learner's own weights, paged keys and values, captured decode steps.
+"""The native engine for a GPU: the learner's own weights, a paged key-value cache, and decode steps as CUDA graphs.
 
-Prompts are processed once per group and their pages are shared by its samples. Decoding runs in chunks of steps without the
-host, which then removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a
-rollout begins and freed when it ends. Pages of finished rows stay for later turns (Request.keep) until `forget`.
+Prompts are processed once per group and their pages are shared by its samples. Decoding runs several steps without the host;
+then the host removes finished sequences and admits waiting requests. The memory of keys and values is allocated when a rollout
+begins and freed when it ends. Pages of finished rows stay for later turns (Request.keep) until `forget`.
 
 Legend: B rows, V vocabulary, H hidden.
 """
@@ -145,9 +145,7 @@ class PagedEngine:
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return log-probabilities of all tokens but the first, at temperature 1; the last by decode steps as in a rollout."""
         if self._queue or self._active:
-            raise EngineError(
-                "sequences are scored between rollouts, not while requests run", fix="read all completions first"
-            )
+            raise EngineError("sequences cannot be scored while requests run", fix="read all completions first")
         result: list[tuple[float, ...]] = [()] * len(sequences)
         long = [i for i, ids in enumerate(sequences) if len(ids) > 1]
         for start in range(0, len(long), self._slots):
@@ -365,8 +363,9 @@ class PagedEngine:
         self._pool.allocate(sum(pages))
         if self._cache.pages < sum(pages):
             raise EngineError(
-                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, {self._cache.pages} fit",
-                fix="score fewer or shorter sequences per call, or leave more memory free",
+                f"{len(sequences)} sequences to score need {sum(pages)} pages of {PAGE} tokens, but only {self._cache.pages} fit "
+                "into free memory",
+                fix="score fewer or shorter sequences per call, or free memory on the device",
             )
         rows = self._live
         tables = [self._cache.take(number) for number in pages]

@@ -1,4 +1,4 @@
-"""Parameters that become parts of one tensor, so that decoding reads in one product what training writes in several.
+"""Joins several parameters into one tensor, of which they become views: decoding then needs one matrix multiplication.
 
 Legend: X inputs, O outputs, R ranks of adapters.
 """

@@ -1,4 +1,4 @@
-"""Order of the tokens in a forward pass of the paged engine: in prefill those of prompts, in decoding one new token for each row.
+"""Layouts of the tokens in a forward pass of the paged engine: the prompts in prefill, one new token per row in decoding.
 
 Legend: T tokens of the packed stream, B rows (replies being sampled), H query heads, K key/value heads, D head size, S keys.
 """

@@ -1,4 +1,4 @@
-"""The operations of a decode step, by Triton kernels on a GPU. Shapes as in `plain.py`, which computes the same."""
+"""The operations of a decode step by Triton kernels on a GPU. `plain.py` computes the same with the same shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of a decode step in plain torch: the definition of the kernels, and the fallback without them.
+"""The operations of a decode step in plain torch: they define the kernels' results, and are used where Triton is missing.
 
 Legend: B rows, H query heads, K key/value heads, D head size, S keys, V vocabulary, X features, P tokens of a page.
 """

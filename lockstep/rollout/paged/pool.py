@@ -1,4 +1,4 @@
-"""Owners of pages: prompts of groups, rows, and histories that are kept for later turns and given up first."""
+"""Assigns cache pages to their owners: prompts, rows, and histories kept for later turns, which are dropped first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processing prompts: many in one pass, a long one in several.
+"""Prefill of prompts: many short ones in one forward pass, a long one in several.
 
 Legend: T tokens of the stream, B prompts, V vocabulary, H hidden.
 """

@@ -116,10 +116,10 @@ def check_room(requests: Iterable[Request], pages: int) -> None:
     for request in requests:
         if (needed := pages_for(request)) > pages:
             raise EngineError(
-                f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new ones need {needed} pages "
-                f"of {PAGE} tokens, the memory that is free holds {pages}",
-                where=request.id,
-                fix="lower rollout.max_tokens, or leave more memory free",
+                f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} new tokens need {needed} pages "
+                f"of {PAGE} tokens, but free memory holds only {pages}",
+                where=f"request {request.id}",
+                fix="lower rollout.max_tokens, or free memory on the device",
             )
 
 

@@ -1,4 +1,4 @@
-"""The decode step: from each row's token to its next token. On a GPU captured once for each number of rows, then replayed.
+"""The decode step: computes the next token of each row. On a GPU it is captured as one CUDA graph for each batch size.
 
 Legend: B rows, V vocabulary, X features.
 """

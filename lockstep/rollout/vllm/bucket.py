@@ -1,4 +1,4 @@
-"""Memory that two processes of one host map, to transfer weights: on the GPU by CUDA IPC, or a file in /dev/shm.
+"""Shared memory that transfers weights between two processes of one host: GPU memory by CUDA IPC, or a file in /dev/shm.
 
 The sender fills it, the receiver copies from it, and only then is it filled again. It grows to the largest tensor.
 """
@@ -64,7 +64,7 @@ def mapped(description: Open) -> Tensor:
         return from_cuda_handle(description.handle, description.size)
     except (OSError, RuntimeError) as error:
         raise EngineError(
-            f"the weights' memory cannot be mapped: {str(error)[:300]}",
+            f"this process cannot map the memory that transfers weights: {str(error)[:300]}",
             where="rollout.vllm.transport",
             fix="set rollout.vllm.transport=copy, or rollout.vllm.process=in",
         ) from error
@@ -74,14 +74,14 @@ def view(memory: Tensor, part: Part) -> Tensor:
     """Return a tensor of the bucket. Raises EngineError if it exceeds the bucket."""
     dtype: torch.dtype | None = getattr(torch, part.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise EngineError(f"no such dtype: {part.dtype}", where=part.name, fix=DEFECT)
+        raise EngineError(f"torch has no dtype {part.dtype!r}", where=part.name, fix=DEFECT)
     count = 1
     for size in part.shape:
         count *= size
     end = part.offset + count * dtype.itemsize
     if part.offset < 0 or part.offset % ALIGNMENT or end > len(memory):
         raise EngineError(
-            f"the tensor has bytes {part.offset} to {end} of a bucket of {len(memory)}",
+            f"bytes {part.offset} to {end} of the shared memory, which has {len(memory)}, cannot hold the tensor",
             where=part.name,
             fix=DEFECT,
         )
@@ -142,7 +142,10 @@ def _text(value: object) -> str:
         case None:
             return "none:"
         case _:
-            raise EngineError(f"the CUDA handle holds a {type(value).__name__}", fix="set rollout.vllm.transport=copy")
+            raise EngineError(
+                f"the handle of the CUDA memory has a field of an unknown type, {type(value).__name__}",
+                fix="set rollout.vllm.transport=copy",
+            )
 
 
 def _value(text: str) -> object:
@@ -157,4 +160,7 @@ def _value(text: str) -> object:
         case "none":
             return None
         case _:
-            raise EngineError(f"the CUDA handle holds {text[:20]!r}", fix="set rollout.vllm.transport=copy")
+            raise EngineError(
+                f"the handle of the CUDA memory has an unknown field, {text[:20]!r}",
+                fix="set rollout.vllm.transport=copy",
+            )

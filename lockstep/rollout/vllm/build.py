@@ -1,4 +1,4 @@
-"""Build a recipe's vLLM engine: in process or not, with its own weights or the learner's."""
+"""Builds a recipe's vLLM engine: in this process or a separate one, with its own weights or the learner's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def vllm_engine(
     base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else outer
     if is_mxfp4(Path(folder)):
         raise EngineError(
-            "vLLM would run this checkpoint's MXFP4 weights, but the trained ones are not quantised",
+            "vLLM would sample with this checkpoint's MXFP4 weights, but training uses dequantised ones",
             where=folder,
             fix="set rollout.engine=native, or save the dequantised model into a folder and set model.path to it",
         )
@@ -68,7 +68,7 @@ def vllm_engine(
             pass
         case "ipc" | "shared":
             raise EngineError(
-                f"transport {recipe.weight_transport} needs vLLM in a process of its own",
+                f"the transport {recipe.weight_transport} needs vLLM in a separate process",
                 where="rollout.vllm.transport",
                 fix="set rollout.vllm.process=own",
             )

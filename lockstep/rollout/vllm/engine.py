@@ -1,4 +1,4 @@
-"""The vLLM engine inside this process: stepped by hand, weights written and read in place.
+"""The vLLM engine inside this process: Lockstep calls each step itself, and reads and writes the weights in place.
 
 Requests go in as ids and come back as ids with the log-probabilities of the distribution that was sampled from (`logprobs_mode
 = processed_logprobs`). The prefix cache is emptied whenever the weights change. The memory of keys and values is freed after a
@@ -116,8 +116,8 @@ class VllmEngine:
         longest = self._settings.max_model_len - 1  # vLLM draws one more token, which is not read
         if too_long := [len(ids) for ids in sequences if len(ids) > longest]:
             raise EngineError(
-                f"a sequence of {max(too_long)} tokens is too long to score, the limit is {longest}",
-                where="rollout.vllm",
+                f"a sequence of {max(too_long)} tokens is too long to score: the limit is {longest} tokens",
+                where="rollout.vllm.max_model_len",
                 fix="raise rollout.vllm.max_model_len",
             )
         self.wake()
@@ -131,7 +131,9 @@ class VllmEngine:
         for values, ids in zip(found, sequences, strict=True):
             if len(values) != max(0, len(ids) - 1):
                 raise EngineError(
-                    f"{len(values)} log-probabilities for {len(ids)} scored tokens", where="vLLM", fix=FIX
+                    f"vLLM gave {len(values)} log-probabilities for a sequence of {len(ids)} tokens",
+                    where="vLLM",
+                    fix=FIX,
                 )
         return found
 
@@ -143,7 +145,7 @@ class VllmEngine:
         self._check_alive()
         if self._pending:
             raise EngineError(
-                f"the numerics or the noise changed while {len(self._pending)} requests run",
+                f"numerics and noise cannot change while {len(self._pending)} requests run",
                 fix="read all completions first",
             )
         self._drain()
@@ -157,13 +159,13 @@ class VllmEngine:
         with self._on_stream():
             report: ForwardReport = self._worker("lockstep_forward", forward)
             torch.cuda.synchronize()
-        self._forget_prefixes("another forward")
+        self._forget_prefixes("a change of numerics or noise")
         self.forward = forward
         return report
 
     def _forget_prefixes(self, why: str) -> None:
         if not self._engine.reset_prefix_cache():
-            raise EngineError("vLLM did not empty its prefix cache", where=why, fix=FIX)
+            raise EngineError(f"vLLM did not empty its prefix cache after {why}", where="vLLM", fix=FIX)
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Copy checkpoint tensors into vLLM's parameters, drop every prefix, and become `version`. Nothing may be running."""
@@ -175,7 +177,7 @@ class VllmEngine:
         with self._on_stream():
             self._worker("lockstep_load", weights, self._settings.folder)
             torch.cuda.synchronize()
-        self._forget_prefixes(f"weights {version}")
+        self._forget_prefixes(f"loading weights of version {version}")
         self.version = version
 
     def weights(self) -> WeightStream:
@@ -210,7 +212,7 @@ class VllmEngine:
             return
         if self._pending:
             raise EngineError(
-                f"sleep was requested while {len(self._pending)} requests run", fix="read all completions first"
+                f"vLLM cannot sleep while {len(self._pending)} requests run", fix="read all completions first"
             )
         self._drain()
         with self._on_stream():
@@ -290,7 +292,7 @@ class VllmEngine:
             if not steps_left(core) or self._pending:
                 return
             self._vllm_step()
-        raise EngineError(f"vLLM has steps left after {MOST_DRAINED} of them without a request", where="vLLM", fix=FIX)
+        raise EngineError(f"vLLM still has work after {MOST_DRAINED} steps without a request", where="vLLM", fix=FIX)
 
     def _worker(self, call: str, *arguments: Any) -> Any:
         (result,) = self._engine.collective_rpc(call, args=arguments)
@@ -384,7 +386,7 @@ def _require_vllm() -> None:
         raise EngineError(
             f"vLLM is not installed or does not import: {error}",
             where="rollout.engine=vllm",
-            fix="pip install 'lockstep-rl[vllm]', or set rollout.engine=native",
+            fix="run pip install 'lockstep-rl[vllm]', or set rollout.engine=native",
         ) from error
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
     if len(version) == 2 and version < OLDEST:

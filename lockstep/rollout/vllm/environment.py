@@ -1,4 +1,4 @@
-"""The environment that vLLM reads at import and start, and PyTorch's allocator setting that is incompatible with it."""
+"""Environment variables that vLLM reads at import and start, and the PyTorch allocator setting that vLLM cannot use."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def prepare(environment: MutableMapping[str, str], *, cuda_started: bool) -> lis
         enabled = [part for part in parts if part not in kept and part.partition(":")[2].strip().lower() == "true"]
         if enabled and cuda_started:
             raise EngineError(
-                f"{name} = {environment[name]}: {SEGMENTS} works neither with vLLM's memory pool nor with CUDA IPC, and it is "
-                "in force already",
-                where="rollout.vllm",
-                fix=f"unset {name} and start again, or set rollout.engine=native",
+                f"{SEGMENTS} works neither with vLLM's memory pool nor with CUDA IPC, but this process already uses it",
+                where=f"{name}={environment[name]}",
+                fix=f"unset {name} in the environment and start again, or set rollout.engine=native",
             )
         if len(kept) < len(parts):
             removed += [f"{name}: {part}" for part in parts if part not in kept]

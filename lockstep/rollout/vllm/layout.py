@@ -1,4 +1,4 @@
-"""vLLM's parameters under the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
+"""Views of vLLM's parameters by the names and shapes of the Hugging Face checkpoint: fused matrices split, padding cut off.
 
 vLLM's tensors differ from a checkpoint's: q, k and v in one matrix, gate and up in another, a vocabulary padded to a multiple
 of 64 rows, a tied head that is the embedding. Every tensor here is a view into vLLM's memory, so that a fingerprint reads, and
@@ -55,7 +55,7 @@ def _pieces(
         sizes: list[int] = list(getattr(module, "output_sizes", []))
         if len(sizes) != len(children) or sum(sizes) != tensor.shape[0]:
             raise EngineError(
-                f"{list(tensor.shape)} is not {', '.join(children)} of {sizes} rows one below the other",
+                f"the fused matrix has the shape {list(tensor.shape)}, but {', '.join(children)} have {sizes} rows",
                 where=name,
                 fix=FIX,
             )
@@ -70,12 +70,18 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
     for part in parts:
         rules = getattr(mapper, part, None) or {}
         if any(new is not None for new in rules.values()) if isinstance(rules, dict) else rules:
-            raise EngineError(f"vLLM renames its parameters by {part}", where=type(model).__name__, fix=FIX)
+            raise EngineError(
+                f"vLLM renames this model's parameters by {part}, which is not supported",
+                where=type(model).__name__,
+                fix=FIX,
+            )
     prefixes: dict[str, str] = {
         new: old for old, new in (getattr(mapper, "orig_to_new_prefix", None) or {}).items() if new is not None
     }
     if "" in prefixes:
-        raise EngineError("vLLM removes a prefix from its parameters' names", where=type(model).__name__, fix=FIX)
+        raise EngineError(
+            "vLLM removes a prefix from parameter names, which is not supported", where=type(model).__name__, fix=FIX
+        )
     ordered = sorted(prefixes, key=len, reverse=True)
 
     def rename(name: str) -> str:
@@ -89,7 +95,7 @@ def checked(stream: WeightStream, known: frozenset[str], model: str, folder: str
     for name, tensor in stream:
         if name not in known:
             raise EngineError(
-                f"vLLM's {model} has no parameter for {name} (it has {len(known)}, the first is {min(known, default='none')})",
+                f"vLLM's {model} has no parameter for {name} (of {len(known)}, the first is {min(known, default='none')})",
                 where=folder,
                 fix=FIX,
             )
@@ -105,20 +111,24 @@ def share(model: nn.Module, views: WeightStream) -> list[str]:
     engine, own = dict(views), dict(model.named_parameters()) | dict(stored_buffers(model))
     if missing := sorted(engine.keys() ^ own.keys()):
         raise EngineError(
-            f"only one side has {', '.join(missing[:5])} ({len(missing)} in all)", where="rollout.vllm", fix=FIX
+            f"learner and vLLM differ in {len(missing)} parameters, which one of them lacks: {', '.join(missing[:5])}",
+            where="rollout.vllm",
+            fix=FIX,
         )
     for name, parameter in own.items():
         view = engine[name]
         if (view.shape, view.dtype, view.device) != (parameter.shape, parameter.dtype, parameter.device):
             raise EngineError(
-                f"{tuple(view.shape)} {view.dtype} on {view.device}, the learner has {tuple(parameter.shape)} "
+                f"vLLM's tensor is {tuple(view.shape)} {view.dtype} on {view.device}, the learner's {tuple(parameter.shape)} "
                 f"{parameter.dtype} on {parameter.device}",
                 where=name,
                 fix="set rollout.vllm.transport=copy",
             )
         if not view.equal(parameter.data):
             raise EngineError(
-                "the tensor's values differ from the learner's", where=name, fix="load the weights before sharing them"
+                "the values in vLLM differ from the learner's",
+                where=name,
+                fix="load the learner's weights before sharing",
             )
     for name, parameter in own.items():
         parameter.data = engine[name]

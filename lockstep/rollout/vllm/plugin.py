@@ -1,6 +1,4 @@
-"""Lockstep's fake quantisation as a plug-in of vLLM 0.24 (register_quantization_config). It is thin: the rest is in
-quantised.py.
-"""
+"""Registers Lockstep's fake quantisation (quantised.py) with vLLM 0.24, by register_quantization_config."""
 
 from __future__ import annotations
 

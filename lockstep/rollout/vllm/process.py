@@ -1,4 +1,4 @@
-"""The owner's side of an engine in a separate process: a RolloutEngine that forwards to the one behind the channel."""
+"""The run's side of an engine in a separate process: a RolloutEngine that forwards each call to the engine process."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class EngineProcess:
         """
         if self._running:
             raise EngineError(
-                f"the numerics or the noise changed while {len(self._running)} requests run",
+                f"numerics and noise cannot change while {len(self._running)} requests run",
                 fix="read all completions first",
             )
         self.forward = Forward()
@@ -227,7 +227,7 @@ class EngineProcess:
             raise EngineError(
                 f"the engine's process ended with code {code}; the end of its output:\n{self._tail()}",
                 where="rollout.vllm",
-                fix="see above; rollout.vllm.process=in runs the engine here",
+                fix="look for the cause in this output, or set rollout.vllm.process=in to run vLLM in the run's own process",
             ) from error
 
     def _take(self, entries: tuple[wire.Finished, ...], payload: memoryview) -> None:
@@ -247,7 +247,9 @@ class EngineProcess:
         message, payload = self._answer(), self._payload
         if not isinstance(message, wire.Tensor):
             raise EngineError(
-                "the engine has no such tensor", where=name, fix="give both sides the same model and adapter"
+                "the engine has no tensor of this name",
+                where=name,
+                fix="give learner and engine the same model and adapter",
             )
         if not isinstance(done := self._answer(), wire.Done):
             raise self._unexpected(done)

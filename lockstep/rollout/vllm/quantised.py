@@ -1,4 +1,4 @@
-"""Fake quantisation of vLLM's linear layers, the part that does not need vLLM: a layer's operands, and when they are updated.
+"""Fake quantisation of vLLM's linear layers: makes and updates their quantised operands. Does not import vLLM.
 
 vLLM's weight is the weight that was sent: it is fingerprinted, and it may be the learner's own. A second tensor of the same
 size holds the operand of the layer: DQ(Q(W)), or W itself while the engine computes in the precision of the weights. Captured
@@ -40,9 +40,9 @@ class Plan:
         kinds = sorted({parse(numeric).activations or "" for numeric in self.numerics} - {""})
         if len(kinds) > 1:
             raise EngineError(
-                f"phases quantise inputs to different formats: {' and '.join(kinds)}",
+                f"vLLM has one format for inputs, but the phases quantise them to {' and '.join(kinds)}",
                 where="numerics",
-                fix=f"choose one, or {NATIVE}",
+                fix=f"set the same format for all phases, or {NATIVE}",
             )
         return Quantiser(f"{kinds[0]}-w4a4", self.scale) if kinds else None
 
@@ -97,7 +97,7 @@ class FakeQuantised:
         sizes = list(getattr(layer, "output_sizes", [])) if self.parts > 1 else [rows]
         if len(sizes) != self.parts or sum(sizes) != rows:
             raise EngineError(
-                f"a layer of {rows} rows should have {self.parts} matrices, but vLLM gives their rows as {sizes}",
+                f"a layer of {rows} rows should hold {self.parts} matrices, but vLLM says that they have {sizes} rows",
                 where="vLLM",
                 fix=NATIVE,
             )
@@ -120,9 +120,9 @@ def excluded(names: Sequence[str], exclude: Sequence[str]) -> bool:
     named = [_named(name, exclude) for name in names]
     if any(named) and not all(named):
         raise EngineError(
-            f"numerics.exclude names some of {', '.join(names)}, which are one matrix here",
+            f"numerics.exclude names only some of {', '.join(names)}, which vLLM fuses into one matrix",
             where="numerics.exclude",
-            fix=f"list all of them or none, or {NATIVE}",
+            fix=f"list all of these layers or none, or {NATIVE}",
         )
     return all(named)
 
@@ -140,14 +140,14 @@ def set_numeric(model: nn.Module, numeric: str) -> int:
             f"{numeric} would quantise no layer: vLLM was started "
             + (f"with layers for {', '.join(plan.numerics)} alone" if layers else "without quantised layers"),
             where="numerics",
-            fix=f"set numerics.rollout, numerics.eval or numerics.train to {numeric}, and do not exclude every layer",
+            fix=f"set numerics.rollout={numeric} (or eval, or train) before vLLM starts, and do not exclude every layer",
         )
     stacked = [name for name, p in model.named_parameters() if p.dim() > 2 and not _named(name, plan.exclude)]
     if numeric and stacked:
         raise EngineError(
-            f"{numeric} quantises linear layers, but the experts here are stacked tensors",
+            f"in vLLM {numeric} quantises only linear layers, but this model's experts are stacked tensors",
             where=stacked[0],
-            fix=f"list experts in numerics.exclude to leave them alone, or {NATIVE}",
+            fix=f"add experts to numerics.exclude to leave them unquantised, or {NATIVE}",
         )
     inputs = bool(numeric) and parse(numeric).activations is not None
     with torch.no_grad():

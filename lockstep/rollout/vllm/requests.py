@@ -1,4 +1,4 @@
-"""Translate requests for vLLM, and its outputs to completions. Nothing here imports vLLM.
+"""Translates requests into vLLM's, and vLLM's outputs into completions. Does not import vLLM.
 
 vLLM never sees a text: prompts go in as ids, detokenising is off, and stop strings are searched here, in the text of the whole
 reply as the tokenizer decodes it. A search every STRIDE tokens is enough: tokens sampled after the one that completes a stop
@@ -60,9 +60,9 @@ def check_servable(request: Request, version: int, longest: int) -> None:
     temperature = request.sampling.temperature
     if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
         raise EngineError(
-            f"temperature {temperature:g}: vLLM samples at 0 or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}",
-            where=request.id,
-            fix="set another temperature, or rollout.engine=native",
+            f"vLLM cannot sample at temperature {temperature:g}",
+            where=f"request {request.id}",
+            fix=f"set the temperature to 0, or from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}; or set rollout.engine=native",
         )
 
 
@@ -117,7 +117,8 @@ def completion_of(
     """
     request = pending.request
     if len(logprobs) != len(ids):
-        raise EngineError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens", where=request.id, fix=DEFECT)
+        what = f"vLLM gave {len(logprobs)} log-probabilities for a reply of {len(ids)} tokens"
+        raise EngineError(what, where=f"request {request.id}", fix=DEFECT)
     if end is not None:
         return Completion(request, tuple(ids[:end]), tuple(logprobs[:end]), FinishReason.STOP, version)
     if reason not in ("stop", "length"):

@@ -1,4 +1,4 @@
-"""The engine's side of an engine in a separate process: any RolloutEngine behind a channel."""
+"""The server of an engine in a separate process: it runs a RolloutEngine and answers the messages of a channel."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Server:
                 | wire.Prints() | wire.Tensor() | wire.Computing() | wire.Failed()
             ):  # fmt: skip
                 raise EngineError(
-                    f"a {type(message).__name__} message came where none is expected",
+                    f"the engine process received an unexpected {type(message).__name__} message",
                     where="engine process",
                     fix=DEFECT,
                 )
@@ -153,7 +153,7 @@ class Server:
                     return
                 case _:
                     raise EngineError(
-                        f"a {type(message).__name__} message came within a transfer of weights",
+                        f"a transfer of weights was interrupted by a {type(message).__name__} message",
                         where="engine process",
                         fix=DEFECT,
                     )

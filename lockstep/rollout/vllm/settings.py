@@ -1,4 +1,4 @@
-"""Start settings of a vLLM engine, derived from the recipe and the model. Loads neither torch nor vLLM."""
+"""Start settings of a vLLM engine, derived from the recipe and the model. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 

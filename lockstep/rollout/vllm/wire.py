@@ -1,4 +1,4 @@
-"""Messages between an engine in a separate process and its owner, over a private socket pair.
+"""Messages between a run and its engine in a separate process, over a private socket pair.
 
 A frame is a JSON header, which is one of the records below, and numbers as raw bytes. Nothing is pickled, and no other process
 can connect: the socket has no name. Weights are not sent this way but in a bucket (bucket.py) that both sides map; tensors are
@@ -243,12 +243,14 @@ class Channel:
         """Return the next message and its bytes. Raises EngineError if the other side is gone or sends something unknown."""
         header, payload = HEAD.unpack(self._exactly(HEAD.size))
         if header > LONGEST_HEADER:
-            raise EngineError(f"a header of {header} bytes", where="engine process", fix=DEFECT)
+            raise EngineError(
+                f"a message has a header of {header} bytes, which is too long", where="engine process", fix=DEFECT
+            )
         try:
             frame = json.loads(self._exactly(header).tobytes())
             message = codec.from_json(KINDS[frame["kind"]], frame["body"])
         except (codec.CodecError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"an unknown message: {error}", where="engine process", fix=DEFECT) from error
+            raise EngineError(f"a message cannot be read: {error}", where="engine process", fix=DEFECT) from error
         return message, self._exactly(payload)
 
     def waiting(self, seconds: float = 0.0) -> bool:
@@ -290,7 +292,8 @@ def unpacked_floats(payload: memoryview, lengths: tuple[int, ...]) -> list[tuple
 
 def _split(values: list[Number], lengths: tuple[int, ...]) -> list[list[Number]]:
     if sum(lengths) != len(values):
-        raise EngineError(f"{len(values)} numbers for {sum(lengths)}", where="engine process", fix=DEFECT)
+        what = f"a message has {len(values)} numbers, but {sum(lengths)} were announced"
+        raise EngineError(what, where="engine process", fix=DEFECT)
     parts, start = [], 0
     for length in lengths:
         parts.append(values[start : start + length])

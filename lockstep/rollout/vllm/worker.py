@@ -1,6 +1,6 @@
-"""vLLM's GPU worker with Lockstep's calls, given to vLLM as `worker_cls`: vLLM imports this module and reads QUALNAME.
+"""vLLM's GPU worker with methods added for Lockstep. vLLM imports it by QUALNAME, which it receives as `worker_cls`.
 
-The calls are reached through collective_rpc. The class is built on first use: importing this module needs no vLLM.
+The methods are called through collective_rpc. The class is built on first use: importing this module needs no vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerCalls:
             raise
         except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(
-                f"vLLM's {type(model).__name__} cannot take over {current[0]}: {type(error).__name__}: {str(error)[:300]}",
+                f"vLLM's {type(model).__name__} cannot load {current[0]}: {type(error).__name__}: {str(error)[:300]}",
                 where=folder,
                 fix="set rollout.engine=native, which runs any decoder of transformers",
             ) from error
@@ -100,7 +100,7 @@ def _worker_class() -> type:
     for method in ("_maybe_get_memory_pool_context", "get_model", "sleep", "wake_up"):
         if not hasattr(Worker, method):
             raise EngineError(
-                f"vLLM's worker has no {method}",
+                f"the GPU worker of this vLLM has no method {method}",
                 where="vllm.v1.worker.gpu_worker",
                 fix="install the tested vLLM 0.24.0, or set rollout.engine=native",
             )

@@ -183,7 +183,7 @@ def test_what_does_not_fit_waits(monkeypatch: pytest.MonkeyPatch):
 def test_a_request_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch):
     engine = paged_over(twin(plain("llama")))
     monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
-    with pytest.raises(EngineError, match="pages of 64 tokens, the memory that is free holds 2"):
+    with pytest.raises(EngineError, match="pages of 64 tokens, but free memory holds only 2"):
         engine.submit([request("a", tokens(70, 1), Sampling(200))])
     assert not engine._cache.pages
     engine.load(iter(()), 0)  # nothing is left open of it

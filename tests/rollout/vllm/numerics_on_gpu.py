@@ -189,7 +189,7 @@ def noise_on_and_off(rig: Rig, values: dict[str, Any]) -> None:
     values |= {"effect": gap(noisy, clean), "gap": gap(noisy, wanted)}
     assert values["gap"] <= BAND[rig.dtype] < values["effect"]
     for call in (rig.prints, lambda: rig.engine.load(iter(()), 1)):
-        assert "noise is on the normalisation weights" in refusal(call)
+        assert "noise is applied to the normalisation weights" in refusal(call)
     rig.engine.set_forward(Forward(NUMERICS[1], noise))
     rig.engine.set_forward(Forward("", rig.noise(0.01)))  # of the clean weights, not of the noisy ones
     rig.engine.set_forward(Forward("", noise))

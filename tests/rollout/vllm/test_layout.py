@@ -136,7 +136,7 @@ def test_other_renamings_are_refused(mapper: dict[str, object], told: str):
 def test_layouts_that_do_not_add_up_are_refused():
     engine = laid_out(llama())
     engine.model.layers[1].mlp.gate_up_proj.output_sizes = [80, 79]
-    with pytest.raises(EngineError, match=r"\[160, 48\] is not gate_proj, up_proj of \[80, 79\] rows"):
+    with pytest.raises(EngineError, match=r"shape \[160, 48\], but gate_proj, up_proj have \[80, 79\] rows"):
         list(checkpoint_views(engine))
     engine = laid_out(llama())
     engine.model.norm.tp_size = 2
@@ -187,9 +187,9 @@ def test_nothing_is_shared_of_unequal_weights():
     engine = laid_out(model)
     engine.model.layers[1].mlp.down_proj.weight[3, 3] += 1
     storages = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with pytest.raises(EngineError, match=r"layers\.1\.mlp\.down_proj\.weight: the tensor's values differ"):
+    with pytest.raises(EngineError, match=r"layers\.1\.mlp\.down_proj\.weight: the values in vLLM differ"):
         share(model, checkpoint_views(engine))
-    with pytest.raises(EngineError, match="only one side has"):
+    with pytest.raises(EngineError, match="which one of them lacks"):
         share(model, (pair for pair in checkpoint_views(engine) if "norm" not in pair[0]))
     with pytest.raises(EngineError, match="transport=copy"):
         share(model, ((name, view.double()) for name, view in checkpoint_views(engine)))

@@ -119,7 +119,7 @@ def test_tensors_come_back_one_by_one(engine: EngineProcess, tiny_model_dir: Pat
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     only = dict(engine.weights(["model.norm.weight"]))
     assert list(only) == ["model.norm.weight"]
-    with pytest.raises(EngineError, match=r"model\.ghost: the engine has no such tensor"):
+    with pytest.raises(EngineError, match=r"model\.ghost: the engine has no tensor of this name"):
         list(engine.weights(["model.ghost"]))
     assert engine.fingerprints().tensors.keys() == wanted.keys(), "the channel is in order"
 
@@ -133,7 +133,7 @@ def test_reading_may_be_broken_off(engine: EngineProcess):
 
 
 def test_a_load_that_fails_leaves_no_version(engine: EngineProcess):
-    with pytest.raises(SyncError, match=r"model\.ghost\.weight: the engine has no such tensor"):
+    with pytest.raises(SyncError, match=r"model\.ghost\.weight: the engine has no tensor of this name"):
         engine.load(iter([("model.ghost.weight", torch.zeros(2))]), 5)
     assert engine.version == -1
     with pytest.raises(StaleWeightsError):
@@ -251,7 +251,7 @@ def test_noise_and_numerics_reach_the_other_process_and_leave_it(engine: EngineP
         lambda: engine.load(iter(()), 1),
         lambda: list(engine.weights(["model.norm.weight"])),
     ):
-        with pytest.raises(EngineError, match="noise is on the normalisation weights"):
+        with pytest.raises(EngineError, match="noise is applied to the normalisation weights"):
             call()
     engine.set_forward(Forward())
     assert engine.score([PROMPT]) == clean
@@ -259,7 +259,7 @@ def test_noise_and_numerics_reach_the_other_process_and_leave_it(engine: EngineP
 
 
 def test_a_forward_that_touches_nothing_is_refused_over_there(engine: EngineProcess):
-    with pytest.raises(EngineError, match="no weight of this name"):
+    with pytest.raises(EngineError, match="needs a weight of this name"):
         engine.set_forward(Forward("", NormNoise(0.1, 5, ("model.nothing",), (1.0,))))
     assert engine.forward == Forward()
 

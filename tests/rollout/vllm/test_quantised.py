@@ -149,7 +149,7 @@ def test_exclusions_are_read_as_the_learner_reads_them() -> None:
 
 
 def test_half_of_a_fused_matrix_cannot_be_excluded() -> None:
-    with pytest.raises(EngineError, match=r"names some of .*q_proj.*one matrix here"):
+    with pytest.raises(EngineError, match=r"names only some of .*q_proj.*into one matrix"):
         excluded(checkpoint_names("model.layers.0.self_attn.qkv_proj", {}), ["q_proj"])
     assert excluded(checkpoint_names("model.layers.0.self_attn.qkv_proj", {}), ["q_proj", "k_proj", "v_proj"])
     assert excluded(["model.layers.0.mlp.gate"], [])
@@ -166,7 +166,7 @@ def test_what_would_touch_nothing_is_refused() -> None:
     everything = engine_of(llama(), Plan(ALL, exclude=("self_attn", "mlp")))
     with pytest.raises(EngineError, match="would quantise no layer"):
         set_numeric(everything, "mxfp4-w4a4")
-    with pytest.raises(EngineError, match="different formats: mxfp4 and nvfp4"):
+    with pytest.raises(EngineError, match="the phases quantise them to mxfp4 and nvfp4"):
         _ = Plan(("mxfp4-w4a4", "nvfp4-w4a4")).inputs
     engine.model.layers[0].mlp.experts = torch.nn.ParameterList([torch.zeros(2, 3, 4)])
     with pytest.raises(EngineError, match="stacked tensors"):

@@ -79,7 +79,7 @@ def test_what_can_be_served_is_not():
 
 
 def test_another_version_is_refused():
-    with pytest.raises(StaleWeightsError, match="needs version 3 of the weights, the engine holds 2"):
+    with pytest.raises(StaleWeightsError, match="needs version 3 of the weights, but the engine holds version 2"):
         check_servable(request("a", (1,), Sampling(3), version=3), 2, 100)
 
 
@@ -183,5 +183,5 @@ def test_other_reasons_are_errors(reason: str | None):
 
 
 def test_tokens_without_logprobs_are_an_error():
-    with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
+    with pytest.raises(EngineError, match="1 log-probabilities for a reply of 2 tokens"):
         completion_of(Pending(request("a", (1,), Sampling(9))), [5, 6], [-1.0], None, "stop", 0)

@@ -135,7 +135,7 @@ def test_expandable_segments_are_taken_out_under_both_names(name: str):
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_that_are_in_force_are_refused_with_the_reason(name: str):
-    with pytest.raises(EngineError, match="in force already") as caught:
+    with pytest.raises(EngineError, match="this process already uses it") as caught:
         prepare({name: "expandable_segments:True"}, cuda_started=True)
     assert name in caught.value.fix
     assert prepare({name: "max_split_size_mb:64"}, cuda_started=True) == []
