@@ -1,4 +1,4 @@
-"""The device of a process: which there is, its memory, waiting for it. Code for CUDA alone asks torch itself."""
+"""The device of a process: CPU or GPU, its memory, and waiting for its work. Code for CUDA alone calls torch.cuda itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Errors of huggingface_hub turned into those of Lockstep, with the same messages for models and data sets.
+"""Turns errors of huggingface_hub into errors of Lockstep, with the same messages for models and data sets.
 
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there.
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that they have in huggingface_hub.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base for servers of this machine alone: a bound on connections, and on the time that a request may take to arrive."""
+"""Base class of servers for this machine only. Limits the connections, and the time that a request may take to arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User code: an object from a Python file, named as file.py:name, and the files that it consists of."""
+"""Loads user code: an object of a Python file, given as file.py:name. Also lists the files that the code consists of."""
 
 from __future__ import annotations
 

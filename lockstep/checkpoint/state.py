@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, in safetensors files that other programs read too.
 
-Full training leaves a folder that transformers loads (model.safetensors, config, tokenizer), an adapter one that PEFT and
-vLLM load (adapter_model.safetensors, adapter_config.json). optimizer.safetensors and state.json are Lockstep's own.
+Full training gives a folder that transformers loads (model.safetensors, config, tokenizer), an adapter one that PEFT and
+vLLM load (adapter_model.safetensors, adapter_config.json). Only Lockstep reads optimizer.safetensors and state.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, beside it or on another disk: save atomically, list, open verified, prune. Loads no torch.
+"""Saves, lists, verifies and deletes the checkpoints of a run, in its directory or on another disk. Does not import torch.
 
 A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so `step_000010` is
 complete or absent, whenever the process dies. Hidden folders that a killed process left behind:

@@ -1,4 +1,4 @@
-"""Build the parts of a run where its recipe places them: in this process, or on workers."""
+"""Builds the parts of a run where its recipe places them: in this process, or on workers."""
 
 from __future__ import annotations
 

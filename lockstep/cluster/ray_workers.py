@@ -1,7 +1,7 @@
 """Workers as Ray actors of this machine, one for each GPU or CPU process.
 
-Ray is started for the run alone: it joins no cluster that it finds, and answers only to those who have the run's token. What goes
-through it are plain values.
+Ray is started for this run alone: it joins no existing cluster, and answers only clients that have the run's token. All
+messages are plain values.
 """
 
 from __future__ import annotations

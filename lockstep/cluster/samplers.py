@@ -1,4 +1,4 @@
-"""The workers that only sample: they are sent the trainers' weights, and replaced if they are lost."""
+"""The workers that only sample. They receive the trainers' weights, and are replaced if they are lost."""
 
 from __future__ import annotations
 

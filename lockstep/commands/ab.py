@@ -1,4 +1,4 @@
-"""`lockstep ab`: two runs that differ in exactly one setting, one after the other, and their paired report."""
+"""`lockstep ab`: trains two runs that differ in exactly one setting, one after the other, and reports their paired comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep attempt`: record an experiment in git. `start` makes a branch and a tag before a run, `finish` writes an entry into
+"""`lockstep attempt`: records an experiment in git. `start` makes a branch and a tag before a run, `finish` writes an entry into
 the notes after it. Optional: no other command needs it.
 """
 

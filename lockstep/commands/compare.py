@@ -1,4 +1,4 @@
-"""`lockstep compare`: two scores, runs or folders of scores, item by item. It measures nothing and loads no torch."""
+"""`lockstep compare`: compares two existing scores, runs or folders of scores, item by item. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep data`: check, measure, show, build and split data sets. Loads torch for token counts alone."""
+"""`lockstep data`: checks, measures, shows, builds and splits data sets. Imports torch only to count tokens."""
 
 from __future__ import annotations
 

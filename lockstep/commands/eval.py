@@ -1,4 +1,4 @@
-"""`lockstep eval`: score runs, checkpoints, adapters and models on held-out problems, their base beside them.
+"""`lockstep eval`: scores runs, checkpoints, adapters and models on held-out questions, beside their base.
 
 It never trains. Weights are proven to be in the engine, and to be those that were saved, before anything is sampled.
 """

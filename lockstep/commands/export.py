@@ -1,4 +1,4 @@
-"""`lockstep export`: a checkpoint as a folder for transformers, PEFT, vLLM or llama.cpp, proven to be the model that trained."""
+"""`lockstep export`: writes a checkpoint for transformers, PEFT, vLLM or llama.cpp, and verifies that it is the trained model."""
 
 from __future__ import annotations
 

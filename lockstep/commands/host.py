@@ -1,4 +1,4 @@
-"""`lockstep host`: spare machines by ssh. Brings code, environment and weights there, starts commands, fetches what they made."""
+"""`lockstep host`: runs commands on spare machines over ssh. Sends code, environment and weights, and fetches the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep probe`: before a run, whether replies have the format and whether there is anything to learn from."""
+"""`lockstep probe`: measures before a run whether replies have the format, and whether there is anything to learn."""
 
 from __future__ import annotations
 

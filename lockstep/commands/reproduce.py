@@ -1,4 +1,4 @@
-"""`lockstep reproduce`: a published run once more: its data, their counts, training, evaluation, and the figures side by side."""
+"""`lockstep reproduce`: repeats a published run: counts its data, trains, evaluates, and shows both sets of figures together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep rollouts`: read what a run sampled, with its grade. A tokenizer is loaded for episodes and --seen alone."""
+"""`lockstep rollouts`: shows the rollouts of a run with their grades. Loads a tokenizer only for episodes and --seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep serve`: replies of a run, a checkpoint or a model over HTTP, to OpenAI and Anthropic clients on this machine."""
+"""`lockstep serve`: serves a run, a checkpoint or a model over HTTP, to OpenAI and Anthropic clients on this machine."""
 
 from __future__ import annotations
 

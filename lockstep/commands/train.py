@@ -1,4 +1,4 @@
-"""`lockstep train`: run a recipe, or continue a run."""
+"""`lockstep train`: runs a recipe, or continues a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Checks of the GPU, its driver and the torch that is to use it. What the driver knows is asked of nvidia-smi, which takes no
-memory of the GPU; torch is asked only what its build can do."""
+"""Checks of the GPU, its driver and the installed torch. Facts about the driver come from nvidia-smi, which uses no GPU memory;
+torch is asked only what its build supports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes that an install would make, asked of pip beforehand: nothing is installed."""
+"""Asks pip (`pip install --dry-run`) which packages an install would change. Installs nothing."""
 
 from __future__ import annotations
 

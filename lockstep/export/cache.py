@@ -1,4 +1,4 @@
-"""Exports that are there already: of the same weights and settings, every file whole. Loads no torch."""
+"""Finds an export that exists already: made from the same weights and settings, every file intact. Does not import torch."""
 
 from __future__ import annotations
 

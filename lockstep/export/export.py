@@ -1,4 +1,4 @@
-"""`lockstep export`: a trained checkpoint as a folder for other programs, verified before it gets its name."""
+"""`lockstep export`: writes a trained checkpoint as a folder for other programs, which gets its name once it is verified."""
 
 from __future__ import annotations
 

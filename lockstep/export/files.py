@@ -1,4 +1,4 @@
-"""The folder of an export: weights in files of limited size, and the model's own config, tokenizer and chat template."""
+"""Writes the folder of an export: weights in files of limited size, and the model's config, tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep import`: another trainer's checkpoint as a folder that every command reads: a model, or an adapter for PEFT."""
+"""`lockstep import`: converts a checkpoint of another trainer to a folder that every command reads: a model or a PEFT adapter."""
 
 from __future__ import annotations
 

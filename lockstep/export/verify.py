@@ -1,4 +1,4 @@
-"""Comparison of an exported folder, as a plain reader sees it, with the model that trained."""
+"""Compares an exported folder, as plain transformers loads it, with the trained model."""
 
 from __future__ import annotations
 

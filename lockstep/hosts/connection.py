@@ -1,4 +1,4 @@
-"""Calls and transfers by the system's ssh and rsync. What is cut off can be repeated: half files never count as whole."""
+"""Calls and file transfers with ssh and rsync. An interrupted one can be repeated: a partial file never counts as whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a job brought here: every file checked by its hash, then put where a command of this machine had put it."""
+"""Fetches the results of a job: each file is checked by its hash, then put where the command would have written it here."""
 
 from __future__ import annotations
 

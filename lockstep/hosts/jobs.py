@@ -1,4 +1,4 @@
-"""Bringing things to a host, checking that they are the same there, and starting commands."""
+"""Sends code, environment and files to a host, checks that they are the same there, and starts commands."""
 
 from __future__ import annotations
 

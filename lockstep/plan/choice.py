@@ -1,6 +1,6 @@
-"""The use of a device's memory: micro-batch, recomputation, rows of the engine; or why it does not fit.
+"""Chooses how a run uses a device's memory: micro-batch, recomputation, slots of the engine; or says why it does not fit.
 
-The prediction is compared with what was measured once the first steps are done, and can be refined by two measurements.
+After the first steps the prediction is compared with the measured memory. Two measurements can refine it.
 """
 
 from __future__ import annotations

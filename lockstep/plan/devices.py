@@ -1,4 +1,4 @@
-"""GPUs that the workers of a run need, beside those of this machine. Nothing is started, and no GPU is touched."""
+"""Compares the GPUs that the workers of a run need with those of this machine. Starts nothing, and uses no GPU memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The disk space that a run will take, before it starts: checkpoints, rollouts, scores. Bytes.
+"""Predicts the disk space of a run before it starts, in bytes: checkpoints, rollouts, scores.
 
-A checkpoint is the weights that were trained, and beside them the optimizer's state: fp32 masters of weights in bf16, and the
-moments. At once there are save.keep_last of them, one for save.keep_best, and the one that is being written.
+A checkpoint holds the trained weights and the optimizer's state: fp32 masters of weights in bf16, and the moments. At most
+save.keep_last of them exist at once, and one for save.keep_best, and the one that is being written.
 """
 
 from __future__ import annotations

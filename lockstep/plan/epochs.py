@@ -1,4 +1,4 @@
-"""The rows that a run trains on: how many there are, how many steps a pass over them takes, how often each is seen."""
+"""Converts `epochs` to steps: counts the training rows, the steps of one pass over them, and how often each row is seen."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A check that a model's family is computed here as plain transformers computes it, on a small random copy of it.
+"""Checks that Lockstep computes a model's family as plain transformers does, on a small random copy of the model.
 
-A family may mix tokens otherwise than a layout says, or take positions, masks or heads that are not passed on: it would train and
-sample wrongly without a word. So each start asks, on the CPU in fp32, for one sequence alone, two in one stream, two replies of
-one prompt, and what the engine scores and samples; every answer must be transformers' own within rounding.
+A family may mix tokens in another way than its layout says, or need positions, masks or heads that are not passed to it. It
+would then train and sample wrongly without an error. So each start computes, on the CPU in fp32: one sequence, two sequences
+packed into one, two replies to one prompt, and what the engine scores and samples. Each result must be that of transformers
+within rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The shape of a model in a folder: from its config's own words, where its family is known.
+"""Finds the shape of a model in a folder, from config.json alone if its family is known.
 
-Any other model is built on the meta device, without memory for its weights, and counted. Where the headers of the safetensors
-files disagree with the count, the meta device decides.
+A model of any other family is built on the meta device, which allocates no memory for weights, and its parameters are counted.
+So is a model whose safetensors headers disagree with the count from config.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory and least time of a recipe without running it: for a GPU that need not be here, from a model that is."""
+"""Predicts the memory and the least time of a recipe without running it. The model must be here, the GPU need not be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Refusals: reasons why a run of a recipe could not work, each with a name, a sentence and a fix.
 
-`lockstep plan`, `doctor` and `train` ask here and say the same, before any weights are read. Forecasts (schedule, memory, disk)
-can be let through by the setting `allow`. The model is built on the meta device, which takes a second and no memory.
+`lockstep plan`, `doctor` and `train` all make these checks, before any weights are read. The setting `allow` lets forecasts
+(schedule, memory, disk) through. The model is built on the meta device, which takes a second and no memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of the user's that are called after each step, and may end the run."""
+"""Calls the user's functions after each step. They may end the run."""
 
 from __future__ import annotations
 

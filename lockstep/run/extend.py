@@ -1,4 +1,4 @@
-"""A run that is continued beyond the number of steps that it was started with."""
+"""Extends a run beyond the number of steps that it was started with: `lockstep train --resume RUN --steps N`."""
 
 from __future__ import annotations
 

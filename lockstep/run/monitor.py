@@ -1,4 +1,4 @@
-"""Conclusions from a run's own numbers: when to warn, when to stop, and when training and evaluation diverge."""
+"""Judges a run by its own metrics: when to warn, when to stop, and when training and evaluation diverge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and restoring a run: weights, optimizer, critic, counters.
+"""Saves and restores the state of a run: weights, optimizer, critic, counters.
 
 No state of random generators is saved: each seed is computed from the run's seed, the step, the prompt and the sample.
 """

@@ -1,4 +1,4 @@
-"""The watchdog: a phase that stands still for longer than its own history allows ends the run, with the stacks of everything."""
+"""The watchdog: ends a run if a phase makes no progress for much longer than it took before, and writes all threads' stacks."""
 
 from __future__ import annotations
 

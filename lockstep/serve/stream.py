@@ -1,4 +1,4 @@
-"""Streaming of replies to a client: new tokens pass from the sampler's threads to the thread that answers the request."""
+"""Streams replies to clients: new tokens pass from the sampler's threads to the thread that answers the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout engine in a thread of its own: it serves many other threads, and admits new requests while others run."""
+"""Runs a rollout engine in its own thread. Many other threads may send requests; new ones are admitted while others run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Facts about what a run ran on and with: code, packages, machine, command line, and the
-environment variables that change how these compute."""
+"""Collects facts about a run: code, packages, machine, command line, and the environment variables that change what these
+compute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a run: plain ones only, never through a link; written whole or not at all; a full disk is a StorageError."""
+"""Reads and writes files of a run: regular files only, through no link; complete or absent; a full disk is a StorageError."""
 
 from __future__ import annotations
 

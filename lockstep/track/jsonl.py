@@ -1,4 +1,4 @@
-"""Strict JSON, and files of one JSON object a line that survive being cut off anywhere.
+"""Strict JSON, and files with one JSON object per line that stay readable if they were cut off anywhere.
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf" (`number` reads them back).
 """

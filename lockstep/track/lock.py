@@ -1,7 +1,7 @@
-"""One writer a run directory: a file that names its holder, held by the operating system's file lock.
+"""Lets one process at a time write to a run directory: that process holds a file lock, and the file names it.
 
-The lock (flock) is released by the kernel when the holder dies, however it dies; the file's content is for people, and
-for file systems that grant a lock which they do not enforce. A forked child does not keep its parent's lock.
+The kernel releases the lock (flock) when the process ends, for whatever reason. The file's content is for people, and for file
+systems that grant a lock which they do not enforce. A forked child does not keep its parent's lock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: in its directory, or on another disk (paths.checkpoints).
 
-There it is called by the run's name and a random id. Run and folder hold the same record, so that a checkpoint leads to its run,
-and the folder of another run is never taken for this one's.
+On another disk its name is that of the run and a random id. The run and the folder hold the same record: it leads from a
+checkpoint to its run, and no folder of another run is mistaken for this one's.
 """
 
 from __future__ import annotations

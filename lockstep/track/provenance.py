@@ -1,8 +1,8 @@
-"""The user's side of a run: the commit of their repository, and hashes and copies of the files that the recipe names.
+"""Records the user's part of a run: the commit of their repository, and hashes and copies of the files that the recipe names.
 
     runs/<name>/code/  project.diff (changes since the commit)  1_grader.py  2_train.jsonl …
 
-A run that is resumed compares: a file that has changed since is reported and copied again.
+When the run is resumed, a file that has changed since is reported and copied again.
 """
 
 from __future__ import annotations

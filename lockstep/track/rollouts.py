@@ -1,4 +1,4 @@
-"""rollouts/step_000012.parquet: every graded completion of a step, one a row, readable by any parquet tool."""
+"""rollouts/step_000012.parquet: every graded rollout of a step, one per row, readable by any parquet tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory: everything that one run was given, did and left. Layout:
+"""A run directory: the inputs, records and results of one run. Layout:
 
     runs/<name>/  recipe.yaml (resolved)  manifest.json (code, packages, machine, attempts, …)  run.lock
       metrics.jsonl  events.jsonl  spikes.jsonl  stall.txt  log.txt  report.html

@@ -1,7 +1,7 @@
-"""Delivery of a run's numbers to trackers. Each works in a thread of its own, and neither stops the run nor slows it.
+"""Sends a run's metrics to trackers. Each tracker has its own thread, and neither stops the run nor slows it.
 
-metrics.jsonl has everything. A tracker that fails or hangs is reported once and left behind; what it missed is sent when the run
-is resumed, or by `lockstep track sync`, from the step after the last that it holds.
+metrics.jsonl has everything. A tracker that fails or hangs is reported once and then left out. The steps after the last one
+that it holds are sent when the run is resumed, or by `lockstep track sync`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Trackers: W&B, trackio, TensorBoard, MLflow, SwanLab. Each is made from a `TrackedRun`, and so is a class of a user's own.
+"""Trackers: W&B, trackio, TensorBoard, MLflow, SwanLab. Each is made from a `TrackedRun`; so is a tracker class of the user.
 
-All have `log(step, metrics)` and `close()`. What else one can do it has as a method: `last_step()`, the last step of
-this run that it holds; `samples(step, samples)`, replies as text; `artifact(path, name)`, a folder of files.
+All have `log(step, metrics)` and `close()`. These methods are optional: `last_step()` returns the last step of this run that the
+tracker holds; `samples(step, samples)` takes replies as text; `artifact(path, name)` takes a folder of files.
 """
 
 from __future__ import annotations

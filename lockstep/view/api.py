@@ -1,4 +1,4 @@
-"""Answers to the page, from the files of its runs: each is made from the parameters of a query and goes out as JSON."""
+"""Answers the requests of the web page with JSON, from the files of its runs and the parameters of the request."""
 
 from __future__ import annotations
 

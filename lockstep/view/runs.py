@@ -1,4 +1,4 @@
-"""The runs that are looked at: their files are read again when they have changed."""
+"""The runs that the web page shows. Their files are read again when they have changed."""
 
 from __future__ import annotations
 

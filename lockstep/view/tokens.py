@@ -1,4 +1,4 @@
-"""Token ids as pieces of text, so that each can be coloured, and the stretches of an episode."""
+"""Splits replies into the text of each token, so that the page can colour it, and into sampled and given parts."""
 
 from __future__ import annotations
 

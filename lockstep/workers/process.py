@@ -1,4 +1,4 @@
-"""One worker process, as its owner has it: started on its own, or forked from a template that has loaded the work once."""
+"""One worker process, for the process that owns it: started alone, or forked from a template that has loaded the work once."""
 
 from __future__ import annotations
 
