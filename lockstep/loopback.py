@@ -42,7 +42,7 @@ class LoopbackServer(ThreadingHTTPServer):
             raise MachineError(
                 f"port {port} cannot be opened: {error.strerror}",
                 where=where,
-                fix="choose another --port, or leave it out",
+                fix="choose another port with --port, or leave --port out",
             ) from error
 
     def take(self, connection: socket.socket) -> None:

@@ -23,12 +23,14 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise failure("there is no such file", where=spec, fix=f"give a path that exists from {Path.cwd()}")
+        raise failure(
+            "there is no such file", where=spec, fix=f"correct the path; a relative one begins in {Path.cwd()}"
+        )
     names = vars(_run(path, failure))
     if name not in names:
         near = get_close_matches(name, [known for known in names if not known.startswith("_")], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
-        raise failure(f"{path} has no {name}", where=spec, fix=hint)
+        raise failure(f"{path} defines no {name}", where=spec, fix=hint)
     return names[name]
 
 
@@ -82,7 +84,9 @@ def _run(path: Path, failure: type[LockstepError]) -> object:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise failure(
-            f"the file does not run: {describe(error, path)}", where=str(path), fix=f"try: python {path}"
+            f"the file does not run: {describe(error, path)}",
+            where=str(path),
+            fix=f"run it alone to see the whole error: python {path}",
         ) from error
     return module
 

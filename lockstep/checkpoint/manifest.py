@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise _corrupt(folder, COMMIT, f"not a manifest ({error})") from error
     if _render(manifest) != content:
-        raise _corrupt(folder, COMMIT, "its bytes do not match its own seal")
+        raise _corrupt(folder, COMMIT, "its content does not match its own hash (seal)")
     return manifest
 
 

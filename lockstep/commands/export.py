@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     gguf = args.format == "gguf"
     if gguf and args.adapter:
         raise ConfigError(
-            ["--format gguf writes merged models, and --adapter asks for the adapter alone"],
+            ["--format gguf and --adapter cannot be used together: a GGUF file holds a merged model"],
             fix="leave one of them out",
         )
     if not 0 < args.shard_gb < math.inf:

@@ -79,7 +79,9 @@ def headroom_mode(target: Target, samples: int) -> EvalMode:
     from lockstep.config.schema import EvalMode
 
     if samples < 2:
-        raise ConfigError(["--samples 1: one sample says nothing about groups"], fix="set --samples to 8 or more")
+        raise ConfigError(
+            ["--samples is too low: a group needs at least two samples"], fix="set --samples to 8 or more"
+        )
     return EvalMode(name="headroom", temperature=target.recipe.rollout.temperature, samples=samples)
 
 

@@ -195,7 +195,7 @@ class _Search:
     def _add(self, name: str, path: Path, *, rewritten: bool = False) -> None:
         if _secret(path):
             what = "this file is not sent: its name says that it holds secrets"
-            raise HostError(what, where=str(path), fix="put what is needed in another file")
+            raise HostError(what, where=str(path), fix="copy what the command needs into a file with another name")
         self.inputs.files[name] = path
         if not rewritten or (path.parent / COMMIT).exists():  # a checkpoint's own files are hashed
             return

@@ -196,10 +196,10 @@ def require_room(plan: DiskPlan, disks: Sequence[Share]) -> None:
     for one in disks:
         if one.needs + SPARE > one.free:
             raise DoesNotFitError(
-                [f"the run needs {size(one.needs + SPARE)} of disk, {size(one.free)} are free"],
+                [f"the run needs {size(one.needs + SPARE)} of disk space, but only {size(one.free)} are free"],
                 where=str(one.folders[0]),
                 fix="free space, put runs_dir or paths.checkpoints on a larger disk, or keep fewer checkpoints "
-                f"(save.keep_last, now {plan.kept} at once)",
+                f"(lower save.keep_last; now {plan.kept} exist at once)",
             )
 
 

@@ -56,7 +56,7 @@ def measured_shape(folder: Path) -> ModelShape:
         ValueError,
         ArithmeticError,
     ) as error:  # a family with words of its own
-        what = f"the model's sizes cannot be read from it: {type(error).__name__}: {error}"
+        what = f"the sizes of this model cannot be determined: {type(error).__name__}: {error}"
         raise ModelError(
             what, where=str(folder / "config.json"), fix="check config.json, or choose another model"
         ) from error
@@ -71,7 +71,7 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"transformers cannot build a model from it: {reason}",
+            f"transformers cannot build a model from this file: {reason}",
             where=str(folder / "config.json"),
             fix="check config.json, or fetch the model again",
         ) from error

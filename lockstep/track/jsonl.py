@@ -86,8 +86,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for index, line in enumerate(body.split(b"\n")[:-1], start=1):
         record = _parse(line)
         if record is None:
-            fix = "a line in the middle was changed after it was written: restore the file, or delete that line"
-            raise RunDirectoryError(f"the line is not a JSON object: {line[:80]!r}", where=f"{path}:{index}", fix=fix)
+            what = f"the line is not a JSON object; it was changed after it was written: {line[:80]!r}"
+            raise RunDirectoryError(
+                what, where=f"{path}:{index}", fix="restore the file from a copy, or delete that line"
+            )
         records.append(record)
     last = _parse(rest)
     return records if last is None else [*records, last]

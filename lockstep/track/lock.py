@@ -77,7 +77,10 @@ class Lock:
         except BlockingIOError:
             raise _locked(self.path, read_holder(self.path)) from None
         except OSError as error:
-            what, fix = f"the file system refuses to lock: {error.strerror}", "put runs_dir on a file system with locks"
+            what, fix = (
+                f"the file system refuses to lock this file: {error.strerror}",
+                "put runs_dir on a file system that supports locks",
+            )
             raise RunDirectoryError(what, where=str(self.path), fix=fix) from error
         before = read_holder(self.path)
         if before is not None and before.alive:
@@ -118,13 +121,13 @@ def read_holder(path: Path) -> Holder | None:
 def _locked(path: Path, holder: Holder | None) -> RunLockedError:
     if holder is None:
         fix = "wait until the other process ends, or end it"
-        return RunLockedError("another process writes in this run directory", where=str(path.parent), fix=fix)
+        return RunLockedError("another process is writing to this run directory", where=str(path.parent), fix=fix)
     if holder.alive is False:
         what = f"locked by {holder}; that process is gone, but a process that it started still holds the lock"
         fix = f"end the children of process {holder.pid}, then try again"
         return RunLockedError(what, where=str(path.parent), fix=fix)
-    what = f"another process writes in this run directory: {holder}"
-    return RunLockedError(what, where=str(path.parent), fix="wait until it ends, or end it")
+    what = f"another process is writing to this run directory: {holder}"
+    return RunLockedError(what, where=str(path.parent), fix="wait until that process ends, or end it")
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()

@@ -73,7 +73,7 @@ def build_sinks(
             for one in senders:
                 one.close()
             mistake = f"track.sinks: {sink.name} cannot be set up: {reason(error)}"
-            raise ConfigError([mistake], fix="correct it, or take it out of track.sinks") from error
+            raise ConfigError([mistake], fix=f"correct its settings, or remove {sink.name} from track.sinks") from error
     return senders
 
 
@@ -81,7 +81,7 @@ def check_installed(track: Track) -> None:
     """Raise ConfigError for trackers that are not there. To be asked before a run is created: it runs a user's file."""
     mistakes = [f"track.sinks: {why}" for sink in track.sinks if sink.mode != "off" and (why := missing(sink.name))]
     if mistakes:
-        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or take it out of track.sinks")
+        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or remove the tracker from track.sinks")
 
 
 def missing(name: str) -> str:

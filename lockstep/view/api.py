@@ -272,4 +272,6 @@ def _read(kind: type[Asked], params: Params) -> Asked:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise RunDirectoryError(f"{where}: {first['msg']}", where="view", fix="reload the page") from error
+        raise RunDirectoryError(
+            f"the parameter {where} is wrong: {first['msg']}", where="view", fix="reload the page"
+        ) from error

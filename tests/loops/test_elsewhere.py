@@ -74,7 +74,7 @@ def test_a_run_is_killed_resumed_scored_exported_and_cleaned(
 
     folder.rename(disk / "elsewhere")
     for again in (lambda: resume_run(path), lambda: find_target(str(path))):
-        with pytest.raises(CheckpointError, match="moved, removed, or its disk is not mounted"):
+        with pytest.raises(CheckpointError, match="moved or removed, or its disk is not mounted"):
             again()
     assert main(["runs", "--dir", str(path.parent), "gc"]) == 0  # it has nothing to remove
 

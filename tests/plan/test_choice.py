@@ -179,7 +179,7 @@ def test_a_machine_without_a_gpu_is_told_before_anything_is_loaded() -> None:
     if torch.cuda.is_available():
         require_devices(load([*GPU, OFFLOAD]))
         return
-    with pytest.raises(ConfigError, match="torch sees none on this machine"):
+    with pytest.raises(ConfigError, match="torch finds no GPU on this machine"):
         require_devices(load([*GPU, OFFLOAD]))
 
 
