@@ -30,7 +30,7 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
     if name not in names:
         near = get_close_matches(name, [known for known in names if not known.startswith("_")], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
-        raise failure(f"{path} defines no {name}", where=spec, fix=hint)
+        raise failure(f"{path} has no {name}", where=spec, fix=hint)
     return names[name]
 
 

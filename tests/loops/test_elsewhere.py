@@ -109,7 +109,7 @@ def test_each_disk_is_asked_for_its_part(tmp_path: Path, tiny_model_dir: Path, d
     (both,) = shares(plan, tmp_path / "runs", tmp_path / "runs" / "run" / "checkpoints")
     assert both.needs == plan.total
     require_room(plan, [Share((tmp_path,), 1.1e9, 1.1e9 + SPARE), Share((disk,), 64e9, 64e9 + SPARE)])
-    with pytest.raises(DoesNotFitError, match=r"needs 64\.27 GB of disk, 50\.00 GB are free") as caught:
+    with pytest.raises(DoesNotFitError, match=r"needs 64\.27 GB of disk space, but only 50\.00 GB are free") as caught:
         require_room(plan, [Share((tmp_path,), 1.1e9, 1e12), Share((disk,), 64e9, 50e9)])
     assert caught.value.where == str(disk)
     asked = load(words(tmp_path, tiny_model_dir, f"paths.checkpoints={disk}"))

@@ -104,7 +104,7 @@ def test_7b_with_fp32_masters_does_not_fit_one_h200() -> None:
     # 18 bytes for each of 7.62e9 parameters are 127.7 GiB; the rest is activations, the head, margin and context.
     assert 127.7 * 1.05 < needs < 145
     assert "moments (56.7 GiB)" in text
-    assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "optimizer.states=8bit (needs " in raised.value.fix
     assert "optimizer.offload=cpu (then " in raised.value.fix
     assert "adapter.kind=lora (then " in raised.value.fix
 
@@ -158,7 +158,7 @@ def test_main_memory_without_room_is_a_refusal_with_both_figures() -> None:
     assert "99.3 GiB while it writes a checkpoint, 85.1 of them always" in " ".join(memory_lines(planned(needed)))
     with pytest.raises(DoesNotFitError, match=r"need 99\.3 GiB of main memory, 90\.0 GiB are free") as raised:
         planned(90 * GIB)
-    assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "optimizer.states=8bit (needs " in raised.value.fix
     assert "optimizer.offload=none and adapter.kind=lora" not in raised.value.fix  # one change is enough
     with pytest.raises(DoesNotFitError, match="main memory") as raised:
         planned(8 * GIB)

@@ -44,7 +44,7 @@ def test_a_recipe_that_does_not_fit_is_told_so(seven: Path) -> None:
     assert any("does not fit: it needs 14" in line for line in said)
     words = [f"model.path={seven}", "task={kind: reasoning_gym}", "rollout.max_tokens=512", "prompts_per_step=64"]
     (refusal,) = refusals(load(words), 139.8)
-    assert refusal.fix.startswith("optimizer.states=8bit (then ")
+    assert refusal.fix.startswith("set optimizer.states=8bit (needs ")
 
 
 def test_memory_and_floor_of_a_gpu_that_is_not_here(seven: Path) -> None:
