@@ -142,7 +142,7 @@ def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
     term = plan.peak.largest
     what = (
         f"{training} {plan.inputs.shape.parameters / 1e9:.3g}e9 parameters does not fit: it needs {plan.needs / GIB:.1f} GiB, "
-        f"{(plan.needs - plan.available) / GIB:.1f} GiB more than the {plan.available / GIB:.1f} GiB available; most in "
+        f"but {plan.available / GIB:.1f} GiB are available ({(plan.needs - plan.available) / GIB:.1f} GiB too few); most in "
         f"the phase {plan.peak.name}, whose largest part is {term.name} ({term.bytes / GIB:.1f} GiB)"
     )
     return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
