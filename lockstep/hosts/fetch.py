@@ -128,7 +128,7 @@ class _Placing:
         return [f"stored: {place}"]
 
     def _run(self, name: str) -> str:
-        from lockstep.run.state import recipe_hash  # loads torch
+        from lockstep.run.state import recipe_hash  # imports torch
 
         folder, place = self.stage / name, Path(self.here(name))
         tree: Any = read(folder / "recipe.yaml").value

@@ -29,7 +29,7 @@ def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder.
 
-    Loads torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
+    Imports torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
     hold another number of parameters.
     """
     config = read_json(folder / "config.json")
@@ -43,7 +43,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def measured_shape(folder: Path) -> ModelShape:
-    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Loads torch."""
+    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Imports torch."""
     from lockstep.plan.modules import shape_of_model
 
     model = meta_model(folder)

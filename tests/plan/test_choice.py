@@ -201,8 +201,8 @@ def test_several_changes_together_when_one_is_not_enough() -> None:
 def test_a_micro_batch_that_is_too_large_is_named() -> None:
     with pytest.raises(DoesNotFitError) as raised:
         plan(SMALL, "update={recompute: none, tokens_per_microbatch: 100000}")
-    assert "update.tokens_per_microbatch=8192 (then " in raised.value.fix
-    assert "update.recompute=auto (then " in raised.value.fix
+    assert "update.tokens_per_microbatch=8192 (needs " in raised.value.fix
+    assert "update.recompute=auto (needs " in raised.value.fix
 
 
 def test_nothing_helps_a_model_that_is_much_too_large() -> None:
