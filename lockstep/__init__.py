@@ -1,7 +1,7 @@
 """Lockstep: post-train language models by reinforcement learning with verifiable rewards; trainer and engine in lockstep.
 
-Names of the Python interface are imported when they are first used, so that `import lockstep` loads nothing heavy. Their types
-stand in `__init__.pyi`; docs/python.md is their guide.
+Names of the Python interface are imported when they are first used, so that `import lockstep` is fast. Their types are in
+`__init__.pyi`; docs/python.md is their guide.
 """
 
 from importlib import import_module

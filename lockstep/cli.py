@@ -1,6 +1,6 @@
 """The `lockstep` command. Each subcommand is a module of lockstep.commands with `add_parser(subparsers)` and `run(args) -> int`.
 
-Command modules are light: they import torch and the like inside `run`.
+Command modules are fast to import: torch and other large packages are imported inside `run`.
 """
 
 from __future__ import annotations

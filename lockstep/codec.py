@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON values and back: a missing, unknown or mistyped field is refused with its path."""
+"""Converts frozen dataclasses to JSON values and back. Errors name the path of a missing, unknown or wrongly typed field."""
 
 from __future__ import annotations
 

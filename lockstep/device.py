@@ -1,4 +1,4 @@
-"""The device of a process: which there is, its memory, waiting for it. Code for CUDA alone asks torch itself."""
+"""The device of a process: CPU or GPU, its memory, and waiting for its work. Code for CUDA alone calls torch.cuda itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def free_memory() -> None:
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Choose the device; auto is the GPU if there is one. Raises ConfigError for a missing GPU."""
     if setting == "cuda" and not has_gpu():
-        raise ConfigError(["device = 'cuda': torch sees no GPU on this machine"], fix="use device=auto or device=cpu")
+        raise ConfigError(["device=cuda: torch finds no GPU on this machine"], fix="use device=auto or device=cpu")
     if setting == "auto":
         setting = "cuda" if has_gpu() else "cpu"
     return torch.device(setting)

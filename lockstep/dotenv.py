@@ -1,4 +1,4 @@
-"""Settings of the environment from a file: .env in the current folder, or the one that LOCKSTEP_ENV_FILE names."""
+"""Reads environment variables from a file: .env in the current folder, or the file that LOCKSTEP_ENV_FILE names."""
 
 from __future__ import annotations
 

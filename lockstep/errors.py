@@ -17,9 +17,9 @@
     │   └── WorkerLost         a worker died or fell silent; the run can be resumed    exit 75
     ├── CheckpointError        a checkpoint cannot be written or read                  exit 6
     │   ├── CorruptCheckpointError   a checkpoint's bytes are not those written        exit 6
-    │   └── ExportError        an export is not the model that trained                 exit 6
+    │   └── ExportError        an export is not the trained model                      exit 6
     ├── RunDirectoryError      a run directory is missing, foreign or unusable         exit 6
-    │   ├── RunLockedError     another process writes there                            exit 6
+    │   ├── RunLockedError     another process is writing to it                        exit 6
     │   └── StorageError       the disk is full or read-only                           exit 6
     ├── EvaluationError        an evaluation or a comparison is impossible             exit 7
     ├── MachineError           this machine cannot run the recipe; gives all reasons   exit 8
@@ -158,7 +158,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ExportError(CheckpointError):
-    """The export is not the model that trained; nothing of it is kept."""
+    """The export is not the trained model; nothing of it is kept."""
 
 
 class RunDirectoryError(LockstepError):
@@ -168,7 +168,7 @@ class RunDirectoryError(LockstepError):
 
 
 class RunLockedError(RunDirectoryError):
-    """Another process writes in the run directory."""
+    """Another process is writing to the run directory."""
 
 
 class StorageError(RunDirectoryError):

@@ -1,6 +1,6 @@
-"""Errors of huggingface_hub turned into those of Lockstep, with the same messages for models and data sets.
+"""Turns errors of huggingface_hub into errors of Lockstep, with the same messages for models and data sets.
 
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there.
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that they have in huggingface_hub.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plain_errors(kind: Kind, repo: str, revision: str | None, where: str) -> Ite
         yield
     except errors.GatedRepoError as error:
         raise failure(
-            f"access to this {noun} is gated", where=where, fix=f"accept its terms on {page}, then set HF_TOKEN"
+            f"access to this {noun} is gated", where=where, fix=f"accept the terms on {page}, then set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise failure(
@@ -53,7 +53,7 @@ def plain_errors(kind: Kind, repo: str, revision: str | None, where: str) -> Ite
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise failure(
-            f"no {kind.local} of this name, and the hub has no such {noun} that you may read",
+            f"there is no {kind.local} of this name, and the hub has no such {noun} that you may read",
             where=where,
             fix=f"check the spelling {kind.spelling}; for a private {noun} set HF_TOKEN",
         ) from error
@@ -62,7 +62,9 @@ def plain_errors(kind: Kind, repo: str, revision: str | None, where: str) -> Ite
     except network_errors() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise failure(
-            f"the download failed: {reason}", where=where, fix="run again; it continues where it stopped"
+            f"the download failed: {reason}",
+            where=where,
+            fix="run the command again: the download continues where it stopped",
         ) from error
 
 
@@ -78,7 +80,7 @@ def _not_cached(kind: Kind, where: str) -> LockstepError:
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        reason, fix = "HF_HUB_OFFLINE is set", "unset it"
+        reason, fix = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
     else:
         reason, fix = "the hub cannot be reached", "check the network or HF_ENDPOINT"
     return kind.failure(

@@ -1,4 +1,4 @@
-"""Base for servers of this machine alone: a bound on connections, and on the time that a request may take to arrive."""
+"""Base class of servers for this machine only. Limits the connections, and the time that a request may take to arrive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoopbackServer(ThreadingHTTPServer):
             raise MachineError(
                 f"port {port} cannot be opened: {error.strerror}",
                 where=where,
-                fix="choose another --port, or leave it out",
+                fix="choose another port with --port, or leave --port out",
             ) from error
 
     def take(self, connection: socket.socket) -> None:

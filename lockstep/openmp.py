@@ -1,4 +1,4 @@
-"""Sets how OpenMP's threads wait for each other, which must happen before torch is loaded."""
+"""Sets how OpenMP's threads wait for each other. This must happen before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is drawn, not on when: a key gives the same seed in every process and on every machine."""
+"""Random seeds from keys, such as step, prompt and sample: a key gives the same seed in every process and on every machine."""
 
 from __future__ import annotations
 

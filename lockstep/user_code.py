@@ -1,4 +1,4 @@
-"""User code: an object from a Python file, named as file.py:name, and the files that it consists of."""
+"""Loads user code: an object of a Python file, given as file.py:name. Also lists the files that the code consists of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise failure("there is no such file", where=spec, fix=f"give a path that exists from {Path.cwd()}")
+        raise failure(
+            "there is no such file", where=spec, fix=f"correct the path; a relative one begins in {Path.cwd()}"
+        )
     names = vars(_run(path, failure))
     if name not in names:
         near = get_close_matches(name, [known for known in names if not known.startswith("_")], n=3, cutoff=0.5)
@@ -82,7 +84,9 @@ def _run(path: Path, failure: type[LockstepError]) -> object:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise failure(
-            f"the file does not run: {describe(error, path)}", where=str(path), fix=f"try: python {path}"
+            f"the file does not run: {describe(error, path)}",
+            where=str(path),
+            fix=f"run it alone to see the whole error: python {path}",
         ) from error
     return module
 

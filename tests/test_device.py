@@ -19,7 +19,7 @@ def test_the_device_that_is_asked_for():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_an_error():
-    with pytest.raises(ConfigError, match="torch sees no GPU on this machine"):
+    with pytest.raises(ConfigError, match="torch finds no GPU on this machine"):
         choose_device("cuda")
 
 

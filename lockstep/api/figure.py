@@ -35,13 +35,13 @@ class RunFigure(Figure):
 def draw(runs: Mapping[str, pd.DataFrame], names: Sequence[str], smooth: int = 1) -> RunFigure:
     """Draw metrics of one run or several, a panel per metric. Raises ConfigError for a metric that no run has."""
     if smooth < 1:
-        raise ConfigError([f"smooth = {smooth}: must be at least 1"])
+        raise ConfigError([f"smooth={smooth}: must be at least 1"])
     known = sorted({name for frame in runs.values() for name in frame.columns})
     names = names or [name for name in DEFAULT_METRICS if name in known]
     if unknown := [name for name in names if name not in known]:
         near = get_close_matches(unknown[0], known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see the columns of Run.metrics"
-        raise ConfigError([f"no metric {unknown[0]} in {', '.join(runs)}"], fix=hint)
+        raise ConfigError([f"there is no metric {unknown[0]} in the runs {', '.join(runs)}"], fix=hint)
     figure = RunFigure(figsize=(WIDTH, HEIGHT * max(1, len(names))), layout="constrained")
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(len(names), 1, place)

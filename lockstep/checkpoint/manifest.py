@@ -1,4 +1,4 @@
-"""COMMIT.json: the name, size and SHA-256 of every file of a checkpoint, written last, with its own seal.
+"""COMMIT.json: the name, size and SHA-256 of every file of a checkpoint. It is written last, and holds a hash of itself (`seal`).
 
 No content of a checkpoint is used before its file was hashed, and no kind of file that can run code is read: tensors are
 safetensors, the rest is JSON or plain text.
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise _corrupt(folder, COMMIT, f"not a manifest ({error})") from error
     if _render(manifest) != content:
-        raise _corrupt(folder, COMMIT, "its bytes do not match its own seal")
+        raise _corrupt(folder, COMMIT, "its content does not match its own hash (seal)")
     return manifest
 
 

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, in safetensors files that other programs read too.
 
-Full training leaves a folder that transformers loads (model.safetensors, config, tokenizer), an adapter one that PEFT and
-vLLM load (adapter_model.safetensors, adapter_config.json). optimizer.safetensors and state.json are Lockstep's own.
+Full training gives a folder that transformers loads (model.safetensors, config, tokenizer), an adapter one that PEFT and
+vLLM load (adapter_model.safetensors, adapter_config.json). Only Lockstep reads optimizer.safetensors and state.json.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _copy_beside(source: Path, folder: Path) -> None:
         if not path.name.endswith(".index.json")
     ]
     if "config.json" not in {path.name for path in copied}:
-        raise CheckpointError("no config.json to copy", where=str(source), fix="give the folder of the model's files")
+        raise CheckpointError(
+            "the folder has no config.json", where=str(source), fix="give the folder of the model's files"
+        )
     for path in copied:
         if path.name == "config.json":
             (folder / path.name).write_text(_plain_config(path), encoding="utf-8")
@@ -152,7 +154,7 @@ def _plain_config(path: Path) -> str:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"the file is not JSON: {error}", where=str(path), fix="correct the model's folder"
+            f"the file is not JSON: {error}", where=str(path), fix="correct the file, or fetch the model again"
         ) from error
     if "quantization_config" not in config:
         return text

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, beside it or on another disk: save atomically, list, open verified, prune. Loads no torch.
+"""Saves, lists, verifies and deletes the checkpoints of a run, in its directory or on another disk. Does not import torch.
 
 A checkpoint is written into a hidden folder beside its place, flushed, sealed by COMMIT.json, and renamed; so `step_000010` is
 complete or absent, whenever the process dies. Hidden folders that a killed process left behind:
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 STATE = "state.json"
 LARGEST_STATE = 64 << 20
+RESTORE = "restore the checkpoint from a copy, or choose another"
 SPARE = 16 << 20
 """Free bytes that a save leaves on the disk, beyond its own need."""
 HIDDEN = (".tmp-", ".old-", ".trash-")
@@ -154,7 +155,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int | None = None) -> list[i
     """
     if keep_last < 1:
         raise CheckpointError(
-            f"keep_last = {keep_last} would delete every checkpoint", where=str(run_dir), fix="keep at least 1"
+            f"keep_last={keep_last} would delete every checkpoint", where=str(run_dir), fix="set keep_last to 1 or more"
         )
     clean(run_dir)
     complete = [info for info in list_checkpoints(run_dir) if info.complete]
@@ -197,13 +198,15 @@ def _state(step: int, meta: Mapping[str, Json]) -> str:
         text = json.dumps({"step": step, "meta": dict(meta)}, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint's meta is not JSON: {error}", where=STATE, fix="use text, numbers, lists and objects only"
+            f"the checkpoint's meta cannot be written as JSON: {error}",
+            where=STATE,
+            fix="use text, numbers, lists and objects only",
         ) from error
     if json.loads(text)["meta"] != meta:
         raise CheckpointError(
             "a value of the checkpoint's meta changes when it is written as JSON",
             where=STATE,
-            fix="use text keys and lists only",
+            fix="use text as keys, and lists instead of tuples",
         )
     return text
 
@@ -232,7 +235,9 @@ def open_checkpoint(run_dir: Path, step: int | None = None, allow_fallback: bool
     if not steps:
         unfinished = "".join(f"; {_passed_over(info)}" for info in infos)
         raise CheckpointError(
-            f"no checkpoint{unfinished}", where=str(checkpoints_of(run_dir)), fix="start the run from the beginning"
+            f"the run has no checkpoint{unfinished}",
+            where=str(checkpoints_of(run_dir)),
+            fix="start the run from the beginning",
         )
     wanted = steps[0] if step is None else step
     notes = [_passed_over(info) for info in infos if info not in places and info.step >= wanted]
@@ -260,7 +265,7 @@ def verify_checkpoint(folder: Path) -> CheckpointInfo:
         raise CorruptCheckpointError(
             f"{STATE} is of step {step}, but the checkpoint is of step {manifest.step}",
             where=str(folder),
-            fix="restore the checkpoint from a copy, or choose another",
+            fix=RESTORE,
         )
     return CheckpointInfo(step, folder, complete=True, bytes=manifest.bytes, meta=meta)
 
@@ -301,9 +306,12 @@ def _inspect(path: Path) -> CheckpointInfo:
 class _Facts(dict[str, Json]):
     """A JSON object of a checkpoint's state, in which a missing entry is a damaged checkpoint and not a KeyError."""
 
+    def __init__(self, facts: Mapping[str, Json], folder: Path) -> None:
+        super().__init__(facts)
+        self._folder = folder
+
     def __missing__(self, key: str) -> NoReturn:
-        fix = "choose another checkpoint: Lockstep did not write this one as it is"
-        raise CorruptCheckpointError(f"{STATE} has no {key!r}", where="the checkpoint", fix=fix)
+        raise CorruptCheckpointError(f"{STATE} has no entry {key!r}", where=str(self._folder), fix=RESTORE)
 
 
 class _Meta(BaseModel):
@@ -327,19 +335,19 @@ def _read_state(folder: Path) -> tuple[int, Mapping[str, Json]]:
     try:
         if path.stat().st_size > LARGEST_STATE:
             raise ValueError(f"{path.stat().st_size} bytes")
-        data = json.loads(path.read_bytes(), object_hook=_Facts)
+        data = json.loads(path.read_bytes(), object_hook=lambda facts: _Facts(facts, folder))
         if not isinstance(data, dict) or data.keys() != {"step", "meta"} or not isinstance(data["meta"], dict):
             raise ValueError("its fields are not step and meta")
         _Meta.model_validate(data["meta"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder)) from error
+        raise CorruptCheckpointError(f"{STATE}: {reason}", where=str(folder), fix=RESTORE) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{STATE}: cannot be read ({error})",
             where=str(folder),
-            fix="restore the checkpoint from a copy, or choose another",
+            fix=RESTORE,
         ) from error
     return data["step"], data["meta"]
 

@@ -1,4 +1,4 @@
-"""Build the parts of a run where its recipe places them: in this process, or on workers."""
+"""Builds the parts of a run where its recipe places them: in this process, or on workers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def connected(recipe: Recipe, task: BuiltTask, resolved: ResolvedModel, facts: F
     policy = PolicyFacts(resolved, tokenizer, chat, facts.numerics, facts.context, find_parent(recipe))
     connect(task, policy)
     if chat.stop_ids != facts.stop_ids:
-        raise SyncError("workers and driver end replies at different tokens", where="chat", fix=DEFECT)
+        what = f"the driver and the workers use different stop tokens: {chat.stop_ids} and {facts.stop_ids}"
+        raise SyncError(what, where=str(resolved.path), fix=DEFECT)
     return policy
 
 

@@ -1,4 +1,4 @@
-"""Weights from the trainer that owns them to all samplers, in buckets, beside the messages of training."""
+"""Sends weights from the trainer that owns them to all samplers, in buckets, by its own process group beside that of training."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class GroupSync:
             raise blind(f"{name} on rank {rank}", seen)
         if self._held() != before:
             raise SyncError(
-                "the weights were not restored after the negative control", where=name, fix="resume the run"
+                "the bit that was flipped to test the proof was not restored", where=name, fix="resume the run"
             )
         return name
 
@@ -352,7 +352,7 @@ class GroupSync:
                 self._samplers.require_same_scores(len(found))
         if faults := differing(truth, held):
             raise SyncError(
-                f"{len(faults)} tensors are not those that their owners made: {'; '.join(map(str, faults[:8]))}",
+                f"{len(faults)} tensors differ from those of the workers that own them: {'; '.join(map(str, faults[:8]))}",
                 where=f"sync of version {proofs[0].version}",
                 fix="use no sample and no score of this run's last step; resume from the last checkpoint",
             )

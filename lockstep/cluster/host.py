@@ -1,6 +1,6 @@
-"""A worker inside its process: what is set up before torch is loaded, and its errors as messages.
+"""The process of a worker: what is set up before torch is imported, and how errors are sent to the driver.
 
-Nothing heavy is imported here: settings of the environment must come first.
+This module imports nothing large: environment variables must be set first.
 """
 
 from __future__ import annotations

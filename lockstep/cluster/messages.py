@@ -1,4 +1,4 @@
-"""Records that driver and workers send each other."""
+"""Records that the driver and its workers send to each other."""
 
 from __future__ import annotations
 

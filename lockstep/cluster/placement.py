@@ -1,4 +1,4 @@
-"""Batch arithmetic of a run on several workers, in words. Loads no torch."""
+"""Batch arithmetic of a run on several workers, as text. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records to plain Python values and back, for messages between processes: numbers as bytes, and no pickled classes of ours."""
+"""Converts records to plain Python values and back, for messages between processes: numbers become bytes, nothing is pickled."""
 
 from __future__ import annotations
 

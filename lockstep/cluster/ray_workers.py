@@ -1,7 +1,7 @@
 """Workers as Ray actors of this machine, one for each GPU or CPU process.
 
-Ray is started for the run alone: it joins no cluster that it finds, and answers only to those who have the run's token. What goes
-through it are plain values.
+Ray is started for this run alone: it joins no existing cluster, and answers only clients that have the run's token. All
+messages are plain values.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class RayWorkers:
             self._pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout)
         except Exception as error:
             self.close()
-            raise WorkerLost(f"the workers did not start: {error}", fix=f"see the files in {folder}") from error
+            raise WorkerLost(
+                f"the workers did not start: {error}", fix=f"read the workers' logs in {folder}"
+            ) from error
         self._write_pids()
 
     def _started(self, rank: int) -> Any:
@@ -113,7 +115,7 @@ class RayWorkers:
         try:
             self._pids[rank] = self._ray.get(self._actors[rank].pid.remote(), timeout=self.timeout)
         except Exception as error:
-            what = f"another worker did not start in place of rank {rank}: {error}"
+            what = f"rank {rank} was lost, and the worker that should replace it did not start: {error}"
             raise self._end(WorkerLost(what, fix=self._fix)) from error
         self._write_pids()
 
@@ -212,7 +214,7 @@ class RayWorkers:
         where = self._where(rank, methods.get(rank, "a call"))
         if kind is WorkerLost or kind is WorkerError:
             log = self._folder / f"rank_{rank}.log"
-            fix = self._fix if kind is WorkerLost else f"see {log}; if it says no more than this, report it"
+            fix = self._fix if kind is WorkerLost else f"read {log}; if it does not show the cause, report this error"
             return self._end(kind(failure.what, where=where, fix=fix))
         if kind is None or not issubclass(kind, LockstepError) or issubclass(kind, ConfigError):
             return self._end(EngineError(failure.what, where=failure.where or where, fix=failure.fix))
@@ -233,7 +235,7 @@ class RayWorkers:
 
     @property
     def _fix(self) -> str:
-        return f"the stacks of the others are in {self._folder}; {self.again}"
+        return f"the stacks of the other workers are in {self._folder}; {self.again}"
 
 
 class Part:
@@ -310,7 +312,9 @@ def _start_ray(size: int, scratch: str, *, gpu: bool) -> Any:
             )
         except Exception as error:
             ray.shutdown()
-            raise WorkerLost(f"Ray did not start: {error}", where="placement", fix="see lockstep doctor") from error
+            raise WorkerLost(
+                f"Ray did not start: {error}", where="placement", fix="check the machine with lockstep doctor"
+            ) from error
         return ray
 
 
@@ -318,13 +322,15 @@ def _start_ray(size: int, scratch: str, *, gpu: bool) -> Any:
 def _import_ray() -> Any:
     """Import Ray, which reads the token then. Raises EngineError without Ray, or if it was imported before."""
     if "ray" in sys.modules:
-        what = "this process has imported Ray before it had the run's token"
-        raise EngineError(what, where="placement", fix="begin the run in a process of its own, with lockstep train")
+        what = "this process imported Ray before the run's access token was set"
+        raise EngineError(what, where="placement", fix="start the run in a new process: lockstep train")
     try:
         import ray
     except ImportError as error:
         raise EngineError(
-            "workers need Ray", where="placement", fix="pip install 'lockstep-rl[cluster]', or set placement.kind=local"
+            "Ray is not installed, but workers need it",
+            where="placement",
+            fix="pip install 'lockstep-rl[cluster]', or set placement.kind=local",
         ) from error
     return ray
 

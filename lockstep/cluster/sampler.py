@@ -1,4 +1,4 @@
-"""A worker with a model and an engine: the methods that the driver calls of every worker, and those of one that only samples.
+"""A worker with a model and an engine: the methods that the driver calls on every worker, and those of one that only samples.
 
 Arguments and results are plain values (cluster/plain.py). All methods are called by one thread, one after the other.
 """

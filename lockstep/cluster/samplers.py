@@ -1,4 +1,4 @@
-"""The workers that only sample: they are sent the trainers' weights, and replaced if they are lost."""
+"""The workers that only sample. They receive the trainers' weights, and are replaced if they are lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Samplers(Part):
         self.call_one(rank, "serve", self._version)
         truth, held = self._trainers.call_one(0, "held"), self.call_one(rank, "held")
         if from_plain(Prints, truth).read() != from_plain(Prints, held).read():
-            where = f"rank {self.ranks[rank]}, in place of one that was lost"
+            where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
         if self._forward is not None:
             self.call_one(rank, "set_forward", self._forward)
@@ -62,7 +62,9 @@ class Samplers(Part):
             if found is None:
                 return False
             if len(set(found)) > 1:
-                raise SyncError("trainers and samplers have different trained tensors", where="placement", fix=DEFECT)
+                raise SyncError(
+                    "trainers and samplers disagree on which tensors are trained", where="placement", fix=DEFECT
+                )
             self._joined = True
         return self._together(("give",), ("take",)) is not None
 
@@ -94,7 +96,7 @@ class Samplers(Part):
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:
                 raise SyncError(
-                    f"the worker's log-probabilities of the probe differ by {gap:.3g} on average, above {tolerance:.3g}",
+                    f"the worker's log-probabilities of the probe differ by {gap:.3g} on average; {tolerance:.3g} is allowed",
                     where=f"rank {trainers + rank}",
                     fix="use no sample of this run's last step; resume from the last checkpoint",
                 )

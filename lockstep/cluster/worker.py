@@ -1,4 +1,4 @@
-"""A worker that trains: a whole model, its learner and its engine, and the methods that the driver calls of it."""
+"""A worker that trains: a whole model, its learner and its engine, and the methods that the driver calls on it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The subcommands of `lockstep`, one module each: `add_parser(subparsers)` and `run(args) -> int`. Importing them is cheap."""
+"""The subcommands of `lockstep`, one module each: `add_parser(subparsers)` and `run(args) -> int`. They are fast to import."""

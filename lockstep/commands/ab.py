@@ -1,4 +1,4 @@
-"""`lockstep ab`: two runs that differ in exactly one setting, one after the other, and their paired report."""
+"""`lockstep ab`: trains two runs that differ in exactly one setting, one after the other, and reports their paired comparison."""
 
 from __future__ import annotations
 
@@ -65,20 +65,23 @@ def pair_of(
     lines = [f"{path}: {before} → {after}" for path, before, after in differing]
     paths = [path for path, _, _ in differing]
     if not paths:
-        raise ConfigError([f"--set {' '.join(changed)}: both runs would be the same"], fix="give another value")
+        raise ConfigError(
+            [f"--set {' '.join(changed)}: both runs would be the same"],
+            fix="give a value that the recipe does not have",
+        )
     if own := [path for path in paths if path.split(".")[0] in OWN]:
         raise ConfigError(
-            [f"--set {own[0]}: this setting has no effect on the results of a run"],
+            [f"--set {own[0]} is not allowed: this setting has no effect on the results of a run"],
             fix="set the names of the runs with --name",
         )
     if "seed" in paths:
         raise ConfigError(
-            ["--set seed: both runs of an A/B test use the same seed"],
-            fix="train two runs, then compare them with lockstep compare",
+            ["--set seed is not allowed: both runs of an A/B test use the same seed"],
+            fix="to compare two seeds, train two runs, then use lockstep compare",
         )
     if len(paths) > 1 and not multi:
-        what = f"{len(paths)} settings differ, and an A/B differs in one: {'; '.join(lines[:6])}"
-        raise ConfigError([what], fix="change one, or pass --multi; then the report cannot say which of them mattered")
+        what = f"{len(paths)} settings differ, but an A/B test changes only one: {'; '.join(lines[:6])}"
+        raise ConfigError([what], fix="change one, or pass --multi (the report then cannot say which setting mattered)")
     return (
         recipe.model_copy(update={"name": f"{recipe.name}-a"}),
         other.model_copy(update={"name": f"{recipe.name}-b"}),
@@ -121,9 +124,9 @@ def require_same_questions(a: RunDirectory, b: RunDirectory) -> list[str]:
     for name, what in (("questions_hash", "training questions"), ("heldout_hash", "held-out questions")):
         if one.get(name) != other.get(name):
             raise DataError(
-                f"the two runs have different {what} ({one.get(name)} and {other.get(name)})",
+                f"the changed setting gives the two runs different {what} ({one.get(name)} and {other.get(name)})",
                 where=f"{a.path} and {b.path}",
-                fix="the setting decides the data: compare the runs with lockstep compare --allow-mismatch",
+                fix=f"compare the runs with: lockstep compare {a.path} {b.path} --allow-mismatch",
             )
         lines += [f"same {what} ({str(one[name])[:8]})"] if one.get(name) else []
     require_same_files(a, _sources(b))
@@ -138,7 +141,7 @@ def require_same_files(a: RunDirectory, other: Mapping[str, str]) -> None:
         raise DataError(
             f"the file has changed since run {a.name} used it",
             where=changed[0],
-            fix=f"put it back (a copy is in {a.path / 'code'}), or train the pair under another name: --name NAME",
+            fix=f"restore it (a copy is in {a.path / 'code'}), or train the pair under another name: --name NAME",
         )
 
 

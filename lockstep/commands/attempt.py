@@ -1,4 +1,4 @@
-"""`lockstep attempt`: record an experiment in git. `start` makes a branch and a tag before a run, `finish` writes an entry into
+"""`lockstep attempt`: records an experiment in git. `start` makes a branch and a tag before a run, `finish` writes an entry into
 the notes after it. Optional: no other command needs it.
 """
 
@@ -54,7 +54,9 @@ def start(name: str, folder: Path, runs_dir: str) -> list[str]:
         git(folder, "switch", "--create", branch)
         git(folder, "tag", tag)
     except (OSError, SubprocessError) as error:
-        raise ConfigError([f"git failed: {git_trouble(error)}"], fix="see git status") from error
+        raise ConfigError(
+            [f"git failed: {git_trouble(error)}"], fix="run git status, correct what it shows, then try again"
+        ) from error
     commit = str(code_facts(folder)["commit"])[:12]
     return [
         f"branch {branch}, tag {tag} at {commit}",

@@ -1,4 +1,4 @@
-"""`lockstep audit parser`: wrong replies of a score with what was read of them. It measures nothing and loads no torch."""
+"""`lockstep audit parser`: shows the wrong replies of a score, and the answer that was read from each. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep compare`: two scores, runs or folders of scores, item by item. It measures nothing and loads no torch."""
+"""`lockstep compare`: compares two existing scores, runs or folders of scores, item by item. Does not import torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def find_pairs(names: Sequence[str], *, all_steps: bool = False) -> tuple[list[P
     from lockstep.evaluation.collect import base_and_last, newest, pair, records_of, unpaired
 
     if len(names) > 2:
-        raise ConfigError([f"{len(names)} scores were given, but a comparison needs two"], fix="lockstep compare A B")
+        raise ConfigError(
+            [f"{len(names)} scores were given, but a comparison needs two"], fix="give two: lockstep compare A B"
+        )
     sides = [records_of(name) for name in names]
     if len(sides) == 1:
         return base_and_last(sides[0]), []

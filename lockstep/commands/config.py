@@ -1,4 +1,4 @@
-"""`lockstep config`: show, check, explain settings. Loads no torch."""
+"""`lockstep config`: shows, checks and explains settings. Does not import torch."""
 
 from __future__ import annotations
 

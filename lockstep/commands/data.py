@@ -1,4 +1,4 @@
-"""`lockstep data`: check, measure, show, build and split data sets. Loads torch for token counts alone."""
+"""`lockstep data`: checks, measures, shows, builds and splits data sets. Imports torch only to count tokens."""
 
 from __future__ import annotations
 
@@ -232,8 +232,10 @@ def _show(recipe: Recipe, one: DataSet, args: argparse.Namespace) -> int:
         if args.row is not None or shown == args.n:
             break
     if not shown:
-        what = f"there is no row {args.row}" if args.row is not None else "there is no row"
-        raise DataError(f"{what}, or a filter drops it", where=rows.origin, fix="give another --row, or no filters")
+        what = "there are no rows, or filters drop all of them"
+        if args.row is not None:
+            what = f"there is no row {args.row}, or a filter drops it"
+        raise DataError(what, where=rows.origin, fix="give another --row, or remove the filters")
     return 0
 
 

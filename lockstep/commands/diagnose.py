@@ -1,4 +1,4 @@
-"""`lockstep diagnose`: what the rules of health, the spike log and the playbook say of a run, and what to do."""
+"""`lockstep diagnose`: shows what the health rules, the spike log and the playbook say about a run, and what to do."""
 
 from __future__ import annotations
 

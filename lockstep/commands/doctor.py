@@ -1,4 +1,4 @@
-"""`lockstep doctor`: is this machine fit for a run, and would this recipe start? Every problem at once, each with its fix.
+"""`lockstep doctor`: checks whether this machine is fit for a run, and whether a recipe would start. Lists all problems.
 
 With a recipe it opens the data, tries the grader and counts the items, as the start of a run does; no weights are loaded.
 """

@@ -1,4 +1,4 @@
-"""`lockstep eval`: score runs, checkpoints, adapters and models on held-out problems, their base beside them.
+"""`lockstep eval`: scores runs, checkpoints, adapters and models on held-out questions, beside their base.
 
 It never trains. Weights are proven to be in the engine, and to be those that were saved, before anything is sampled.
 """
@@ -173,8 +173,8 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
             found.append(dataclasses.replace(target, label=label, name=name))
     names = [target.label for target in found]
     if len(set(names)) < len(names):
-        what = f"two targets are called {max(names, key=names.count)}"
-        raise ConfigError([what], fix="give each a name: a=PATH b=PATH")
+        what = f"two targets have the same name: {max(names, key=names.count)}"
+        raise ConfigError([what], fix="name each target: a=PATH b=PATH")
     refuse_one_file_for_two([target for target in found if args.out or target.run is None])
     return found
 
@@ -189,8 +189,8 @@ def refuse_one_file_for_two(targets: Sequence[Target]) -> None:
         file = file_name(target, "", 0 if target.run else target.step)
         other, label = owners.setdefault(file, (owner, target.label))
         if other != owner:
-            what = f"{label} and {target.label}: their scores would have the same file's name, and one would be lost"
-            raise ConfigError([what], fix="give each a name: a=PATH b=PATH")
+            what = f"the scores of {label} and {target.label} would have the same file name, and one would be lost"
+            raise ConfigError([what], fix="name each target: a=PATH b=PATH")
 
 
 def checkpoint_steps(path: str, step: int | None) -> list[int | None]:
@@ -352,7 +352,7 @@ def split_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     overrides = [word for word in args.target if "=" in word and not Path(word).exists() and not named(word)[0]]
     names = [word for word in args.target if word not in overrides]
     if not names:
-        raise ConfigError(["no target was given"], fix="give a run, a checkpoint or a model first")
+        raise ConfigError(["no target was given"], fix="give a run, a checkpoint or a model as the first argument")
     return names, [*overrides, *args.set]
 
 

@@ -1,4 +1,4 @@
-"""`lockstep export`: a checkpoint as a folder for transformers, PEFT, vLLM or llama.cpp, proven to be the model that trained."""
+"""`lockstep export`: writes a checkpoint for transformers, PEFT, vLLM or llama.cpp, and verifies that it is the trained model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     gguf = args.format == "gguf"
     if gguf and args.adapter:
         raise ConfigError(
-            ["--format gguf writes merged models, and --adapter asks for the adapter alone"],
+            ["--format gguf and --adapter cannot be used together: a GGUF file holds a merged model"],
             fix="leave one of them out",
         )
     if not 0 < args.shard_gb < math.inf:

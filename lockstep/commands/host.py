@@ -1,4 +1,4 @@
-"""`lockstep host`: spare machines by ssh. Brings code, environment and weights there, starts commands, fetches what they made."""
+"""`lockstep host`: runs commands on spare machines over ssh. Sends code, environment and weights, and fetches the results."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def _bring(link: Connection, args: argparse.Namespace) -> int:
     print("\n".join([*facts, *(one.what for one in differences)]))
     if differences:
         fixes = "; ".join(dict.fromkeys(one.fix for one in differences))
-        raise HostError(f"{len(differences)} differences", where=f"host {args.host}", fix=fixes)
+        raise HostError(
+            f"this machine and the host differ in {len(differences)} points", where=f"host {args.host}", fix=fixes
+        )
     print("nothing differs")
     return 0
 

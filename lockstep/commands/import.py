@@ -1,4 +1,4 @@
-"""`lockstep import`: a checkpoint of verl, OpenRLHF or TRL as a folder that train, eval and export take."""
+"""`lockstep import`: converts a checkpoint of verl, OpenRLHF or TRL to a folder that train, eval and export accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep metrics`: what the numbers of a run mean. Loads no torch."""
+"""`lockstep metrics`: explains the metrics of a run. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep plan`: what a recipe amounts to, before anything is loaded: batches, objective, rates, evaluations, memory."""
+"""`lockstep plan`: shows what a recipe would run, before anything is loaded: batches, objective, rates, evaluations, memory."""
 
 from __future__ import annotations
 

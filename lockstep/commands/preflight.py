@@ -1,7 +1,7 @@
 """`lockstep preflight`: one table that says whether a run of a recipe would start, and whether it is worth starting.
 
-Plan, doctor and the checks of a start come first; then, on the real weights, the format rate, the headroom and a few steps of
-training in a folder that is deleted.
+First come plan, doctor and the checks of a start. Then the real weights are used: for the share of replies with the right
+format, the room for learning, and a few steps of training in a temporary folder.
 """
 
 from __future__ import annotations

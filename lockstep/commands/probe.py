@@ -1,4 +1,4 @@
-"""`lockstep probe`: before a run, whether replies have the format and whether there is anything to learn from."""
+"""`lockstep probe`: measures before a run whether replies have the format, and whether there is anything to learn."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def headroom_mode(target: Target, samples: int) -> EvalMode:
     from lockstep.config.schema import EvalMode
 
     if samples < 2:
-        raise ConfigError(["--samples 1: one sample says nothing about groups"], fix="set --samples to 8 or more")
+        raise ConfigError(
+            ["--samples is too low: a group needs at least two samples"], fix="set --samples to 8 or more"
+        )
     return EvalMode(name="headroom", temperature=target.recipe.rollout.temperature, samples=samples)
 
 

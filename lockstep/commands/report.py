@@ -1,4 +1,4 @@
-"""`lockstep report`: one page of a run. Loads no torch."""
+"""`lockstep report`: writes the HTML report of a run. Does not import torch."""
 
 from __future__ import annotations
 

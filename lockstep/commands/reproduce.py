@@ -1,4 +1,4 @@
-"""`lockstep reproduce`: a published run once more: its data, their counts, training, evaluation, and the figures side by side."""
+"""`lockstep reproduce`: repeats a published run: counts its data, trains, evaluates, and shows both sets of figures together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Count, train, compare. Raises DataError or ModelError that says what is missing, 7 if a count is not the published one."""
     if args.recipe.suffix not in (".yaml", ".yml"):
-        raise ConfigError([f"{args.recipe}: not a recipe file"], fix="give a file of recipes/tasks")
+        raise ConfigError([f"{args.recipe}: not a recipe file"], fix="give a .yaml file, such as one of recipes/tasks")
     expects = expects_of(args.recipe)
     recipe = load_run([str(args.recipe), *args.overrides])
     rows = list(_counted(recipe, expects.counts))
@@ -70,7 +70,7 @@ def _counted(recipe: Recipe, counts: Sequence[Count]) -> Iterator[str]:
         raise DataError(
             "; ".join(missing),
             where=recipe.name,
-            fix="get what is missing, then give the same command again: what is here is kept",
+            fix="get the missing data, then run the same command again; data that are here are kept",
         )
     for count in counts:
         if count.of not in readings:
@@ -93,7 +93,7 @@ def _require_model(recipe: Recipe) -> None:
     try:
         resolve(recipe.model)
     except ModelError as error:
-        fix = f"{error.fix}; the data are complete. Then give the same command again"
+        fix = f"{error.fix}; then run the same command again (the data are complete)"
         raise ModelError(error.what, where=error.where, fix=fix) from None
 
 

@@ -1,4 +1,4 @@
-"""`lockstep rollouts`: read what a run sampled, with its grade. A tokenizer is loaded for episodes and --seen alone."""
+"""`lockstep rollouts`: shows the rollouts of a run with their grades. Loads a tokenizer only for episodes and --seen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise RunDirectoryError(
             "a supervised run samples no replies in training, so it stores none",
             where=str(args.run),
-            fix=f"lockstep sample {args.run}, or read its rows with lockstep data show {directory.recipe_path}",
+            fix=f"sample replies: lockstep sample {args.run}, or read the rows: lockstep data show {directory.recipe_path}",
         )
     rows = read_rollouts(directory, 0 if step is None else step)
     wanted = [row for row in rows if args.only is None or word(row) == args.only]

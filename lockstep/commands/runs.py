@@ -1,4 +1,4 @@
-"""`lockstep runs`: list runs, note, tag and archive them, delete what is no longer needed, show the best known scores."""
+"""`lockstep runs`: lists runs, adds notes and tags, archives runs, deletes what is no longer needed, shows the best scores."""
 
 from __future__ import annotations
 

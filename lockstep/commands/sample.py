@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     names, overrides = split_arguments(args)
     if len(names) > 1:
         raise ConfigError(
-            [f"{names[1]}: only one target can be sampled at a time"], fix="give overrides as section.setting=value"
+            [f"{names[1]}: only one target can be sampled at a time"],
+            fix="leave it out; overrides have the form section.setting=value",
         )
     target = find_target(names[0], args.recipe, overrides, args.step)
     warm = target.recipe.rollout.temperature if args.temperature is None else args.temperature

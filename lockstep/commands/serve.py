@@ -1,4 +1,4 @@
-"""`lockstep serve`: replies of a run, a checkpoint or a model over HTTP, to OpenAI and Anthropic clients on this machine."""
+"""`lockstep serve`: serves a run, a checkpoint or a model over HTTP, to OpenAI and Anthropic clients on this machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def _target(args: argparse.Namespace) -> Target:
     names, overrides = split_arguments(args)
     if len(names) > 1:
         raise ConfigError(
-            [f"{names[1]}: only one target can be served at a time"], fix="give overrides as section.setting=value"
+            [f"{names[1]}: only one target can be served at a time"],
+            fix="leave it out; overrides have the form section.setting=value",
         )
     try:
         return find_target(names[0], args.recipe, overrides, args.step)
@@ -103,7 +104,8 @@ def _token(path: Path | None) -> str:
         token = path.read_text(encoding="utf-8").strip()
         if len(token) < 16 or not token.isascii() or not token.isprintable():
             raise ConfigError(
-                [f"{path}: a token must have at least 16 ASCII characters"], fix="remove the file: a new one is written"
+                [f"{path}: a token must have at least 16 ASCII characters"],
+                fix="remove the file: a new token is then written",
             )
         return token
     token = secrets.token_urlsafe(24)

@@ -1,4 +1,4 @@
-"""`lockstep track`: look at the trackers of a run or recipe, and send what they miss."""
+"""`lockstep track`: shows the trackers of a run or recipe, and sends them the steps that they lack."""
 
 from __future__ import annotations
 

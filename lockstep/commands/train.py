@@ -1,4 +1,4 @@
-"""`lockstep train`: run a recipe, or continue a run."""
+"""`lockstep train`: runs a recipe, or continues a run."""
 
 from __future__ import annotations
 
@@ -78,9 +78,12 @@ def run(args: argparse.Namespace) -> int:
             fix="give the run with --resume, or leave --allow-fallback out",
         )
     if args.steps is not None:
-        raise ConfigError(["--steps works only with --resume"], fix=f"write steps={args.steps}")
+        raise ConfigError(["--steps works only with --resume"], fix=f"for a new run, write steps={args.steps}")
     if not args.recipe:
-        raise ConfigError(["no recipe was given"], fix="lockstep train recipes/quickstart.yaml, or --resume runs/NAME")
+        raise ConfigError(
+            ["no recipe was given"],
+            fix="give one, such as recipes/quickstart.yaml, or continue a run: --resume runs/NAME",
+        )
     recipe = load_allowed(args)  # before anything heavy: a mistake is refused in milliseconds
     path = Path(recipe.runs_dir) / recipe.name
     refuse_taken(path)

@@ -1,4 +1,4 @@
-"""`lockstep view`: a page about runs, live while they train, served on this machine alone."""
+"""`lockstep view`: serves a web page about runs, live while they train, on this machine only."""
 
 from __future__ import annotations
 

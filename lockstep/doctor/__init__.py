@@ -1,1 +1,1 @@
-"""Checks of a machine, and of a recipe on it, before a run: each says what it found, how that is, and what to do."""
+"""Checks of a machine, and of a recipe on it, before a run. Each check returns what it found, a verdict, and a fix."""

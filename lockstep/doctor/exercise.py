@@ -1,4 +1,4 @@
-"""Checks that use a feature to see whether it works: attention kernels, uvloop, and on a GPU captured steps, allocator, vLLM."""
+"""Checks that try features out: attention kernels and uvloop, and on a GPU also CUDA graphs, torch's allocator and vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Checks of the GPU, its driver and the torch that is to use it. What the driver knows is asked of nvidia-smi, which takes no
-memory of the GPU; torch is asked only what its build can do."""
+"""Checks of the GPU, its driver and the installed torch. Facts about the driver come from nvidia-smi, which uses no GPU memory;
+torch is asked only what its build supports.
+"""
 
 from __future__ import annotations
 
@@ -133,15 +134,15 @@ def judge_processes(processes: Sequence[Process], own: frozenset[int], gpus: Seq
         return Check(
             "gpu processes",
             "warn",
-            f"{len(others)} not ours: {shown}",
-            "end them, or choose another GPU (CUDA_VISIBLE_DEVICES)",
+            f"other processes ({len(others)}): {shown}",
+            "end them, or choose another GPU with CUDA_VISIBLE_DEVICES",
         )
     if not processes and any(gpu.used > TAKEN_MIB for gpu in gpus):
         return Check(
             "gpu processes",
             "warn",
-            "none to be seen, yet memory is taken: they are outside this container",
-            "ask on the host: nvidia-smi",
+            "no process is visible, but GPU memory is in use: by processes outside this container",
+            "run nvidia-smi on the host",
         )
     return Check("gpu processes", "ok", "none but ours")
 
@@ -152,9 +153,10 @@ def check_busy(device: Literal["auto", "cpu", "cuda"], needed: int, *, allowed: 
         return []
     mine = {gpu.uuid for gpu in gpus}
     check = judge_processes([one for one in gpu_processes() if one.gpu in mine], own_processes(), gpus)
-    if allowed or " not ours: " not in check.found:  # memory without a process may be that of a run that has just ended
+    # memory without a process may be that of a run that has just ended
+    if allowed or "other processes (" not in check.found:
         return [check]
-    return [replace(check, verdict="fail", fix=f"{check.fix}; or let it through: --allow busy_gpu")]
+    return [replace(check, verdict="fail", fix=f"{check.fix}; or share the GPU with them: --allow busy_gpu")]
 
 
 def judge_compiler(path: str | None) -> Check:

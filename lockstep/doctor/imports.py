@@ -1,4 +1,4 @@
-"""Checks of the Python environment that must work where packages are broken: they load nothing but the standard library."""
+"""Checks of the Python environment. They work even if packages are broken, because they import only the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes that an install would make, asked of pip beforehand: nothing is installed."""
+"""Asks pip (`pip install --dry-run`) which packages an install would change. Installs nothing."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def would_install(words: Sequence[str]) -> list[Check]:
     wanted = [line for word in words for line in _requirements(word)]
     changes, why = _asked(wanted)
     if why:
-        raise ConfigError(
-            [f"pip finds no way to install {' '.join(words)}: {why}"], fix="change the versions asked for"
-        )
+        raise ConfigError([f"pip cannot install {' '.join(words)}: {why}"], fix="change the requested versions")
     checks = [judge(change) for change in changes]
     bad = [change.name for change in changes if change.worse and change.name in GUARDED]
     if bad:

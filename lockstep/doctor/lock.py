@@ -1,4 +1,4 @@
-"""Comparison of the installed packages with the lock file whose versions were tested, where the repository is at hand."""
+"""Compares the versions of the installed packages with the tested ones in the repository's lock file, if that file is here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks that need no torch and no recipe: processor, memory, disk, limits, clock, network, packages.
 
-Each is a measurement and a judgement of what was measured, apart, so that the judgement can be tried on any machine.
+Each check is two functions: one measures, the other judges the result, so that the second can be tested on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what a recipe needs of this machine: packages, model, memory, disk. No weights are loaded, nothing is fetched."""
+"""Checks that this machine has what a recipe needs: packages, model, memory, disk. Loads no weights, downloads nothing."""
 
 from __future__ import annotations
 

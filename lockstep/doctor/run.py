@@ -1,4 +1,4 @@
-"""The list of checks, in the order in which they are shown, and the quick ones that a run makes before it starts."""
+"""The list of checks in the order of display, and the quick checks that every run makes before it starts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a checkpoint to a folder that other programs load, proven to be the model that trained. See docs/export.md."""
+"""Exports a checkpoint as a folder that other programs load, and verifies that it is the trained model. See docs/export.md."""

@@ -1,4 +1,4 @@
-"""Exports that are there already: of the same weights and settings, every file whole. Loads no torch."""
+"""Finds an export that exists already: made from the same weights and settings, every file intact. Does not import torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def made_of(target: Target, kind: str, shard_bytes: int) -> dict[str, Any]:
 def cached_place(key: dict[str, Any]) -> Path:
     """Return the folder in the cache of an export without OUT. Raises ConfigError for weights of no checkpoint."""
     if not key:
-        raise ConfigError(["only a checkpoint of a run is exported into the cache"], fix="give a new folder as OUT")
+        raise ConfigError(
+            ["OUT is missing: only a checkpoint of a run can be exported into the cache"],
+            fix="give a new folder as OUT",
+        )
     return cache_root() / "exports" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -94,14 +97,14 @@ def look(out: Path | None, key: dict[str, Any], *, again: bool) -> Place:
         return Place(new_folder(path))
     found = hashes(path)
     if foreign := sorted(found.keys() - files.keys()):
-        raise ConfigError([f"{path} exists already, with files that are not of an export: {foreign[0]}"], fix=_FIX)
+        raise ConfigError([f"{path} exists already and holds a file that is not of the export: {foreign[0]}"], fix=_FIX)
     if same and found == files and not again:
         return Place(path.absolute(), record)
     if not same and not again:
         raise ConfigError(
-            [f"{path} exists already: an export of {record['source']['label']} or other options"], fix=_FIX
+            [f"{path} holds another export already: of {record['source']['label']} or with other options"], fix=_FIX
         )
     return Place(path.parent.resolve() / path.name, replaced=True)
 
 
-_FIX = "give a new folder, or replace an export with --again"
+_FIX = "give a new folder; --again replaces a folder that holds only an export"

@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, where it comes from, how to ask it, how it scored, how it was verified."""
+"""Writes the model card of an export: its origin, how to prompt it, its scores, and how it was verified."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The process that reads an export back for its proof: plain transformers, with PEFT for an adapter, loads the folder.
+"""The process that reads an export back to verify it: plain transformers, with PEFT for an adapter, loads the folder.
 
     python -m lockstep.export.check REQUEST.json ANSWER.json
 
-It uses nothing of Lockstep but the fingerprint and the codec: model, tokenizer and adapter are loaded as any reader of
-the folder loads them.
+Of Lockstep it uses only the fingerprint and the codec: model, tokenizer and adapter are loaded as any other program loads them.
 """
 
 from __future__ import annotations

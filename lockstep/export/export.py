@@ -1,4 +1,4 @@
-"""`lockstep export`: a trained checkpoint as a folder for other programs, verified before it gets its name."""
+"""`lockstep export`: writes a trained checkpoint as a folder for other programs, which gets its name once it is verified."""
 
 from __future__ import annotations
 
@@ -161,17 +161,22 @@ def _refuse(target: Target, *, adapter: bool) -> None:
     if not adapter:
         return
     if settings.kind == "none":
-        raise ConfigError([f"--adapter: {target.label} has no adapter: all weights were trained"], fix="leave it out")
+        raise ConfigError(
+            [f"--adapter cannot be used: {target.label} has no adapter, all its weights were trained"],
+            fix="leave --adapter out",
+        )
     if base := base_of(find_parent(target.recipe)):
         raise ConfigError(
             [
-                f"--adapter: the base of {target.label} was trained by {base.run or base.info.path}: not a published model"
+                f"--adapter cannot be used: {target.label} has a base that is no published model, but of "
+                f"{base.run or base.info.path}"
             ],
-            fix="export it merged (--merge)",
+            fix="export the merged model: --merge",
         )
     if isinstance(settings, Lora) and settings.base == "nf4":
         raise ConfigError(
-            [f"--adapter: {target.label} was trained over a base in 4 bits"], fix="export it merged (--merge)"
+            [f"--adapter cannot be used: {target.label} was trained over a base in 4 bits"],
+            fix="export the merged model: --merge",
         )
 
 
@@ -223,9 +228,9 @@ def _trained(target: Target) -> Policy:
     found = fingerprint(named_weights(policy.model)).combined
     if found != saved.fingerprint:
         raise ExportError(
-            f"the weights in memory have fingerprint {found}, the saved ones {saved.fingerprint}",
+            f"the weights in memory are not the saved ones: fingerprint {found} instead of {saved.fingerprint}",
             where=target.label,
-            fix=f"the weights in memory are not those that were read; {DEFECT}",
+            fix=DEFECT,
         )
     return policy
 
@@ -285,7 +290,9 @@ def into_gguf(folder: Path, back: Path, expected: Expected, request: Request) ->
 def _require_boundaries(folder: Path, back: Path) -> None:
     before, after = (_boundaries(place) for place in (folder, back))
     if wrong := [f"{name}: {after[name]} instead of {before[name]}" for name in before if before[name] != after[name]]:
-        raise ExportError(f"GGUF lost special tokens: {'; '.join(wrong)}", where=str(folder), fix="export to hf")
+        raise ExportError(
+            f"the GGUF file lost special tokens: {'; '.join(wrong)}", where=str(folder), fix="export with --format hf"
+        )
 
 
 def _boundaries(folder: Path) -> dict[str, str | None]:

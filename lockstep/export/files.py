@@ -1,4 +1,4 @@
-"""The folder of an export: weights in files of limited size, and the model's own config, tokenizer and chat template."""
+"""Writes the folder of an export: weights in files of limited size, and the model's config, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new_folder(out: Path) -> Path:
     # A link at this place is not followed.
     out = out.resolve() if out.name in ("", "..") else out.parent.resolve() / out.name
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()) or out == Path.cwd())):
-        raise ConfigError([f"{out} exists already"], fix="give a new folder")
+        raise ConfigError([f"{out} exists already"], fix="give a folder that does not exist yet")
     return out
 
 
@@ -50,7 +50,7 @@ def in_the_making(out: Path, *, replaced: bool = False) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError([f"{out} cannot be made: {error}"], fix="give a place that can be written") from error
+        raise ConfigError([f"{out} cannot be created: {error}"], fix="give a folder that you may write to") from error
     try:
         yield folder
         if out.exists() and replaced:
@@ -91,7 +91,7 @@ def _change(config: dict[str, Any], dtype: str, own_code: bool) -> list[str]:
         raise ExportError(
             "the model comes with Python code of its own, which is not exported",
             where="config.json",
-            fix="copy the checkpoint's weights into a folder with that code yourself, once you have read it",
+            fix="read that code, then copy the checkpoint's weights into a folder with the code yourself",
         )
     changed = []
     if config.pop("auto_map", None) is not None:

@@ -1,4 +1,4 @@
-"""`lockstep import`: another trainer's checkpoint as a folder that every command reads: a model, or an adapter for PEFT."""
+"""`lockstep import`: converts a checkpoint of another trainer to a folder that every command reads: a model or a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
 """Prefixes that trainers put into the names of a state dict."""
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
+_CONFIG = "give the config.json of the model that was trained, with --config"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -57,7 +58,8 @@ def import_checkpoint(found: Foreign, out: Path, *, config: Path | None = None, 
         ignored := [name for name, given in (("--config", config), ("--dtype", dtype)) if given]
     ):
         raise ConfigError(
-            [f"{', '.join(ignored)}: {found.path} is an adapter, which is copied unchanged"], fix="leave it out"
+            [f"{', '.join(ignored)} cannot be used: {found.path} is an adapter, which is copied unchanged"],
+            fix=f"leave {' and '.join(ignored)} out",
         )
     out = new_folder(out)
     with in_the_making(out) as folder:
@@ -71,7 +73,9 @@ def _adapter(found: Foreign, folder: Path, out: Path) -> Imported:
     adapter = read_adapter(found.path)
     _require_peft(found.path)
     if not adapter.weights:
-        raise CheckpointError(f"{TENSORS} holds no tensors", where=str(found.path), fix="copy the folder again")
+        raise CheckpointError(
+            f"{TENSORS} holds no tensors", where=str(found.path), fix="copy the adapter's folder again"
+        )
     for name, tensor in adapter.weights.items():
         _require_plain(name, tensor, found.path)
     for name in (CONFIG, TENSORS):
@@ -99,7 +103,7 @@ def _model(found: Foreign, folder: Path, out: Path, config: Path | None, dtype: 
     kinds = sorted({_name(tensor.dtype) for tensor in weights.values()})
     if len(kinds) > 1:
         raise CheckpointError(
-            f"the weights are in {' and '.join(kinds)}", where=str(found.path), fix="choose one with --dtype"
+            f"the weights mix {' and '.join(kinds)}", where=str(found.path), fix="choose one precision with --dtype"
         )
     copy_model_files(place, folder, kinds[0], whole=True)
     write_sharded(folder, weights)
@@ -114,8 +118,8 @@ def _read(found: Foreign) -> Mapping[str, Tensor]:
             return joined(found.shards)
         case Kind.DEEPSPEED:
             if len(found.shards) > 1:
-                what = f"{len(found.shards)} files of model states, so the model is split (tensor-parallel or ZeRO 3)"
-                fix = "run zero_to_fp32.py, which DeepSpeed left beside it, with --safe_serialization, and import its result"
+                what = f"the model is split (tensor-parallel or ZeRO 3): there are {len(found.shards)} files of model states"
+                fix = "run zero_to_fp32.py, which DeepSpeed saved beside it, with --safe_serialization, then import its result"
                 raise CheckpointError(what, where=str(found.path), fix=fix)
             return module_states(found.shards[0])
         case _:
@@ -134,20 +138,22 @@ def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str
     own = {_plain_name(name): tensor for name, tensor in weights.items()}
     if len(own) < len(weights):
         raise CheckpointError(
-            "two tensors have the same name without the prefixes of wrappers",
+            "two tensors have the same name once prefixes of wrappers, such as module., are removed",
             where=str(where),
-            fix="save the state dict of one model",
+            fix="save the state dict of one model alone, then import it",
         )
     if tied and HEAD in own and EMBEDDING in own:
         if not torch.equal(own[HEAD], own[EMBEDDING]):
-            what = "head and embedding differ, but config.json says that they are one"
-            raise CheckpointError(what, where=str(where), fix="set tie_word_embeddings to false in that config.json")
+            what = "the output head and the embedding differ, but config.json says that they are tied"
+            raise CheckpointError(
+                what, where=str(where), fix=f"set tie_word_embeddings to false in {config}/config.json"
+            )
         del own[HEAD]
     lora = sorted(name for name in own if ".lora_" in name or ".base_layer." in name)
     if lora:
-        what = f"shards of a model under an adapter ({len(lora)} tensors such as {lora[0]})"
+        what = f"the checkpoint holds shards of a model with an adapter ({len(lora)} tensors such as {lora[0]})"
         raise CheckpointError(
-            what, where=str(where), fix="give the folder lora_adapter beside them, which holds the adapter"
+            what, where=str(where), fix="import the folder lora_adapter beside the shards, which holds the adapter"
         )
     for names, what in (
         (expected.keys() - own.keys(), "are missing"),
@@ -157,12 +163,12 @@ def fitted(weights: Mapping[str, Tensor], config: Path, where: Path) -> dict[str
             raise CheckpointError(
                 f"{len(names)} tensors {what}, such as {sorted(names)[0]}",
                 where=str(where),
-                fix="give the config.json of the model that was trained, with --config",
+                fix=_CONFIG,
             )
     for name, shape in expected.items():
         if tuple(own[name].shape) != shape:
-            what = f"{name} is {tuple(own[name].shape)}, by config.json {shape}"
-            raise CheckpointError(what, where=str(where), fix="give the config.json of the model that was trained")
+            what = f"{name} has the shape {tuple(own[name].shape)}, but config.json gives {shape}"
+            raise CheckpointError(what, where=str(where), fix=_CONFIG)
         _require_plain(name, own[name], where)
     return own
 
@@ -171,11 +177,11 @@ def _require_plain(name: str, tensor: Tensor, where: Path) -> None:
     """Raise CheckpointError unless these are finite numbers of a precision that a model can have."""
     kind = "sparse" if tensor.layout != torch.strided else _name(tensor.dtype)
     if kind not in PRECISIONS:
-        what = f"{name} is {kind}: only plain weights in {', '.join(PRECISIONS)} are taken over"
+        what = f"{name} is {kind}: only plain weights in {', '.join(PRECISIONS)} can be imported"
         raise CheckpointError(what, where=str(where), fix="dequantise the model with the program that wrote it")
     if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(
-            f"{name} has numbers that are not finite", where=str(where), fix="take a step before training diverged"
+            f"{name} has values that are not finite", where=str(where), fix="import a step before training diverged"
         )
 
 
@@ -201,7 +207,7 @@ def _shapes(config: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
         raise ModelError(
             f"config.json describes no model that transformers can build: {reason_of(error)}",
             where=str(config),
-            fix="give the config.json of the model that was trained, with --config",
+            fix=_CONFIG,
         ) from error
     weights = dict(revert_weight_conversion(model, dict(named_weights(model))))
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}, bool(

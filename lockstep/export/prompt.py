@@ -1,4 +1,4 @@
-"""Prompt of an exported model: the one that it was trained and scored with, and code that uses it."""
+"""The prompt format of an exported model, as it was trained and scored with, and example code that uses it."""
 
 from __future__ import annotations
 

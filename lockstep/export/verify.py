@@ -1,4 +1,4 @@
-"""Comparison of an exported folder, as a plain reader sees it, with the model that trained."""
+"""Compares an exported folder, as plain transformers loads it, with the trained model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def in_fresh_process(request: Request) -> Answer:
         if done.returncode or not answered.is_file():
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ExportError(
-                f"plain transformers cannot load what was written: {reason}",
+                f"plain transformers cannot load the exported folder: {reason}",
                 where=request.folder,
                 fix=f"nothing was exported; {DEFECT}",
             )
@@ -128,14 +128,15 @@ def verify(expected: Expected, found: Answer, names: set[str], where: str) -> Ve
     if not (trained.mean <= allowed.mean and trained.max <= allowed.max):
         moved = difference(expected.trained, expected.base)
         problems.append(
-            f"log-probabilities are off the trained model's by {trained.mean:.3g} on average and {trained.max:.3g} at most, "
-            f"allowed {allowed.mean:.2g} and {allowed.max:.2g} (training moved them by {moved.mean:.3g})"
+            f"log-probabilities differ from the trained model's by {trained.mean:.3g} on average and {trained.max:.3g} at most; "
+            f"{allowed.mean:.2g} and {allowed.max:.2g} are allowed (training changed them by {moved.mean:.3g})"
         )
     if problems:
         raise ExportError(
-            "the export is not the model that trained: " + "; ".join(problems),
+            "the exported folder is not the trained model: " + "; ".join(problems),
             where=where,
-            fix="nothing was exported; check that model.path still names the model that the run began with, and report it",
+            fix="nothing was exported; check that model.path is still the model that the run began with; if it is, "
+            + DEFECT,
         )
     tokens = sum(len(row) for row in found.logprobs)
     return Verified(trained, base, allowed, found.parameters, found.tied, tokens)

@@ -1,7 +1,7 @@
 """Applies the health rules (config/metrics.yaml) to a run's metrics, step by step, and returns the alarms.
 
-Pure: alarms depend only on the recipe and the metrics, so a resumed run that first reads the recorded steps raises the same
-alarms as an uninterrupted run.
+Alarms depend only on the recipe and the metrics, so a resumed run that first reads the recorded steps raises the same alarms as
+an uninterrupted run.
 """
 
 from __future__ import annotations

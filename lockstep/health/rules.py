@@ -1,4 +1,4 @@
-"""Factors of the rules' limits, and a line on the rules in force. The rules are in lockstep/config/metrics.yaml."""
+"""Numbers that scale the limits of health rules, and a line that names the rules in force. metrics.yaml defines the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spike log: updates whose ratio, loss or gradient norm stands out, and the rows behind them, by id (spikes.jsonl)."""
+"""The spike log (spikes.jsonl): updates whose ratio, loss or gradient norm stands out, with the ids of the rows behind them."""
 
 from __future__ import annotations
 

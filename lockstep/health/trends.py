@@ -1,4 +1,4 @@
-"""Numbers of a rule that follow from many steps: a falling reward, growing spikes, a reward that rises while held-out falls."""
+"""Values of health rules over many steps: a falling reward, growing spikes, a reward that rises while held-out scores fall."""
 
 from __future__ import annotations
 

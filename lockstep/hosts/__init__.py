@@ -1,1 +1,1 @@
-"""Spare machines over ssh: what a command needs is brought there by hash, and its results are fetched and checked."""
+"""Runs commands on spare machines over ssh: sends the files that are not there yet, by their hash; fetches and checks results."""

@@ -1,4 +1,4 @@
-"""Calls and transfers by the system's ssh and rsync. What is cut off can be repeated: half files never count as whole."""
+"""Calls and file transfers with ssh and rsync. An interrupted one can be repeated: a partial file never counts as whole."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ CUT = {10, 12, 30, 35, 255}
 """Exit codes of rsync after which going on may help: socket, protocol stream, time-outs, ssh."""
 LITERAL = re.compile(r"Literal data: ([\d,]+) bytes")
 CAUSES = {
-    "Host key verification failed": "its key is not the known one, or not known yet. Compare the fingerprint with the machine's "
-    "own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then connect once by hand: ssh {ssh}",
-    "Permission denied": "load its key (ssh-add), or give it in ~/.ssh/config; `ssh {ssh} true` must work without a question",
+    "Host key verification failed": "compare the fingerprint of the machine's key with the true one (there: ssh-keygen -lf "
+    "/etc/ssh/ssh_host_ed25519_key.pub), then connect once by hand: ssh {ssh}",
+    "Permission denied": "load your key (ssh-add) or name it in ~/.ssh/config, until `ssh {ssh} true` asks no question",
     "Could not resolve hostname": "correct hosts.{name}.ssh, or add an alias to ~/.ssh/config",
-    "No space left": "lockstep host gc {name} --all --yes, or set a folder on a larger disk (hosts.{name}.folder)",
-    "not found": "install it there, or correct hosts.{name}.python",
-    "file_digest": "hosts.{name}.python must be Python 3.11 or newer",
+    "No space left": "free space with lockstep host gc {name} --all --yes, or set hosts.{name}.folder to a larger disk",
+    "not found": "install the missing program there, or correct hosts.{name}.python",
+    "file_digest": "set hosts.{name}.python to Python 3.11 or newer",
 }
 """Remedies, by a piece of the message of ssh, rsync or the other machine."""
 
@@ -68,7 +68,7 @@ class Connection:
             raise self.error(verb, done.stderr.decode(errors="replace") or f"exit code {done.returncode}, no reply")
         answer = json.loads(reply)
         if "refused" in answer:
-            raise self.error(verb, answer["refused"], fix=f"lockstep host list {self.name} shows what there is")
+            raise self.error(verb, answer["refused"], fix=f"lockstep host list {self.name} shows its jobs")
         return answer["reply"]
 
     def push(self, files: Mapping[str, Path]) -> int:
@@ -119,6 +119,6 @@ class Connection:
 def _run(command: Sequence[str], given: bytes) -> subprocess.CompletedProcess[bytes]:
     if shutil.which(command[0]) is None:
         package = {"ssh": "openssh-client"}.get(command[0], command[0])
-        raise HostError(f"{command[0]} is not installed here", fix=f"apt-get install {package}")
+        raise HostError(f"{command[0]} is not installed on this machine", fix=f"apt-get install {package}")
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
     return subprocess.run(command, input=given, capture_output=True, check=False, env=environment)

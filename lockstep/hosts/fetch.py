@@ -1,4 +1,4 @@
-"""Results of a job brought here: every file checked by its hash, then put where a command of this machine had put it."""
+"""Fetches the results of a job: each file is checked by its hash, then put where the command would have written it here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def fetch(link: Connection, job: str) -> tuple[list[str], int]:
     found = link.call("results", job=job, fetched=False)
     done, record = found["exit"], found["job"]
     if done is None:
-        fix = f"lockstep host tail {link.name} {job} -f"
-        raise HostError(f"{job} is {found['state']}", where=f"host {link.name}", fix=fix)
+        fix = f"wait until it has ended, then fetch: lockstep host tail {link.name} {job} -f"
+        raise HostError(f"the job {job} has no results yet: it is {found['state']}", where=f"host {link.name}", fix=fix)
     stage = STAGE / f"{link.name}-{job}"
     stage.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, Any]] = done["files"]
@@ -39,7 +39,7 @@ def fetch(link: Connection, job: str) -> tuple[list[str], int]:
             raise HostError(
                 f"the file name {name!r} points outside the job's folder",
                 where=f"host {link.name}",
-                fix="do not use this machine",
+                fix="do not use this machine: its files cannot be trusted",
             )
     wanted = [name for name, one in files.items() if not _whole(stage / name, one)]
     if wanted:
@@ -48,8 +48,8 @@ def fetch(link: Connection, job: str) -> tuple[list[str], int]:
     for name in damaged:
         (stage / name).unlink(missing_ok=True)
     if damaged:
-        what = f"{', '.join(damaged)}: not the bytes that the job wrote; nothing of it was stored"
-        raise HostError(what, where=f"host {link.name}", fix="fetch again; if it stays, run the job again")
+        what = f"fetched files differ from those that the job wrote, and were deleted: {', '.join(damaged)}"
+        raise HostError(what, where=f"host {link.name}", fix="fetch again; if they still differ, run the job again")
     placing = _Placing(link.name, job, record["paths"], stage)
     lines = placing.all_of([*files])
     link.call("results", job=job, fetched=True)
@@ -75,8 +75,8 @@ class _Placing:
             if place.exists() and self._score(name) is None and sha256_of(place) != sha256_of(self.stage / name):
                 taken.append(str(place))
         if taken:
-            what = f"{', '.join(taken)}: another one of this name is already here"
-            raise HostError(what, where="fetch", fix="move it away, then fetch again")
+            what = "another file or run of this name is already here"
+            raise HostError(what, where=", ".join(taken), fix="move or rename it, then fetch again")
         return [line for name in single for line in self._file(name)] + [self._run(run) for run in runs]
 
     def here(self, name: str) -> str:
@@ -128,7 +128,7 @@ class _Placing:
         return [f"stored: {place}"]
 
     def _run(self, name: str) -> str:
-        from lockstep.run.state import recipe_hash  # loads torch
+        from lockstep.run.state import recipe_hash  # imports torch
 
         folder, place = self.stage / name, Path(self.here(name))
         tree: Any = read(folder / "recipe.yaml").value

@@ -1,7 +1,7 @@
-"""Files that a command names: its words, recipes, overrides and runs are searched for paths of this machine.
+"""Finds the files that a command needs: searches its arguments, recipes, overrides and runs for paths of this machine.
 
-Relative paths keep their name on the other machine, where the command starts in a folder of its own. Others are put under
-inputs/, and the words and recipes that are sent name them there; `paths` leads back.
+Relative paths stay the same on the other machine, where the command starts in its own folder. Other files are put under
+inputs/, and the arguments and recipes that are sent point there; `paths` maps them back.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Search:
     def _add(self, name: str, path: Path, *, rewritten: bool = False) -> None:
         if _secret(path):
             what = "this file is not sent: its name says that it holds secrets"
-            raise HostError(what, where=str(path), fix="put what is needed in another file")
+            raise HostError(what, where=str(path), fix="copy what the command needs into a file with another name")
         self.inputs.files[name] = path
         if not rewritten or (path.parent / COMMIT).exists():  # a checkpoint's own files are hashed
             return

@@ -1,4 +1,4 @@
-"""Bringing things to a host, checking that they are the same there, and starting commands."""
+"""Sends code, environment and files to a host, checks that they are the same there, and starts commands."""
 
 from __future__ import annotations
 
@@ -181,17 +181,19 @@ def run(link: Connection, argv: Sequence[str], name: str, variables: Sequence[st
     if "--resume" in argv:
         raise ConfigError(
             ["--resume cannot be used with a host, which trains only new runs"],
-            fix="train its weights further: warm_start=RUN name=NAME",
+            fix="start a new run from the weights of the old one: warm_start=RUN name=NAME",
         )
     if unknown := [one for one in variables if one not in os.environ]:
-        raise ConfigError([f"--env {unknown[0]}: there is no such variable"], fix="export it first, or leave --env out")
+        raise ConfigError(
+            [f"--env {unknown[0]}: this environment variable is not set"], fix="export it, or leave --env out"
+        )
     inputs = inputs_of(argv, project=link.host.project)
     sent = sync(link, inputs)
     differ = package_differences(link.call("facts", python=sent.python)["packages"], link)
     if differ and argv[0] == "eval" and not allow:
-        fix = "correct that, or add --allow-mismatch before the command"
+        fix = "install the same versions, or add --allow-mismatch before the command"
         raise HostError(
-            f"packages differ, so replies may differ: {'; '.join(one.what for one in differ)}",
+            f"packages there and here differ, so replies may differ: {'; '.join(one.what for one in differ)}",
             where=f"host {link.name}",
             fix=fix,
         )

@@ -1,8 +1,8 @@
-"""The part that runs on the other machine: standard library alone, one verb a call, a request and a reply in JSON.
+"""The program that runs on the other machine; it needs only Python. Each call is one verb, with a JSON request and reply.
 
-Its program comes on ssh's standard input. Layout of the folder there:
+It is sent to Python over ssh's standard input. Layout of its folder:
 
-    store/SHA256         what was sent, whole and checked      partial/SHA256  what is being sent
+    store/SHA256         files that were sent and checked      partial/SHA256  files that are being sent
     code/DIGEST/         a version of Lockstep                 env/DIGEST/     an environment made from a lock file
     jobs/NAME/           job.json, work/ (the command's folder), log.txt, watch.json, exit.json
 """

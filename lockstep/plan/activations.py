@@ -1,7 +1,7 @@
-"""Bytes per token that a decoder keeps for its backward pass, and what a layer needs beyond that while it runs.
+"""Activation memory: the bytes per token that a decoder keeps for its backward pass, and what a layer needs while it runs.
 
 Counted tensor by tensor as the layers save them; tests/plan compares the sums with what autograd keeps. e is the bytes of an
-element of the model's precision, and a width below stands for its bytes: h hidden, q queries, k keys (and values), i MLP.
+element of the model's precision. A width below stands for its bytes: h hidden, q queries, k keys (and values), i MLP.
 
               plain (transformers' own)                fused
     norm      fp32 input, scaled input *, output       input, output
@@ -10,11 +10,11 @@ element of the model's precision, and a width below stands for its bytes: h hidd
     MLP       gate, act(gate), up, product: 4i         gate, up, product: 3i
                                                        * only where the norm's weight is trained
 
-With recompute = selective, the outputs of the layers' norms and the product are made again: their inputs are left, h and 2i. With
-full, only the layer's input is left, and one layer at a time has the rest.
+With update.recompute=selective, the outputs of the layers' norms and the product are computed again: their inputs are kept, h
+and 2i. With full, only the input of each layer is kept, and one layer at a time holds the rest.
 
-Where no fused kernel serves attention the scores are tensors [heads, queries, keys], which grow with the square of the length: of
-short sequences on a CPU; on a GPU with a cap, or with sinks or a window in fp32. See `scores`.
+Without a fused attention kernel the scores are tensors [heads, queries, keys], which grow with the square of the length. This
+is so for short sequences on a CPU, and on a GPU with soft-capping, or with sinks or a window in fp32. See `scores`.
 """
 
 from __future__ import annotations

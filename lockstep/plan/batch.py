@@ -1,8 +1,8 @@
-"""Batch arithmetic in words: prompts → samples → updates → optimizer steps, and what other systems would call the same.
+"""Batch arithmetic as text: prompts → samples → updates → optimizer steps, with the names that other systems use.
 
-Loads no torch. Sources of the names: verl's ray_trainer.py and fsdp_workers.py (`ppo_mini_batch_size` is in prompts and is
-multiplied by `rollout.n`), OpenRLHF's train_ppo_ray.py (`train_batch_size` is in samples), TRL 1.16's grpo_config.py, prime-rl's
-`batch_size` (in rollouts, one update each).
+Does not import torch. Sources of the names: verl's ray_trainer.py and fsdp_workers.py (`ppo_mini_batch_size` is in prompts and
+is multiplied by `rollout.n`), OpenRLHF's train_ppo_ray.py (`train_batch_size` is in samples), TRL 1.16's grpo_config.py,
+prime-rl's `batch_size` (in rollouts, one update each).
 """
 
 from __future__ import annotations

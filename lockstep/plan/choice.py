@@ -1,6 +1,6 @@
-"""The use of a device's memory: micro-batch, recomputation, rows of the engine; or why it does not fit.
+"""Chooses how a run uses a device's memory: micro-batch, recomputation, slots of the engine; or says why it does not fit.
 
-The prediction is compared with what was measured once the first steps are done, and can be refined by two measurements.
+After the first steps the prediction is compared with the measured memory. Two measurements can refine it.
 """
 
 from __future__ import annotations
@@ -134,16 +134,16 @@ def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
     """By how much it does not fit, what takes most, and which changes would make it fit."""
     if plan.needs <= plan.available and plan.host is not None:
         what = (
-            f"optimizer.offload = cpu does not fit: masters, moments and a checkpoint's weights need "
-            f"{host_bytes(plan.inputs) / GIB:.1f} GiB of main memory, {plan.host / GIB:.1f} GiB are free"
+            f"optimizer.offload=cpu does not fit: masters, moments and a checkpoint's weights need "
+            f"{host_bytes(plan.inputs) / GIB:.1f} GiB of main memory, but only {plan.host / GIB:.1f} GiB are free"
         )
         return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
     training = "training adapters of" if plan.inputs.added else "full fine-tuning of"
     term = plan.peak.largest
     what = (
-        f"{training} {plan.inputs.shape.parameters / 1e9:.3g}e9 parameters does not fit: needs {plan.needs / GIB:.1f} GiB of "
-        f"{plan.available / GIB:.1f} GiB, {(plan.needs - plan.available) / GIB:.1f} GiB too many; most in {plan.peak.name}, "
-        f"whose largest part is {term.name} ({term.bytes / GIB:.1f} GiB)"
+        f"{training} {plan.inputs.shape.parameters / 1e9:.3g}e9 parameters does not fit: it needs {plan.needs / GIB:.1f} GiB, "
+        f"but {plan.available / GIB:.1f} GiB are available ({(plan.needs - plan.available) / GIB:.1f} GiB too few); most in "
+        f"the phase {plan.peak.name}, whose largest part is {term.name} ({term.bytes / GIB:.1f} GiB)"
     )
     return DoesNotFitError([what], where="memory plan", fix=_advice(plan, recipe))
 
@@ -151,10 +151,11 @@ def _refusal(plan: MemoryPlan, recipe: Recipe) -> DoesNotFitError:
 def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
     """Return the smallest sets of changes that fit, each with what it then needs."""
     fitting = [
-        f"{' and '.join(settings)} (then {changed.needs / GIB:.1f} GiB)"
+        f"{' and '.join(settings)} (needs {changed.needs / GIB:.1f} GiB)"
         for settings, _, changed in fitting_changes(plan, recipe)
     ]
-    return ", or ".join(fitting) or "a smaller model, shorter replies (rollout.max_tokens), or a GPU with more memory"
+    small = "use a smaller model, shorter replies (rollout.max_tokens), or a GPU with more memory"
+    return f"set {', or '.join(fitting)}" if fitting else small
 
 
 def fitting_changes(plan: MemoryPlan, recipe: Recipe) -> list[tuple[tuple[str, ...], Recipe, MemoryPlan]]:

@@ -1,4 +1,4 @@
-"""GPUs that the workers of a run need, beside those of this machine. Nothing is started, and no GPU is touched."""
+"""Compares the GPUs that the workers of a run need with those of this machine. Starts nothing, and uses no GPU memory."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def require_devices(recipe: Recipe) -> None:
     from lockstep.device import has_gpu
 
     if recipe.optimizer.offload == "cpu" and not has_gpu():
-        what = "optimizer.offload = cpu frees memory of a GPU, and torch sees none on this machine"
-        raise ConfigError([what], fix="leave it out here, or run it where a GPU is")
+        what = "optimizer.offload=cpu frees GPU memory, but torch finds no GPU on this machine"
+        raise ConfigError([what], fix="leave optimizer.offload out, or run on a machine with a GPU")
     require_gpus(recipe)
 
 
-def require_gpus(recipe: Recipe, remedy: str = "set placement to what is there") -> None:
+def require_gpus(recipe: Recipe, remedy: str = "reduce the workers in placement") -> None:
     """Raise ConfigError, with a table and the remedy, if workers on GPUs need more of them than there are."""
     needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
     here = gpus_here() if needed and recipe.device != "cpu" else []
     if len(here) >= needed or (recipe.device != "cuda" and not here):
         return
     what = f"{needed} workers need a GPU each, and this machine has {len(here)}"
-    fix = f"{remedy}; on a CPU, device=cpu" if here else "run it where the GPUs are, or device=cpu"
+    fix = f"{remedy}, or use the CPU: device=cpu" if here else "use a machine with these GPUs, or the CPU: device=cpu"
     raise ConfigError([what, *device_table(recipe, here)], fix=fix)

@@ -1,7 +1,7 @@
-"""The disk space that a run will take, before it starts: checkpoints, rollouts, scores. Bytes.
+"""Predicts the disk space of a run before it starts, in bytes: checkpoints, rollouts, scores.
 
-A checkpoint is the weights that were trained, and beside them the optimizer's state: fp32 masters of weights in bf16, and the
-moments. At once there are save.keep_last of them, one for save.keep_best, and the one that is being written.
+A checkpoint holds the trained weights and the optimizer's state: fp32 masters of weights in bf16, and the moments. At most
+save.keep_last of them exist at once, and one for save.keep_best, and the one that is being written.
 """
 
 from __future__ import annotations
@@ -196,10 +196,10 @@ def require_room(plan: DiskPlan, disks: Sequence[Share]) -> None:
     for one in disks:
         if one.needs + SPARE > one.free:
             raise DoesNotFitError(
-                [f"the run needs {size(one.needs + SPARE)} of disk, {size(one.free)} are free"],
+                [f"the run needs {size(one.needs + SPARE)} of disk space, but only {size(one.free)} are free"],
                 where=str(one.folders[0]),
                 fix="free space, put runs_dir or paths.checkpoints on a larger disk, or keep fewer checkpoints "
-                f"(save.keep_last, now {plan.kept} at once)",
+                f"(lower save.keep_last; now {plan.kept} exist at once)",
             )
 
 

@@ -1,4 +1,4 @@
-"""The rows that a run trains on: how many there are, how many steps a pass over them takes, how often each is seen."""
+"""Converts `epochs` to steps: counts the training rows, the steps of one pass over them, and how often each row is seen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def steps_of_epochs(recipe: Recipe) -> tuple[int, int]:
     assert isinstance(recipe.task, FileTask)  # the recipe's own validation
     rows, size = count_training_rows(recipe.task), recipe.prompts_per_step
     if rows < size:
-        raise ConfigError([f"prompts_per_step = {size}, but the task has {rows} training rows"], fix="set it lower")
+        raise ConfigError(
+            [f"prompts_per_step={size}, but the task has only {rows} training rows"],
+            fix=f"set prompts_per_step to {rows} or less",
+        )
     return rows, max(1, round(recipe.epochs * (rows // size)))
 
 
@@ -41,10 +44,10 @@ def short_horizon(recipe: Recipe) -> None:
     if steps < recipe.steps:
         raise ConfigError(
             [
-                f"steps = {recipe.steps} were asked for, but {recipe.epochs:g} passes over {rows} rows, "
-                f"{recipe.prompts_per_step} a step, end after {steps} steps ({steps * recipe.updates_per_step} optimizer steps)"
+                f"steps={recipe.steps} cannot be reached: {recipe.epochs:g} passes over {rows} rows, "
+                f"{recipe.prompts_per_step} per step, end after {steps} steps ({steps * recipe.updates_per_step} optimizer steps)"
             ],
-            fix=f"set epochs to {recipe.steps / (rows // recipe.prompts_per_step):g}, or leave epochs out",
+            fix=f"set epochs={recipe.steps / (rows // recipe.prompts_per_step):g}, or leave epochs out",
         )
 
 

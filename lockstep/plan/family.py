@@ -1,8 +1,9 @@
-"""A check that a model's family is computed here as plain transformers computes it, on a small random copy of it.
+"""Checks that Lockstep computes a model's family as plain transformers does, on a small random copy of the model.
 
-A family may mix tokens otherwise than a layout says, or take positions, masks or heads that are not passed on: it would train and
-sample wrongly without a word. So each start asks, on the CPU in fp32, for one sequence alone, two in one stream, two replies of
-one prompt, and what the engine scores and samples; every answer must be transformers' own within rounding.
+A family may mix tokens in another way than its layout says, or need positions, masks or heads that are not passed to it. It
+would then train and sample wrongly without an error. So each start computes, on the CPU in fp32: one sequence, two sequences
+packed into one, two replies to one prompt, and what the engine scores and samples. Each result must be that of transformers
+within rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAMPLED = 4
 """Tokens of a reply that the engine draws."""
 ASIDE = ("_name_or_path", "dtype", "architectures")
 """Settings that change nothing here."""
-CHOOSE = "choose a model of a family that is served (docs/models.md)"
+CHOOSE = "choose a model of a family that docs/models.md lists as supported"
 _passed: dict[str, float] = {}
 """Structures that this process has found right, each with the largest difference in nats."""
 
@@ -57,10 +58,8 @@ def require_family(kind: type[nn.Module], config: Any) -> float:
     except ModelError:
         raise
     except Exception as error:  # a config may be wrong in any way, and a family may need what a small copy lacks
-        what = (
-            f"no small copy of {family} can be made and computed by plain transformers, so nothing proves it right here"
-        )
-        raise ModelError(f"{what}: {_one_line(error)}", where="model", fix=CHOOSE) from error
+        what = f"plain transformers cannot build and run a small copy of {family}, so its computation here cannot be checked"
+        raise ModelError(f"{what}: {_one_line(error)}", where="model.path", fix=CHOOSE) from error
     try:
         ours = random_model(kind, small, ATTENTION)
         ours.load_state_dict(plain.state_dict())
@@ -69,8 +68,8 @@ def require_family(kind: type[nn.Module], config: Any) -> float:
             gap = float((torch.tensor(found, dtype=torch.float64) - wanted).abs().max())
             if not gap <= TOLERANCE:
                 raise ModelError(
-                    f"{family} is not computed here as by transformers: {check} is off by {gap:.2g} nats{_missing(plain)}",
-                    where="model",
+                    f"{family} is not computed as transformers does it: {check} is off by {gap:.2g} nats{_missing(plain)}",
+                    where="model.path",
                     fix=CHOOSE,
                 )
             largest = max(largest, gap)
@@ -79,7 +78,7 @@ def require_family(kind: type[nn.Module], config: Any) -> float:
     except Exception as error:  # whatever a layer makes of streams that it was not written for
         raise ModelError(
             f"{family} cannot be computed on packed sequences: {_one_line(error)}{_missing(plain)}",
-            where="model",
+            where="model.path",
             fix=CHOOSE,
         ) from error
     _passed[key] = largest

@@ -1,7 +1,8 @@
-"""A lower bound on the time of one step: from the model's shape, the run's real lengths and two rates of the machine.
+"""Computes a lower bound on the time of one step from the model's shape, the run's real lengths and two rates of the machine.
 
-Every matrix product runs at the rate of the largest ones and every byte at the rate of a plain copy, nothing else takes any
-time. Generation alternates between matrix products and reading keys and values, which cannot overlap within a layer.
+The bound assumes that every matrix multiplication runs at the rate of the largest ones, that every byte moves at the rate of a
+plain copy, and that nothing else takes time. Generation alternates between matrix multiplications and reading keys and values,
+which cannot overlap within a layer.
 Legend: B samples, P prompt tokens, R response tokens, h hidden, L layers, d_a query heads × head size, N parameters of the
 matrices that a token passes (body of the layers, and head).
 """

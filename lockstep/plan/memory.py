@@ -1,9 +1,10 @@
-"""Peak memory of a run on one device, phase by phase, predicted before anything is loaded.
+"""Predicts the peak memory of each phase of a run on one device, before anything is loaded.
 
-Every phase takes   M = static + tokens · slope + const + keys and values   and, once, what other than torch takes: the context,
-libraries, captured graphs. `static` are the tensors that outlive a phase: weights, fp32 masters, moments, copies of the
-weights. Lifetimes follow the learner: a bf16 gradient is added to its fp32 sum as soon as it is complete and freed; sums exist
-from the first micro-batch to the optimizer step; moments from the first step on; keys and values during a rollout.
+Every phase takes   M = static + tokens · slope + const + keys and values.   What is outside torch's memory is added once: the
+CUDA context, libraries, captured CUDA graphs. `static` is the tensors that outlive a phase: weights, fp32 masters, moments,
+copies of the weights. Lifetimes follow the learner: a bf16 gradient is added to its fp32 sum as soon as it is complete and
+freed; sums exist from the first micro-batch to the optimizer step; moments from the first step on; keys and values during a
+rollout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers that the memory plan is computed from: taken from a recipe, its model and the device."""
+"""Collects the inputs of the memory plan from a recipe, its model and the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The shape of a model in a folder: from its config's own words, where its family is known.
+"""Finds the shape of a model in a folder, from config.json alone if its family is known.
 
-Any other model is built on the meta device, without memory for its weights, and counted. Where the headers of the safetensors
-files disagree with the count, the meta device decides.
+A model of any other family is built on the meta device, which allocates no memory for weights, and its parameters are counted.
+So is a model whose safetensors headers disagree with the count from config.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder.
 
-    Loads torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
+    Imports torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
     hold another number of parameters.
     """
     config = read_json(folder / "config.json")
@@ -43,7 +43,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def measured_shape(folder: Path) -> ModelShape:
-    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Loads torch."""
+    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Imports torch."""
     from lockstep.plan.modules import shape_of_model
 
     model = meta_model(folder)
@@ -56,7 +56,7 @@ def measured_shape(folder: Path) -> ModelShape:
         ValueError,
         ArithmeticError,
     ) as error:  # a family with words of its own
-        what = f"the model's sizes cannot be read from it: {type(error).__name__}: {error}"
+        what = f"the sizes of this model cannot be determined: {type(error).__name__}: {error}"
         raise ModelError(
             what, where=str(folder / "config.json"), fix="check config.json, or choose another model"
         ) from error
@@ -71,7 +71,7 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # whatever transformers makes of a config that lies
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"transformers cannot build a model from it: {reason}",
+            f"transformers cannot build a model from this file: {reason}",
             where=str(folder / "config.json"),
             fix="check config.json, or fetch the model again",
         ) from error

@@ -1,4 +1,4 @@
-"""The sizes of a transformers model, from its modules: they may differ from layer to layer."""
+"""Reads the sizes of a transformers model from its modules. They may differ from layer to layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and least time of a recipe without running it: for a GPU that need not be here, from a model that is."""
+"""Predicts the memory and the least time of a recipe without running it. The model must be here, the GPU need not be."""
 
 from __future__ import annotations
 
@@ -82,10 +82,8 @@ class Preview:
         plan = replace(self, recipe=recipe).memory()
         least = next(phase.bytes for phase in plan.phases if phase.name == "save")
         if self.device == "cpu" and least > self.total:
-            what = (
-                f"weights and optimizer state take {least / GIB:.1f} GiB, this machine has {self.total / GIB:.1f} GiB"
-            )
-            raise DoesNotFitError([what], where="memory plan", fix="take a smaller model, or adapter.kind=lora")
+            what = f"weights and optimizer state take {least / GIB:.1f} GiB, but this machine has {self.total / GIB:.1f} GiB"
+            raise DoesNotFitError([what], where="memory plan", fix="use a smaller model, or set adapter.kind=lora")
 
 
 def preview_lines(recipe: Recipe, gpu_gib: float | None = None) -> list[str]:

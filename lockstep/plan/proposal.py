@@ -1,4 +1,4 @@
-"""Settings that make a recipe fit a machine, each with the reason: `lockstep plan --fit`."""
+"""Proposes settings that make a recipe fit a machine, each with its reason: `lockstep plan --fit`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Refusals: reasons why a run of a recipe could not work, each with a name, a sentence and a fix.
 
-`lockstep plan`, `doctor` and `train` ask here and say the same, before any weights are read. Forecasts (schedule, memory, disk)
-can be let through by the setting `allow`. The model is built on the meta device, which takes a second and no memory.
+`lockstep plan`, `doctor` and `train` all make these checks, before any weights are read. The setting `allow` lets forecasts
+(schedule, memory, disk) through. The model is built on the meta device, which takes a second and no memory.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ def _slow_warmup(recipe: Recipe) -> None:
     if share < WARM_SHARE:
         raise ConfigError(
             [
-                f"the learning rate has reached {share:.2%} of its peak at step {seen // recipe.updates_per_step}, after {seen} "
-                f"of {warmup} warm-up updates (of {total} in the run); below {WARM_SHARE:.0%} it is too early "
-                "to see whether anything is learnt"
+                f"at step {seen // recipe.updates_per_step} the learning rate is only {share:.2%} of its peak, after {seen} of "
+                f"{warmup} warm-up updates (the run has {total}); below {WARM_SHARE:.0%} the first steps do not show whether "
+                "anything is learnt"
             ],
-            fix=f"set optimizer.warmup_steps, which counts optimizer steps, to {int(seen / WARM_SHARE)} or less",
+            fix=f"set optimizer.warmup_steps to {int(seen / WARM_SHARE)} or less; it counts optimizer steps",
         )
 
 
@@ -153,7 +153,9 @@ def _long_warmup(recipe: Recipe) -> None:
     warmup = recipe.optimizer.warmup(total)
     if warmup > LONGEST_WARMUP * total:
         raise ConfigError(
-            [f"the warm-up takes {warmup} of the run's {total} optimizer steps, more than {LONGEST_WARMUP:.0%}"],
+            [
+                f"the warm-up takes {warmup} of the run's {total} optimizer steps, which is more than {LONGEST_WARMUP:.0%}"
+            ],
             fix=f"set optimizer.warmup_steps to {int(LONGEST_WARMUP * total)} or less, or raise steps",
         )
 
@@ -171,8 +173,8 @@ def _best_metric(recipe: Recipe) -> None:
     if not re.fullmatch("|".join(good), name):
         shown = ", ".join(["eval/greedy/accuracy", *(each for each in good if "[" not in each)])
         raise ConfigError(
-            [f"save.keep_best = {name}: a higher value does not mean a better model, or the run does not measure it"],
-            fix=f"take one of {shown}",
+            [f"save.keep_best={name} cannot be used: a higher value is not better, or the run does not measure it"],
+            fix=f"set save.keep_best to one of {shown}",
         )
 
 
@@ -192,14 +194,14 @@ def _context(recipe: Recipe, model: PreTrainedModel) -> None:
     rows = recipe.sft.max_tokens if recipe.sft is not None else 0
     replies = {"rollout": recipe.rollout.max_tokens if recipe.loop == "rl" else 0}
     replies |= {"eval": (recipe.eval.max_tokens or 0) if recipe.eval.enabled else 0}
-    mistakes = [f"sft.max_tokens = {rows} is more than the model's context of {context}"] if rows > context else []
+    mistakes = [f"sft.max_tokens={rows} is more than the model's context of {context} tokens"] if rows > context else []
     mistakes += [
-        f"{section}.max_tokens = {tokens} leaves no room for a prompt in the model's context of {context}"
+        f"{section}.max_tokens={tokens} leaves no room for a prompt in the model's context of {context} tokens"
         for section, tokens in replies.items()
         if tokens >= context
     ]
     if mistakes:
-        raise ConfigError(mistakes, fix=f"set it below {context}, or take a model with a longer context")
+        raise ConfigError(mistakes, fix=f"set max_tokens below {context}, or use a model with a longer context")
 
 
 def _adapter(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -223,11 +225,12 @@ def _require_mxfp4(recipe: Recipe) -> None:
     folder, fix = config_folder(recipe.model), "set adapter.base=full"
     if folder is not None and not is_mxfp4(folder):
         raise ConfigError(
-            [f"adapter.base = mxfp4, but the weights of {recipe.model.path} are not stored in MXFP4"], fix=fix
+            [f"adapter.base=mxfp4 needs weights stored in MXFP4, but those of {recipe.model.path} are not"], fix=fix
         )
     if recipe.warm_start is not None:
         raise ConfigError(
-            ["adapter.base = mxfp4 takes the weights of a published checkpoint, not of warm_start"], fix=fix
+            ["adapter.base=mxfp4 cannot be used with warm_start: it needs the weights of a published checkpoint"],
+            fix=fix,
         )
 
 
@@ -261,16 +264,16 @@ def _serving(recipe: Recipe, model: PreTrainedModel) -> None:
     experts = sorted({name.rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".experts." in name})
     folder, reasons = config_folder(recipe.model), []
     if experts:
-        reasons.append(f"it keeps experts ({', '.join(experts)}) in tensors of its own")
+        reasons.append(f"vLLM keeps experts ({', '.join(experts)}) in tensors of its own")
     if folder is not None and is_mxfp4(folder):
-        reasons.append("it would run the checkpoint's MXFP4 weights, and the trained ones are not quantised")
+        reasons.append("vLLM would run the checkpoint's MXFP4 weights, but the trained weights are not quantised")
     if even_heads(model) == (0, 0):
         reasons.append(
-            "it fuses matrices of latent attention, of layers with a state or with other heads in its own ways"
+            "vLLM fuses matrices of latent attention, of layers with a state or with other heads in its own ways"
         )
     if reasons:
-        what = f"rollout.engine = vllm cannot take the weights of {model.config.model_type}: {'; '.join(reasons)}"
-        raise ConfigError([what], fix="set rollout.engine=native, which runs every family of docs/models.md")
+        what = f"rollout.engine=vllm cannot load trained weights of {model.config.model_type}: {'; '.join(reasons)}"
+        raise ConfigError([what], fix="set rollout.engine=native, which supports every family of docs/models.md")
 
 
 def _routing(recipe: Recipe, model: PreTrainedModel) -> None:
@@ -281,7 +284,7 @@ def _routing(recipe: Recipe, model: PreTrainedModel) -> None:
         return
     Routing.of(model)
     if recipe.rollout.engine == "vllm" or recipe.loop != "rl":
-        what = "update.replay_routing needs rollouts of the native engine, which records experts"
+        what = "update.replay_routing needs rollouts of the native engine, which records the chosen experts"
         raise ConfigError([what], fix="set rollout.engine=native, or update.replay_routing=false")
 
 

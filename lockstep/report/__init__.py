@@ -1,1 +1,1 @@
-"""One page of a run, made from the files of its directory alone."""
+"""The HTML report of a run, made only from the files of its run directory."""

@@ -1,4 +1,4 @@
-"""Data for a page: JSON whose texts are safe to show."""
+"""Converts data to JSON for an HTML page: texts become safe to show, and numbers that are not finite become null."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of a run as data, for the page of `lockstep report` and for `lockstep view`: which curves, and from which metrics."""
+"""Data of a run's charts, for the HTML report and for `lockstep view`: which curves, and from which metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content of the page, read from a run directory. A part that cannot be read becomes a note on the page, never a gap."""
+"""Reads the content of the HTML report from a run directory. A part that cannot be read becomes a note in the report."""
 
 from __future__ import annotations
 

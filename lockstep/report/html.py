@@ -1,4 +1,4 @@
-"""report.html: one file that explains a run and loads nothing. Its charts are drawn by the same code as in `lockstep view`."""
+"""Writes report.html: one file that explains a run and loads no other file. `lockstep view` draws charts with the same code."""
 
 from __future__ import annotations
 

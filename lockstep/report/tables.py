@@ -1,4 +1,4 @@
-"""Rows of the tables of scores and metrics, in words, for the page and for `lockstep view`."""
+"""Rows of the tables of scores and metrics, as text, for the HTML report and for `lockstep view`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of the user's that are called after each step, and may end the run."""
+"""Calls the user's functions after each step. They may end the run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _call(one: Callback, function: Callable[..., object], history: Sequence[obje
     except Exception as error:
         what = f"the callback fails: {describe(error, Path(one.path.rpartition(':')[0]).expanduser())}"
         raise LearnerError(
-            what, where=one.path, fix="correct it; a resume takes health.callbacks=[] to go on without"
+            what, where=one.path, fix="correct it and resume the run, or resume without callbacks: health.callbacks=[]"
         ) from error
     if answer is None or isinstance(answer, str):
         return f"{one.path}: {answer}" if answer else ""
     raise LearnerError(
-        f"the callback returned a {type(answer).__name__}",
+        f"the callback returned a value of type {type(answer).__name__}",
         where=one.path,
-        fix="return None, or the reason to end the run",
+        fix="return None, or a text with the reason to end the run",
     )

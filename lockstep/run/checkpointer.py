@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes and keeps."""
+"""Saves the checkpoints of a run, remembers which step was best, and deletes checkpoints that are no longer kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is continued beyond the number of steps that it was started with."""
+"""Extends a run beyond the number of steps that it was started with: `lockstep train --resume RUN --steps N`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def extend(recipe: Recipe, steps: int, run: RunDirectory) -> Recipe:
     again = f"begin a new run from its weights: lockstep train RECIPE warm_start={run.path} steps={steps} name=NAME"
     if steps <= recipe.steps:
         raise ConfigError(
-            [f"--steps {steps}: the run already has {recipe.steps}; --steps is the step to end at"],
+            [f"--steps {steps} is too low: the run has {recipe.steps} steps already, and --steps is the last step"],
             fix=f"give more than {recipe.steps}, or resume without --steps",
         )
     if why := _depends_on_length(recipe):
@@ -39,11 +39,11 @@ def _depends_on_length(recipe: Recipe) -> str:
     settings = recipe.optimizer
     if settings.schedule != "constant":
         return (
-            f"optimizer.schedule = {settings.schedule} lowers the learning rate over {recipe.steps} steps; in a longer run "
+            f"optimizer.schedule={settings.schedule} lowers the learning rate over {recipe.steps} steps; in a longer run "
             "the rates of the steps already made would have been higher"
         )
     if settings.warmup_ratio:
-        return f"optimizer.warmup_ratio = {settings.warmup_ratio:g} makes the warm-up a share of {recipe.steps} steps"
+        return f"optimizer.warmup_ratio={settings.warmup_ratio:g} makes the warm-up a share of {recipe.steps} steps"
     if recipe.noise is not None:
         return f"the stages of noise are spread over {recipe.steps} steps"
     return ""

@@ -1,4 +1,4 @@
-"""Conclusions from a run's own numbers: when to warn, when to stop, and when training and evaluation diverge."""
+"""Judges a run by its own metrics: when to warn, when to stop, and when training and evaluation diverge."""
 
 from __future__ import annotations
 
@@ -90,11 +90,12 @@ class Monitor:
         if not self._broken:
             return
         off = " ".join(f"health.{alarm.rule.name}=off" for alarm in self._broken)
+        rules = " and ".join(alarm.rule.name for alarm in self._broken)
         advice = "; ".join(alarm.rule.advice for alarm in self._broken)
         raise HealthStop(
             "; and ".join(alarm.what for alarm in self._broken),
             where=f"step {self._step}",
-            fix=f"{advice}. A checkpoint was saved; to continue without the rule: "
+            fix=f"{advice}. A checkpoint was saved; to continue with the health rule {rules} switched off: "
             f"lockstep train --resume {self._logger.run.path} {off}",
         )
 

@@ -1,4 +1,4 @@
-"""The session of a run: what happens around each step of the loop. It proves, measures, records, saves, and decides to stop."""
+"""The session of a run: the work around each step of the loop. It proves syncs, measures, records, saves, and decides to stop."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class StopRequest:
         """Raise Interrupted if a signal came: for work that a resume repeats."""
         if self.name:
             raise Interrupted(
-                f"{self.name} in an evaluation, which was abandoned", fix=f"lockstep train --resume {run}"
+                f"{self.name} during an evaluation, which was abandoned", fix=f"lockstep train --resume {run}"
             )
 
     def _note(self, number: int, _: FrameType | None) -> None:

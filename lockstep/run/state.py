@@ -1,4 +1,4 @@
-"""Saving and restoring a run: weights, optimizer, critic, counters.
+"""Saves and restores the state of a run: weights, optimizer, critic, counters.
 
 No state of random generators is saved: each seed is computed from the run's seed, the step, the prompt and the sample.
 """
@@ -87,9 +87,9 @@ def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
     )  # an earlier one, if it was killed while it was extended
     if began is not None and not (right_length and began == recipe_hash(began_with(recipe, run))):
         raise RunDirectoryError(
-            "the recipe was edited after the run began: its settings are those of another run",
+            "the recipe was edited after the run began, so it does not describe this run any more",
             where=str(run.recipe_path),
-            fix="put it back as it was, or start a new run with it: lockstep train",
+            fix="undo the edit, or start a new run with the edited recipe: lockstep train RECIPE name=NAME",
         )
 
 
@@ -105,7 +105,7 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
         raise RunDirectoryError(
             f"the file does not hold the rows that were written up to step {info.step}: {short}",
             where=str(run.metrics_path),
-            fix=f"put the file back as it was, or begin another run from these weights: warm_start={info.path}",
+            fix=f"restore the file from a copy, or begin another run from these weights: warm_start={info.path}",
         )
 
 
@@ -123,8 +123,8 @@ def restore(parts: Parts, state: CheckpointState, recipes: Set[str]) -> None:
     meta: Mapping[str, Any] = state.meta
     if meta["recipe"] not in recipes:
         raise CheckpointError(
-            "the checkpoint was saved under another recipe",
-            where=f"step {state.step}",
+            "the checkpoint was saved by a run with another recipe",
+            where=f"checkpoint of step {state.step}",
             fix="resume with the run's own recipe.yaml",
         )
     critic = {n.removeprefix(CRITIC_PREFIX): t for n, t in state.optimizer.items() if n.startswith(CRITIC_PREFIX)}
@@ -136,7 +136,7 @@ def restore(parts: Parts, state: CheckpointState, recipes: Set[str]) -> None:
     found = parts.learner.fingerprint().combined
     if found != meta["fingerprint"]:
         raise CheckpointError(
-            f"the restored weights have fingerprint {found}, the saved ones had {meta['fingerprint']}",
-            where=f"step {state.step}",
+            f"the restored weights are not the saved ones: fingerprint {found} instead of {meta['fingerprint']}",
+            where=f"checkpoint of step {state.step}",
             fix="check that model.path and model.revision still name the weights that the run started from",
         )

@@ -1,4 +1,4 @@
-"""The watchdog: a phase that stands still for longer than its own history allows ends the run, with the stacks of everything."""
+"""The watchdog: ends a run if a phase makes no progress for much longer than it took before, and writes all threads' stacks."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class Watchdog:
     def _report(self, still: float) -> None:
         """Write the stacks, tell, and end the process unless the tier is warn."""
         past = self._seconds.get(self._phase, ())
-        usual = f"its longest of {len(past)} was {max(past):.1f} s" if past else "it is its first time"
+        usual = f"the longest of {len(past)} before took {max(past):.1f} s" if past else "it runs for the first time"
         error = Stalled(
-            f"the run stands still: phase {self._phase} has made no progress for {still:.0f} s, {self.limit:.0f} s are allowed "
+            f"the run stands still: phase {self._phase} has made no progress for {still:.0f} s; its limit is {self.limit:.0f} s "
             f"({usual})",
             where=str(self._run),
             fix="stall.txt there has the stacks of all threads and child processes; resume with `lockstep train --resume "

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests in, answers and streams out."""
+"""Anthropic's Messages API: reads requests, writes answers and streams."""
 
 from __future__ import annotations
 

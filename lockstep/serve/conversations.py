@@ -1,4 +1,4 @@
-"""Memory of clients' conversations: a follow-up request continues from the exact token ids that were sampled before."""
+"""Remembers clients' conversations: a follow-up request continues from the exact token ids that were sampled before."""
 
 from __future__ import annotations
 

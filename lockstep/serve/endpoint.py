@@ -1,4 +1,4 @@
-"""The HTTP server: loopback only, a token for each client, every answer from exact token ids."""
+"""The HTTP server: it listens on loopback only, requires a bearer token, and answers from exact token ids."""
 
 from __future__ import annotations
 

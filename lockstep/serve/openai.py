@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, and vLLM's route for token ids: requests in, answers and streams out."""
+"""OpenAI's Chat Completions API, and vLLM's route for token ids: reads requests, writes answers and streams."""
 
 from __future__ import annotations
 

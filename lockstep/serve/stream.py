@@ -1,4 +1,4 @@
-"""Streaming of replies to a client: new tokens pass from the sampler's threads to the thread that answers the request."""
+"""Streams replies to clients: new tokens pass from the sampler's threads to the thread that answers the request."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ class SentReply:
         """Return the rest of the complete answer and thoughts. Raises EngineError if they do not begin with what was sent."""
         if not (text.startswith(self.text) and thoughts.startswith(self.thoughts)):
             what = "the end of the reply changes how its beginning is parsed, and the beginning was already sent"
-            raise EngineError(what, fix="send the request without stream")
+            raise EngineError(what, fix="send the request with stream=false")
         return self.more(text, thoughts)

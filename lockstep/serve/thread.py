@@ -1,4 +1,4 @@
-"""A rollout engine in a thread of its own: it serves many other threads, and admits new requests while others run."""
+"""Runs a rollout engine in its own thread. Many other threads may send requests; new ones are admitted while others run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class EngineThread:
                 )
             if sum(map(len, self._waiting.values())) >= self._most_waiting:
                 raise BusyError(
-                    f"{self._most_waiting} requests are already waiting", where=ask.id, fix="ask again later"
+                    f"the queue is full: {self._most_waiting} requests are waiting",
+                    where=ask.id,
+                    fix="send it again later",
                 )
             seed = ask.seed
             if seed is None:

@@ -1,4 +1,4 @@
-"""Parts that the interfaces have in common: refusals, checked JSON, and the request that each comes down to."""
+"""Parts that the OpenAI and Anthropic interfaces share: HTTP errors, validation of JSON, and one form for all requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The run directory, what is written into it, and where else numbers go. Importing this loads no torch."""
+"""The run directory, the files in it, and trackers of its metrics. Importing this package does not import torch."""

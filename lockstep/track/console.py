@@ -1,6 +1,6 @@
-"""The view of a run: a short line a step, bars below it if the output is a terminal; log.txt has it in full.
+"""The terminal output of a run: one short line for each step, and progress bars below it. log.txt has everything in full.
 
-rich is imported where a terminal is written to.
+rich is imported only if the output is a terminal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Facts about what a run ran on and with: code, packages, machine, command line, and the
-environment variables that change how these compute."""
+"""Collects facts about a run: code, packages, machine, command line, and the environment variables that change what these
+compute.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def manifest_facts(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Gather the facts of this process: code commit and diff summary, packages, python, machine, threads, command line.
 
     `command` is what the user typed, by default sys.argv; values that look like secrets are replaced with ***.
-    Loads torch, to ask it for its threads and GPUs.
+    Imports torch, to ask it for its threads and GPUs.
     """
     return {
         "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",

@@ -1,4 +1,4 @@
-"""Files of a run: plain ones only, never through a link; written whole or not at all; a full disk is a StorageError."""
+"""Reads and writes files of a run: regular files only, through no link; complete or absent; a full disk is a StorageError."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def storing(path: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot be written: {os.strerror(error.errno) if error.errno else error}; {free}",
             where=str(path),
-            fix="free space, or make the folder writable, then resume or repeat; what was written before is complete",
+            fix="free space or make the folder writable, then repeat the command or resume the run; earlier files are complete",
         ) from error
 
 
@@ -142,9 +142,9 @@ def remove_temporary(folder: Path) -> int:
 
 
 def _not_plain(path: Path) -> RunDirectoryError:
-    kind = "a symbolic link" if path.is_symlink() else "no plain file"
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
     return RunDirectoryError(
-        f"this is {kind}, but everything in a run directory must be a plain file",
+        f"this is {kind}, but everything in a run directory must be a regular file",
         where=str(path),
-        fix="put the file itself there, or remove it; to keep runs on another disk, set runs_dir",
+        fix="replace it by the file itself, or remove it; to keep runs on another disk, set runs_dir",
     )

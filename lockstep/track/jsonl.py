@@ -1,4 +1,4 @@
-"""Strict JSON, and files of one JSON object a line that survive being cut off anywhere.
+"""Strict JSON, and files with one JSON object per line that stay readable if they were cut off anywhere.
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf" (`number` reads them back).
 """
@@ -86,8 +86,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for index, line in enumerate(body.split(b"\n")[:-1], start=1):
         record = _parse(line)
         if record is None:
-            fix = "a line in the middle was changed after it was written: restore the file, or delete that line"
-            raise RunDirectoryError(f"the line is not a JSON object: {line[:80]!r}", where=f"{path}:{index}", fix=fix)
+            what = f"the line is not a JSON object; it was changed after it was written: {line[:80]!r}"
+            raise RunDirectoryError(
+                what, where=f"{path}:{index}", fix="restore the file from a copy, or delete that line"
+            )
         records.append(record)
     last = _parse(rest)
     return records if last is None else [*records, last]

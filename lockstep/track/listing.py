@@ -1,4 +1,4 @@
-"""All runs of a folder: state, steps, last reward, best score, tags; and what may be removed of them."""
+"""Lists all runs of a folder: state, steps, last reward, best score, tags, and what may be deleted of them."""
 
 from __future__ import annotations
 

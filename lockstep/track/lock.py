@@ -1,7 +1,7 @@
-"""One writer a run directory: a file that names its holder, held by the operating system's file lock.
+"""Lets one process at a time write to a run directory: that process holds a file lock, and the file names it.
 
-The lock (flock) is released by the kernel when the holder dies, however it dies; the file's content is for people, and
-for file systems that grant a lock which they do not enforce. A forked child does not keep its parent's lock.
+The kernel releases the lock (flock) when the process ends, for whatever reason. The file's content is for people, and for file
+systems that grant a lock which they do not enforce. A forked child does not keep its parent's lock.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Lock:
         except BlockingIOError:
             raise _locked(self.path, read_holder(self.path)) from None
         except OSError as error:
-            what, fix = f"the file system refuses to lock: {error.strerror}", "put runs_dir on a file system with locks"
+            what, fix = (
+                f"the file system refuses to lock this file: {error.strerror}",
+                "put runs_dir on a file system that supports locks",
+            )
             raise RunDirectoryError(what, where=str(self.path), fix=fix) from error
         before = read_holder(self.path)
         if before is not None and before.alive:
@@ -118,13 +121,13 @@ def read_holder(path: Path) -> Holder | None:
 def _locked(path: Path, holder: Holder | None) -> RunLockedError:
     if holder is None:
         fix = "wait until the other process ends, or end it"
-        return RunLockedError("another process writes in this run directory", where=str(path.parent), fix=fix)
+        return RunLockedError("another process is writing to this run directory", where=str(path.parent), fix=fix)
     if holder.alive is False:
         what = f"locked by {holder}; that process is gone, but a process that it started still holds the lock"
         fix = f"end the children of process {holder.pid}, then try again"
         return RunLockedError(what, where=str(path.parent), fix=fix)
-    what = f"another process writes in this run directory: {holder}"
-    return RunLockedError(what, where=str(path.parent), fix="wait until it ends, or end it")
+    what = f"another process is writing to this run directory: {holder}"
+    return RunLockedError(what, where=str(path.parent), fix="wait until that process ends, or end it")
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()

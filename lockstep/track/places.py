@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: in its directory, or on another disk (paths.checkpoints).
 
-There it is called by the run's name and a random id. Run and folder hold the same record, so that a checkpoint leads to its run,
-and the folder of another run is never taken for this one's.
+On another disk its name is that of the run and a random id. The run and the folder hold the same record: it leads from a
+checkpoint to its run, and no folder of another run is mistaken for this one's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def checkpoints_of(run: Path) -> Path:
     mine = _read(run / RECORD)
     folder = Path(mine.folder)
     if not (folder / OWNER).is_file():
-        what = "the folder of the run's checkpoints is not there: moved, removed, or its disk is not mounted"
-        fix = f"mount the disk or put the folder back; if it was moved, write its new place into {run / RECORD}"
+        what = "the folder of the run's checkpoints is missing: it was moved or removed, or its disk is not mounted"
+        fix = f"mount the disk or put the folder back; if it was moved, write its new path into {run / RECORD}"
         raise CheckpointError(what, where=str(folder), fix=fix)
     if _read(folder / OWNER).id != mine.id:
-        fix = f"write the place of the run's own folder into {run / RECORD}"
-        raise CheckpointError(f"the folder holds checkpoints of another run than {run}", where=str(folder), fix=fix)
+        fix = f"write the path of the run's own folder into {run / RECORD}"
+        raise CheckpointError(f"the folder holds checkpoints of another run, not of {run}", where=str(folder), fix=fix)
     return folder
 
 
@@ -75,7 +75,7 @@ def require_root(root: str) -> Path:
     is not mounted would be replaced by a folder on another one."""
     path = Path(root).expanduser().absolute()
     if not path.is_dir():
-        fix = f"mount its disk, or make the folder: mkdir -p {path}"
+        fix = f"mount its disk, or create the folder: mkdir -p {path}"
         raise RunDirectoryError("paths.checkpoints names a folder that does not exist", where=str(path), fix=fix)
     return path
 
@@ -115,7 +115,9 @@ def claim(run: Path) -> None:
         return
     if (twin := twin_of(run)) is not None:
         fix = f"resume {twin}, or begin another run from its weights: warm_start={twin}"
-        raise RunDirectoryError(f"this run has the same checkpoints as {twin}: one is a copy", where=str(run), fix=fix)
+        raise RunDirectoryError(
+            f"this run has the same checkpoints as {twin}, so one of the two is a copy", where=str(run), fix=fix
+        )
     folder = checkpoints_of(run)
     right = _Place(run=str(run.resolve()), folder=str(folder), id=_read(run / RECORD).id)
     if _read(folder / OWNER) != right:
@@ -135,5 +137,5 @@ def _read(path: Path) -> _Place:
     try:
         return _Place.model_validate(read_json(path))
     except ValidationError as error:
-        what = f"this is not a record of the place of a run's checkpoints: {error.errors(include_url=False)[0]['msg']}"
+        what = f"the file does not say where the run's checkpoints are: {error.errors(include_url=False)[0]['msg']}"
         raise RunDirectoryError(what, where=str(path), fix="restore it from a copy") from error

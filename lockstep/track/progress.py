@@ -1,4 +1,4 @@
-"""The lower lines of a terminal while a run goes: a bar for the steps, one for the present phase, and a notice."""
+"""Progress bars at the bottom of the terminal during a run: one for the steps, one for the current phase, and a notice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The user's side of a run: the commit of their repository, and hashes and copies of the files that the recipe names.
+"""Records the user's part of a run: the commit of their repository, and hashes and copies of the files that the recipe names.
 
     runs/<name>/code/  project.diff (changes since the commit)  1_grader.py  2_train.jsonl …
 
-A run that is resumed compares: a file that has changed since is reported and copied again.
+When the run is resumed, a file that has changed since is reported and copied again.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def require_clean(folder: Path, runs_dir: str, asked: str = "--require-clean") -
     facts = code_facts(folder, skip=runs_dir)
     if facts["commit"] is None:
         raise ConfigError(
-            [f"{asked}: {folder} is in no git repository: {facts['why']}"],
-            fix="put it into a git repository and commit it",
+            [f"{asked}: {folder} is not in a git repository: {facts['why']}"],
+            fix="put the folder into a git repository and commit its files",
         )
     if facts["changed"]:
         changed = [line[3:] for line in facts["changed"]]
         more = f" and {facts['changed_files'] - 5} more" if facts["changed_files"] > 5 else ""
         raise ConfigError(
-            [f"{asked}: not committed: {', '.join(changed[:5])}{more}"],
-            fix="commit or stash these changes; a plain lockstep train starts all the same and stores them as a diff",
+            [f"{asked}: these files are not committed: {', '.join(changed[:5])}{more}"],
+            fix="commit or stash the changes; lockstep train without --require-clean starts anyway and stores them as a diff",
         )
 
 

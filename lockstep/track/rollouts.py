@@ -1,4 +1,4 @@
-"""rollouts/step_000012.parquet: every graded completion of a step, one a row, readable by any parquet tool."""
+"""rollouts/step_000012.parquet: every graded rollout of a step, one per row, readable by any parquet tool."""
 
 from __future__ import annotations
 
@@ -147,8 +147,10 @@ def read_table(run: RunDirectory, step: int, columns: Sequence[str] | None = Non
     path = rollout_path(run, step)
     if not path.exists():
         steps = rollout_steps(run)
-        fix = f"choose one of the {len(steps)} stored steps, {steps[0]} to {steps[-1]}" if steps else "none are stored"
-        raise RunDirectoryError(f"no rollouts of step {step}", where=str(run.path), fix=fix)
+        fix = "wait for the run's first step, or choose another run"
+        if steps:
+            fix = f"choose one of the {len(steps)} stored steps, {steps[0]} to {steps[-1]}"
+        raise RunDirectoryError(f"no rollouts of step {step} are stored", where=str(run.path), fix=fix)
     with _readable(path), os.fdopen(open_plain(path), "rb") as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         missing = [name for name in LATER if name not in parquet.schema_arrow.names]
@@ -168,7 +170,9 @@ def _readable(path: Path) -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise RunDirectoryError(
-            f"cannot be read: {reason}", where=str(path), fix="restore it from a copy, or remove it to do without it"
+            f"cannot be read: {reason}",
+            where=str(path),
+            fix="restore the file from a copy, or remove it to go on without it",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A run directory: everything that one run was given, did and left. Layout:
+"""A run directory: the inputs, records and results of one run. Layout:
 
     runs/<name>/  recipe.yaml (resolved)  manifest.json (code, packages, machine, attempts, …)  run.lock
       metrics.jsonl  events.jsonl  spikes.jsonl  stall.txt  log.txt  report.html
@@ -77,7 +77,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = f"cannot be made: {error.strerror}"
+            what = f"cannot be created: {error.strerror}"
             raise RunDirectoryError(what, where=str(path), fix="choose another runs_dir") from error
         lock = Lock(path / LOCK)
         try:
@@ -201,7 +201,7 @@ class RunDirectory:
     def add_to_manifest(self, facts: Mapping[str, object]) -> None:
         """Set top-level entries (formula, plan, data hashes). Raises RunDirectoryError for a reader or a reserved key."""
         if mine := facts.keys() & {"format", "attempts"}:
-            what = f"manifest keys {sorted(mine)} are kept by the run directory"
+            what = f"manifest keys {sorted(mine)} are written by the run directory itself"
             raise RunDirectoryError(what, where=str(self.manifest_path))
         self._write_manifest({**self.manifest(), **facts})
 
@@ -305,12 +305,12 @@ def refuse_taken(path: Path, checkpoints: str | None = None) -> None:
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not path.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
         raise RunDirectoryError(
-            "cannot be made: no permission to write there", where=str(path), fix="choose another runs_dir"
+            "cannot be created: no permission to write there", where=str(path), fix="choose another runs_dir"
         )
     inside = path.iterdir() if path.exists() and not is_run(path) else ()
     foreign = [entry.name for entry in inside if not _is_unfinished(entry)]
     if foreign:
-        what = f"the folder holds files that are not of a run: {', '.join(sorted(foreign)[:5])}"
+        what = f"the folder holds files that do not belong to a run: {', '.join(sorted(foreign)[:5])}"
         raise RunDirectoryError(what, where=str(path), fix="choose another name or runs_dir")
 
 
@@ -324,7 +324,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         runs = (entry for entry in path.parent.glob("*/") if is_run(entry) and (entry / "recipe.yaml").is_file())
         near = sorted(entry.name for entry in runs)
-        fix = f"runs in {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
+        fix = f"choose from {path.parent}: {', '.join(near[:8])}" if near else "start one with `lockstep train RECIPE`"
         raise RunDirectoryError("no such run directory", where=str(path), fix=fix)
     if not (path / MANIFEST).exists():
         fix = "if its process was killed while starting, start the run again with `lockstep train RECIPE`"
@@ -338,6 +338,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(what, where=str(path / MANIFEST), fix="restore it from a copy") from error
     assert isinstance(manifest, dict)  # or it would not have been valid
     if manifest["format"] > FORMAT:
-        what = f"the run has format {manifest['format']}; this version reads up to {FORMAT}"
-        raise RunDirectoryError(what, where=str(path), fix="update lockstep")
+        what = f"a newer Lockstep wrote this run: its format is {manifest['format']}, this version reads up to {FORMAT}"
+        raise RunDirectoryError(what, where=str(path), fix="update Lockstep")
     return manifest

@@ -1,7 +1,7 @@
-"""Delivery of a run's numbers to trackers. Each works in a thread of its own, and neither stops the run nor slows it.
+"""Sends a run's metrics to trackers. Each tracker has its own thread, and neither stops the run nor slows it.
 
-metrics.jsonl has everything. A tracker that fails or hangs is reported once and left behind; what it missed is sent when the run
-is resumed, or by `lockstep track sync`, from the step after the last that it holds.
+metrics.jsonl has everything. A tracker that fails or hangs is reported once and then left out. The steps after the last one
+that it holds are sent when the run is resumed, or by `lockstep track sync`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_sinks(
             for one in senders:
                 one.close()
             mistake = f"track.sinks: {sink.name} cannot be set up: {reason(error)}"
-            raise ConfigError([mistake], fix="correct it, or take it out of track.sinks") from error
+            raise ConfigError([mistake], fix=f"correct its settings, or remove {sink.name} from track.sinks") from error
     return senders
 
 
@@ -81,7 +81,7 @@ def check_installed(track: Track) -> None:
     """Raise ConfigError for trackers that are not there. To be asked before a run is created: it runs a user's file."""
     mistakes = [f"track.sinks: {why}" for sink in track.sinks if sink.mode != "off" and (why := missing(sink.name))]
     if mistakes:
-        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or take it out of track.sinks")
+        raise ConfigError(mistakes, fix="pip install 'lockstep-rl[trackers]', or remove the tracker from track.sinks")
 
 
 def missing(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Comparison of a run with its trackers: the steps that a tracker lacks, and why they cannot be sent to it."""
+"""Compares a run with its trackers: which steps a tracker lacks, and why they cannot be sent to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trackers: W&B, trackio, TensorBoard, MLflow, SwanLab. Each is made from a `TrackedRun`, and so is a class of a user's own.
+"""Trackers: W&B, trackio, TensorBoard, MLflow, SwanLab. Each is made from a `TrackedRun`; so is a tracker class of the user.
 
-All have `log(step, metrics)` and `close()`. What else one can do it has as a method: `last_step()`, the last step of
-this run that it holds; `samples(step, samples)`, replies as text; `artifact(path, name)`, a folder of files.
+All have `log(step, metrics)` and `close()`. These methods are optional: `last_step()` returns the last step of this run that the
+tracker holds; `samples(step, samples)` takes replies as text; `artifact(path, name)` takes a folder of files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Wandb:
         asked = os.environ.get("WANDB_MODE") if run.mode == "auto" else run.mode
         if run.mode == "online" and not has_wandb_key():  # it would ask for one at the terminal
             raise ConfigError(
-                ["track.sinks: wandb: mode online needs WANDB_API_KEY"], fix="set WANDB_API_KEY, or mode: offline"
+                ["track.sinks: wandb: mode online needs WANDB_API_KEY"],
+                fix="set the variable WANDB_API_KEY, or mode: offline",
             )
         offline = asked in ("offline", "disabled", "dryrun") or not has_wandb_key()
         # Its own notes of the command line would show what `mask` hides in the manifest.
@@ -216,7 +217,8 @@ class Mlflow:
         uri = run.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
         if run.mode == "online" and not uri:
             raise ConfigError(
-                ["track.sinks: mlflow: mode online needs a server"], fix="set MLFLOW_TRACKING_URI or settings.uri"
+                ["track.sinks: mlflow: mode online needs a server"],
+                fix="set the variable MLFLOW_TRACKING_URI, or settings.uri",
             )
         self.mode = "online" if uri and run.mode != "offline" else "offline"
         local = run.place("mlflow")
@@ -270,7 +272,8 @@ class SwanLab:
         key = bool(os.environ.get("SWANLAB_API_KEY"))
         if run.mode == "online" and not key:
             raise ConfigError(
-                ["track.sinks: swanlab: mode online needs SWANLAB_API_KEY"], fix="set SWANLAB_API_KEY, or mode: offline"
+                ["track.sinks: swanlab: mode online needs SWANLAB_API_KEY"],
+                fix="set the variable SWANLAB_API_KEY, or mode: offline",
             )
         self.mode = "online" if key and run.mode != "offline" else "offline"
         self._swanlab = swanlab

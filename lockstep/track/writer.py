@@ -160,7 +160,7 @@ def read_events(run: RunDirectory) -> list[Event]:
         try:
             events.append(_EVENT.validate_python(row))
         except ValidationError as error:
-            raise _not_a("event", f"{run.events_path}:{index}", error) from error
+            raise _not_a("record of an event", f"{run.events_path}:{index}", error) from error
     return events
 
 
@@ -185,7 +185,7 @@ def _not_a(noun: str, where: str, error: Exception) -> RunDirectoryError:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return RunDirectoryError(f"this is no {noun}: {reason}", where=where, fix="restore the file from a copy")
+    return RunDirectoryError(f"the line is not a {noun}: {reason}", where=where, fix="restore the file from a copy")
 
 
 def _merge(before: StepRecord, after: StepRecord) -> StepRecord:

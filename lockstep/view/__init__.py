@@ -1,1 +1,1 @@
-"""A page about runs, served on this machine alone: curves, rollouts, the sample funnel, settings and scores."""
+"""The web page of `lockstep view`, served on this machine only: curves, rollouts, the sample funnel, settings and scores."""

@@ -1,4 +1,4 @@
-"""Answers to the page, from the files of its runs: each is made from the parameters of a query and goes out as JSON."""
+"""Answers the requests of the web page with JSON, from the files of its runs and the parameters of the request."""
 
 from __future__ import annotations
 
@@ -272,4 +272,6 @@ def _read(kind: type[Asked], params: Params) -> Asked:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise RunDirectoryError(f"{where}: {first['msg']}", where="view", fix="reload the page") from error
+        raise RunDirectoryError(
+            f"the parameter {where} is wrong: {first['msg']}", where="view", fix="reload the page"
+        ) from error

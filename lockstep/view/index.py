@@ -1,4 +1,4 @@
-"""Rollouts of all steps in a table in memory, so that filters answer at once; it follows a run that is still training.
+"""Holds the rollouts of all steps in a table in memory, so that filters answer at once. New steps of a training run are added.
 
 The parquet files are read by `track.rollouts`, which follows no link and verifies checksums. Token ids and log-probabilities
 stay in the files: the page asks for those of one rollout or group at a time.

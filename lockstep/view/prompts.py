@@ -80,7 +80,7 @@ class Prompter:
         Raises EngineError if another prompt is being answered, or with the reason why there is no reply.
         """
         if not self._busy.acquire(blocking=False):
-            raise EngineError("another prompt is being answered", where="prompt", fix="wait for it, or stop it")
+            raise EngineError("another prompt is being answered", where="prompt", fix="wait for its reply, or stop it")
         try:
             self._keep()
             place = (str(one.run.path), ask.step)
@@ -172,7 +172,7 @@ def _ended(process: subprocess.Popen[str], log: IO[bytes]) -> EngineError:
     code = process.wait()
     log.seek(0)
     last = log.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
-    why = "it was stopped" if code == -signal.SIGKILL else f"exit code {code}: {' '.join(last) or 'it said nothing'}"
+    why = "it was stopped" if code == -signal.SIGKILL else f"exit code {code}: {' '.join(last) or 'no message'}"
     return EngineError(
-        f"the process that samples ended ({why})", where="prompt", fix="ask again, or see `lockstep sample`"
+        f"the sampling process ended ({why})", where="prompt", fix="send it again, or use `lockstep sample`"
     )

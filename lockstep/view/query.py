@@ -1,4 +1,4 @@
-"""A question about rollouts, as the page asks it: which rows, in which order, and its SQL."""
+"""A query of the web page for rollouts: which rows, in which order; and its SQL."""
 
 from __future__ import annotations
 

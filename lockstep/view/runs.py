@@ -1,4 +1,4 @@
-"""The runs that are looked at: their files are read again when they have changed."""
+"""The runs that the web page shows. Their files are read again when they have changed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
     runs = [RunDirectory.open(path) for path in paths]
     places = [run.path.resolve() for run in runs]
     if len(set(places)) < len(places):
-        raise RunDirectoryError("a run is given twice", where="lockstep view", fix="give each run once")
+        twice = max(places, key=places.count)
+        raise RunDirectoryError("the run is given twice", where=str(twice), fix="give each run once")
     names = [place.name for place in places]
     labels = [
         name if names.count(name) == 1 else f"{place.parent.name}/{name}"

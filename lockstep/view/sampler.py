@@ -1,7 +1,7 @@
 """A process that holds the weights of one checkpoint and samples replies to prompts: `python -m lockstep.view.sampler RUN STEP`.
 
-It writes a line of JSON when it is ready, then one for each line of JSON that it reads, and ends with its input. Errors are
-lines with `error`.
+It writes a line of JSON when it is ready, then one for each line of JSON that it reads. It exits when its input ends. Errors
+are lines with `error`.
 """
 
 from __future__ import annotations

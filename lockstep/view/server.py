@@ -1,4 +1,4 @@
-"""The server of the page: loopback only, a token in every address, no request to or from any other origin."""
+"""The web server of `lockstep view`: loopback only, a secret token in each address, and no requests from or to other origins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a step, against their floor, rank by rank."""
+"""Times of the phases of a step for each rank, beside their lower bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids as pieces of text, so that each can be coloured, and the stretches of an episode."""
+"""Splits replies into the text of each token, so that the page can colour it, and into sampled and given parts."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def _load(run: RunDirectory) -> Decode:
         tokenizer = Loaded.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ModelError(
-            f"the tokenizer of the run is not readable at {path}",
+            f"the run's tokenizer cannot be read at {path}",
             where=str(run.path),
-            fix="put the model's folder back",
+            fix="put the folder of the model back",
         ) from error
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 

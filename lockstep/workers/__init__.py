@@ -1,1 +1,1 @@
-"""Processes that do work within limits and can be killed: graders, comparisons, playouts, sandboxes' hosts, environments."""
+"""Worker processes with limits on time and memory, which can be killed: for graders, comparisons, playouts and environments."""

@@ -169,9 +169,9 @@ class WorkerPool:
                 own_deaths += -status not in _OUTSIDE
                 if own_deaths == 2 or time.monotonic() > deadline:
                     raise TaskError(
-                        f"the worker process ends while it loads (status {status})",
+                        f"the worker process ended while it loaded its code (status {status})",
                         where=self.work.where,
-                        fix="see above what it printed, and whether memory is short",
+                        fix="read above what it printed, and check that memory is free",
                     ) from None
             except BaseException:
                 if slot in self._running.processes:
@@ -191,7 +191,9 @@ class WorkerPool:
             made = Started(self.work) if self.work.own_code else self._fork()
         except OSError as error:
             raise TaskError(
-                f"a process cannot be started: {error}", where=self.work.where, fix="free memory or processes"
+                f"a worker process cannot be started: {error}",
+                where=self.work.where,
+                fix="free memory, or end other processes",
             ) from error
         self._running.processes[slot] = made
         return made

@@ -1,4 +1,4 @@
-"""One worker process, as its owner has it: started on its own, or forked from a template that has loaded the work once."""
+"""One worker process, for the process that owns it: started alone, or forked from a template that has loaded the work once."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ class Process:
             answer = self.link.exchange(wire.dumps(self._work.hello), START_SECONDS)
         except Slow as error:
             raise TaskError(
-                f"the code was not loaded within {START_SECONDS:g} s",
+                f"the worker process needed more than {START_SECONDS:g} s to load this code",
                 where=self._work.where,
-                fix="do less when the file is loaded",
+                fix="do less work at the top level of the file",
             ) from error
         _refused(answer)
         self._ready = True
@@ -280,9 +280,9 @@ class Template:
             answer = self._receive()
             if "error" in answer:
                 raise TaskError(
-                    f"a process cannot be started: {answer['error']}",
+                    f"a worker process cannot be started: {answer['error']}",
                     where=self._work.where,
-                    fix="free memory or processes",
+                    fix="free memory, or end other processes",
                 )
             return int(answer["pid"])
 

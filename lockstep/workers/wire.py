@@ -1,4 +1,4 @@
-"""Values as one line of JSON and back, with the Python types that JSON lacks: all messages between a run and its workers."""
+"""Encodes values as a line of JSON, also types that JSON lacks, and decodes them. All messages between run and workers use it."""
 
 from __future__ import annotations
 

@@ -203,5 +203,5 @@ def test_the_same_manifest_spelt_otherwise_is_refused(folder: Path):
     commit(folder, 1)
     data = json.loads((folder / "COMMIT.json").read_text())
     (folder / "COMMIT.json").write_text(json.dumps(data))
-    with pytest.raises(CorruptCheckpointError, match="do not match its own seal"):
+    with pytest.raises(CorruptCheckpointError, match="does not match its own hash"):
         read_manifest(folder)

@@ -266,7 +266,7 @@ def test_incomplete_ones_do_not_count_as_kept(tmp_path: Path):
 
 def test_pruning_never_deletes_everything(tmp_path: Path):
     saved(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="keep_last = 0"):
+    with pytest.raises(CheckpointError, match="keep_last=0"):
         prune(tmp_path, keep_last=0)
     with pytest.raises(CheckpointError, match="step 9, does not exist"):
         prune(tmp_path, keep_last=1, keep_best=9)

@@ -18,7 +18,10 @@ from tests.loops.runs import LORA, words
     ("changed", "message"),
     [
         (["optimizer.lr=3e-4"], "both runs would be the same"),
-        (["optimizer.lr=1e-4", "steps=9"], "2 settings differ, and an A/B differs in one: steps: 60 → 9; optimizer.lr"),
+        (
+            ["optimizer.lr=1e-4", "steps=9"],
+            "2 settings differ, but an A/B test changes only one: steps: 60 → 9; optimizer.lr",
+        ),
         (["adapter.kind=none"], "settings differ"),
         (["seed=4"], "both runs of an A/B test use the same seed"),
         (["name=other"], "no effect on the results"),

@@ -40,7 +40,9 @@ def test_an_attempt_is_a_branch_and_a_tag(project: Path, printed: Printed):
 
 def test_what_is_not_committed_begins_no_attempt(project: Path, printed: Printed):
     (project / "recipe.yaml").write_text("name: b\n")
-    assert "everything committed: not committed: recipe.yaml" in printed("attempt", "start", "28", code=2)
+    assert "everything committed: these files are not committed: recipe.yaml" in printed(
+        "attempt", "start", "28", code=2
+    )
     assert "attempt" not in git("branch", "--all") + git("tag")
     assert cli.main(["attempt", "start", "--name with blanks"]) == 2
 

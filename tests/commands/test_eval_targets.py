@@ -171,7 +171,7 @@ def test_several_named_targets_stand_side_by_side(run: Path, model: Path, tmp_pa
         "base_step_000000_greedy_pass@1.json", "rl_step_000003_greedy_pass@1.json",
     ]  # fmt: skip
     code, _, err = said("eval", str(model), str(model), "--recipe", *recipe)
-    assert (code, "two targets are called" in err) == (2, True)
+    assert (code, "two targets have the same name" in err) == (2, True)
 
 
 def test_the_same_weights_under_two_names_are_no_alarm_but_other_weights_are(

@@ -22,7 +22,7 @@ from tests.saying import Told
         ("eval.items=100", "evaluation", "eval.items="),
         ("prompts_per_step=500", "task", "500 different questions"),
         ("rollout.max_tokens=4090", "prompts", "4096"),
-        ("device=cuda", "device", "torch sees no GPU"),
+        ("device=cuda", "device", "torch finds no GPU"),
     ],
 )
 def test_what_would_stop_a_start_is_found_by_doctor_and_costs_train_no_name(

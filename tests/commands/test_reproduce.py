@@ -124,7 +124,7 @@ def test_without_the_hub_it_says_what_is_missing(tmp_path: Path) -> None:
     assert found.returncode == 4
     assert "task.data (gsm8k)" in found.stderr
     assert "task.heldout.id_probe (gsm8k)" in found.stderr
-    assert "give the same command again" in found.stderr
+    assert "run the same command again" in found.stderr
     assert "Traceback" not in found.stderr
 
 

@@ -96,7 +96,7 @@ def test_a_gpu_that_others_use_is_named_with_them() -> None:
     assert "52.4 of 140.4 GiB free: 88.0 GiB are taken" in taken.found
     assert gpu.judge_gpu(replace(H200, name="T4", capability=7.5)).verdict == "warn"
     seen = gpu.judge_processes([Process(10, "python", 90112.0), Process(7, "python", 512.0)], frozenset({7}), [H200])
-    assert (seen.verdict, seen.found) == ("warn", "1 not ours: 10 python (88.0 GiB)")
+    assert (seen.verdict, seen.found) == ("warn", "other processes (1): 10 python (88.0 GiB)")
     assert gpu.judge_processes([Process(7, "python", 90112.0)], frozenset({7}), [H200]).verdict == "ok"
     hidden = gpu.judge_processes([], frozenset(), [replace(H200, used=90112.0)])
     assert hidden.verdict == "warn"
@@ -122,7 +122,7 @@ def test_nvidia_smi_is_asked_and_may_be_absent_broken_or_hanging(
     assert [one.used for one in gpu.gpus_here()] == [4.0, 90112.0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     names = {check.name: check for check in gpu.check_gpu()}
-    assert names["gpu processes"].found == "1 not ours: 999999 vllm (88.0 GiB)"
+    assert names["gpu processes"].found == "other processes (1): 999999 vllm (88.0 GiB)"
     assert names["compiler"].verdict == "warn"  # PATH has none
     assert list(names) == ["torch", "gpu 0", "gpu processes", "compiler"]
     assert [check.name for check in gpu.check_gpu("cpu")] == ["torch"]
@@ -140,11 +140,13 @@ def test_a_run_does_not_start_on_a_gpu_that_others_use(tmp_path: Path, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     (tmp_path / "gpus").write_text(SMI)
     smi(tmp_path, f"case $1 in --query-gpu*) /bin/cat {tmp_path}/gpus;; *) echo GPU-b, 999999, vllm, 90112;; esac")
-    with pytest.raises(MachineError, match=r"gpu processes: 1 not ours: 999999 vllm \(88.0 GiB\)") as refused:
+    with pytest.raises(
+        MachineError, match=r"gpu processes: other processes \(1\): 999999 vllm \(88.0 GiB\)"
+    ) as refused:
         require_machine(Recipe())
     assert "--allow busy_gpu" in str(refused.value.fix)
     (warned,) = [check for check in require_machine(Recipe(allow=["busy_gpu"])) if check.name == "gpu processes"]
-    assert warned.found == "1 not ours: 999999 vllm (88.0 GiB)"
+    assert warned.found == "other processes (1): 999999 vllm (88.0 GiB)"
     for recipe in (Recipe(device="cpu"), Recipe(allow=[])):  # no GPU; then the free one of the two
         assert "gpu processes" not in [check.name for check in require_machine(recipe)]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -85,9 +85,9 @@ def test_a_folder_of_ones_own(run: RunDirectory, tmp_path: Path, printed: Printe
     words = ["export", str(run.path), str(out), "--adapter", "--step"]
     assert "not made again" not in printed(*words, "2")
     assert "it is there already, every file whole: not made again" in printed(*words, "2")
-    assert f"exists already: an export of {run.path} at step 2" in printed(*words, "1", code=2)
+    assert f"holds another export already: of {run.path} at step 2" in printed(*words, "1", code=2)
     assert main([*words, "1", "--again"]) == 0
     assert json.loads((out / "lockstep_export.json").read_text())["source"]["step"] == 1
     (out / "notes.txt").write_text("mine")
-    assert "files that are not of an export: notes.txt" in printed(*words, "2", "--again", code=2)
+    assert "a file that is not of the export: notes.txt" in printed(*words, "2", "--again", code=2)
     assert (out / "notes.txt").read_text() == "mine"

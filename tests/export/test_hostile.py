@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Change, type[LockstepError], str]] = {
     "infinite in one place": (
         weights(lambda n, t: t.index_fill(0, torch.tensor([0]), torch.inf) if n == "model.norm.weight" else t),
         CheckpointError,
-        "model.norm.weight has numbers that are not finite",
+        "model.norm.weight has values that are not finite",
     ),
     "an empty adapter": (adapter({}, LORA), CheckpointError, "holds no tensor"),
     "an adapter of nothing": (adapter(ONE, {}), ModelError, "does not describe an adapter of PEFT"),
@@ -155,10 +155,10 @@ def test_where_nothing_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             new_folder(name)
     assert new_folder(Path("new")) == tmp_path / "empty" / "new"
     for name in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
-        with pytest.raises(ConfigError, match="cannot be made"), in_the_making(name):
+        with pytest.raises(ConfigError, match="cannot be created"), in_the_making(name):
             pass
     (tmp_path / ".out.partial").write_text("mine")
-    with pytest.raises(ConfigError, match="cannot be made"), in_the_making(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="cannot be created"), in_the_making(tmp_path / "out"):
         pass
     assert (tmp_path / ".out.partial").read_text() == "mine"
 

@@ -189,5 +189,5 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, tied=True)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="head and embedding differ"):
+    with pytest.raises(CheckpointError, match="head and the embedding differ"):
         import_checkpoint(find_foreign(tmp_path), tmp_path / "out")

@@ -91,7 +91,7 @@ def test_an_evaluation_sent_there_is_the_one_made_here(
     whole = made.read_bytes()
     made.write_bytes(whole.replace(b'"accuracy"', b'"accuraty"', 1))
     assert main(["host", "fetch", "spare", "eval-001"]) == 10
-    assert "not the bytes that the job wrote; nothing of it was stored" in capsys.readouterr().err
+    assert "fetched files differ from those that the job wrote, and were deleted" in capsys.readouterr().err
     assert sorted(Path("runs").rglob("*")) == before
     made.write_bytes(whole)
 
@@ -135,7 +135,7 @@ def test_training_goes_on_without_the_connection_and_its_run_is_fetched(
     assert {json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()} == {1, 2}
     capsys.readouterr()
     assert main(["host", "fetch", "spare", "a.job"]) == 10  # a run that is there is not written over
-    assert "another one of this name is already here" in capsys.readouterr().err
+    assert "another file or run of this name is already here" in capsys.readouterr().err
     assert main(["host", "list", "spare"]) == 0
     assert "a.job: ended with 0" in capsys.readouterr().out
 
@@ -222,7 +222,7 @@ def test_what_differs_is_named_with_its_fix(
     assert "transformers: 1.0 there, " in said.out
     assert "lockstep host sync spare, with the same words" in said.err
     assert main(["host", "run", "spare", "eval", "rows.jsonl"]) == 10
-    assert "packages differ, so replies may differ: transformers: 1.0 there" in capsys.readouterr().err
+    assert "packages there and here differ, so replies may differ: transformers: 1.0 there" in capsys.readouterr().err
     spare.configure()
     assert main(["host", "sync", "spare", *named]) == 0  # the fix
     assert main(["host", "verify", "spare", *named]) == 0
@@ -283,7 +283,7 @@ def test_another_host_key_is_refused(spare: Machine, printed: Printed) -> None:
     trust(spare.home, spare.port, "other_key")
     said = printed("host", "list", "spare", code=10)
     assert "Host key verification failed" in said
-    assert "Compare the fingerprint" in said
+    assert "compare the fingerprint" in said
     assert not spare.folder.exists()
 
 

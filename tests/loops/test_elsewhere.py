@@ -75,7 +75,7 @@ def test_a_run_is_killed_resumed_scored_exported_and_cleaned(
 
     folder.rename(disk / "elsewhere")
     for again in (lambda: resume_run(path), lambda: find_target(str(path))):
-        with pytest.raises(CheckpointError, match="moved, removed, or its disk is not mounted"):
+        with pytest.raises(CheckpointError, match="moved or removed, or its disk is not mounted"):
             again()
     assert main(["runs", "--dir", str(path.parent), "gc"]) == 0  # it has nothing to remove
 
@@ -118,7 +118,7 @@ def test_each_disk_is_asked_for_its_part(tmp_path: Path, tiny_model_dir: Path, d
     (both,) = shares(plan, tmp_path / "runs", tmp_path / "runs" / "run" / "checkpoints")
     assert both.needs == plan.total
     require_room(plan, [Share((tmp_path,), 1.1e9, 1.1e9 + SPARE), Share((disk,), 64e9, 64e9 + SPARE)])
-    with pytest.raises(DoesNotFitError, match=r"needs 64\.27 GB of disk, 50\.00 GB are free") as caught:
+    with pytest.raises(DoesNotFitError, match=r"needs 64\.27 GB of disk space, but only 50\.00 GB are free") as caught:
         require_room(plan, [Share((tmp_path,), 1.1e9, 1e12), Share((disk,), 64e9, 50e9)])
     assert caught.value.where == str(disk)
     asked = load(words(tmp_path, tiny_model_dir, f"paths.checkpoints={disk}"))

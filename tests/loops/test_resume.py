@@ -247,7 +247,7 @@ def test_another_base_model_is_refused(tmp_path: Path, tiny_model_dir: Path) -> 
     write_tiny_model(model)
     path = stopped(tmp_path, model, *LORA, NO_EVAL, step=2)
     write_tiny_model(model, seed=1)
-    with pytest.raises(CheckpointError, match="restored weights have fingerprint"):
+    with pytest.raises(CheckpointError, match="restored weights are not the saved ones"):
         resume_run(path)
 
 
@@ -354,7 +354,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
 def test_a_signal_in_the_first_evaluation_ends_the_run_there(tmp_path: Path, tiny_model_dir: Path) -> None:
     recipe(tmp_path, tiny_model_dir)
     terminate_in(tmp_path, tmp_path / "runs" / "run", 1)  # the first grading after the proof is that of step 0
-    with pytest.raises(Interrupted, match="SIGTERM in an evaluation") as caught:
+    with pytest.raises(Interrupted, match="SIGTERM during an evaluation") as caught:
         trained(tmp_path, tiny_model_dir)
     path = tmp_path / "runs" / "run"
     assert f"--resume {path}" in caught.value.fix

@@ -97,7 +97,7 @@ def test_a_connection_that_breaks_off_is_explained(hub: Hub, tmp_path: Path) -> 
     hub.broken.add("model.safetensors")
     what, to_fix = ask(hub.url, tmp_path / "home", "org/tiny").splitlines()
     assert "the download failed: " in what
-    assert "run again; it continues where it stopped" in to_fix
+    assert "run the command again: the download continues where it stopped" in to_fix
     hub.broken.clear()
     assert ask(hub.url, tmp_path / "home", "org/tiny").split()[1] == COMMIT
 

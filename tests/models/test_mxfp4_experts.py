@@ -93,9 +93,9 @@ def test_it_is_refused_for_other_models_before_anything_loads(
 ) -> None:
     asked = ["smoke", "adapter={kind: lora, base: mxfp4, targets: attention}", f"runs_dir={tmp_path}"]
     (found,) = refusals(load([*asked, f"model.path={tiny_model_dir}"]))
-    assert "are not stored in MXFP4" in found.what
+    assert "adapter.base=mxfp4 needs weights stored in MXFP4" in found.what
     (found,) = refusals(load([*asked, f"model.path={folder}", f"warm_start={tmp_path}"]))
-    assert "not of warm_start" in found.what
+    assert "cannot be used with warm_start" in found.what
     assert refusals(load([*asked, f"model.path={folder}"])) == []
     with pytest.raises(ConfigError, match="use native"):
         load([*asked, f"model.path={folder}", "rollout.engine=vllm", "device=cuda"])

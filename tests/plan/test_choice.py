@@ -104,9 +104,9 @@ def test_7b_with_fp32_masters_does_not_fit_one_h200() -> None:
     # 18 bytes for each of 7.62e9 parameters are 127.7 GiB; the rest is activations, the head, margin and context.
     assert 127.7 * 1.05 < needs < 145
     assert "moments (56.7 GiB)" in text
-    assert "optimizer.states=8bit (then " in raised.value.fix
-    assert "optimizer.offload=cpu (then " in raised.value.fix
-    assert "adapter.kind=lora (then " in raised.value.fix
+    assert "optimizer.states=8bit (needs " in raised.value.fix
+    assert "optimizer.offload=cpu (needs " in raised.value.fix
+    assert "adapter.kind=lora (needs " in raised.value.fix
 
 
 # --- offload --------------------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ def test_main_memory_without_room_is_a_refusal_with_both_figures() -> None:
     needed = host_bytes(planned(None).inputs)
     assert planned(needed).fits
     assert "99.3 GiB while it writes a checkpoint, 85.1 of them always" in " ".join(memory_lines(planned(needed)))
-    with pytest.raises(DoesNotFitError, match=r"need 99\.3 GiB of main memory, 90\.0 GiB are free") as raised:
+    with pytest.raises(DoesNotFitError, match=r"need 99\.3 GiB of main memory, but only 90\.0 GiB are free") as raised:
         planned(90 * GIB)
-    assert "optimizer.states=8bit (then " in raised.value.fix
+    assert "optimizer.states=8bit (needs " in raised.value.fix
     assert "optimizer.offload=none and adapter.kind=lora" not in raised.value.fix  # one change is enough
     with pytest.raises(DoesNotFitError, match="main memory") as raised:
         planned(8 * GIB)
-    assert "optimizer.offload=none and adapter.kind=lora (then " in raised.value.fix
+    assert "optimizer.offload=none and adapter.kind=lora (needs " in raised.value.fix
 
 
 def test_a_step_takes_at_least_the_transfer() -> None:
@@ -179,14 +179,14 @@ def test_a_machine_without_a_gpu_is_told_before_anything_is_loaded() -> None:
     if torch.cuda.is_available():
         require_devices(load([*GPU, OFFLOAD]))
         return
-    with pytest.raises(ConfigError, match="torch sees none on this machine"):
+    with pytest.raises(ConfigError, match="torch finds no GPU on this machine"):
         require_devices(load([*GPU, OFFLOAD]))
 
 
 def test_the_advice_fits() -> None:
     with pytest.raises(DoesNotFitError) as raised:
         plan(LARGE)
-    for setting, then in re.findall(r"(\S+) \(then ([\d.]+) GiB\)", raised.value.fix):
+    for setting, then in re.findall(r"(\S+) \(needs ([\d.]+) GiB\)", raised.value.fix):
         changed = plan(LARGE, setting)
         assert changed.fits
         assert changed.needs / GIB == pytest.approx(float(then), abs=0.06)
@@ -195,14 +195,14 @@ def test_the_advice_fits() -> None:
 def test_several_changes_together_when_one_is_not_enough() -> None:
     with pytest.raises(DoesNotFitError) as raised:
         plan(LARGE, "sync.transport=copy", gib=24)
-    assert raised.value.fix.startswith("sync.transport=shared and adapter.kind=lora (then ")
+    assert raised.value.fix.startswith("sync.transport=shared and adapter.kind=lora (needs ")
 
 
 def test_a_micro_batch_that_is_too_large_is_named() -> None:
     with pytest.raises(DoesNotFitError) as raised:
         plan(SMALL, "update={recompute: none, tokens_per_microbatch: 100000}")
-    assert "update.tokens_per_microbatch=8192 (then " in raised.value.fix
-    assert "update.recompute=auto (then " in raised.value.fix
+    assert "update.tokens_per_microbatch=8192 (needs " in raised.value.fix
+    assert "update.recompute=auto (needs " in raised.value.fix
 
 
 def test_nothing_helps_a_model_that_is_much_too_large() -> None:

@@ -41,10 +41,10 @@ def lines(folder: Path, *overrides: str, gpu: float | None = 139.8) -> list[str]
 
 def test_a_recipe_that_does_not_fit_is_told_so(seven: Path) -> None:
     said = lines(seven)
-    assert any("does not fit: needs 14" in line for line in said)
+    assert any("does not fit: it needs 14" in line for line in said)
     words = [f"model.path={seven}", "task={kind: reasoning_gym}", "rollout.max_tokens=512", "prompts_per_step=64"]
     (refusal,) = refusals(load(words), 139.8)
-    assert refusal.fix.startswith("optimizer.states=8bit (then ")
+    assert refusal.fix.startswith("set optimizer.states=8bit (needs ")
 
 
 def test_memory_and_floor_of_a_gpu_that_is_not_here(seven: Path) -> None:
@@ -118,6 +118,6 @@ def test_a_hub_model_is_planned_from_its_config_alone(tiny_model_dir: Path, tmp_
         code, said = hub.run(served.url, tmp_path / "home", "doctor", *words[1:])
         assert "warn  model          org/tiny is not here yet: a run fetches it first" in said
         code, said = hub.run(served.url, tmp_path / "home", *words, "rollout.max_tokens=5000")
-        assert (code, "context: rollout.max_tokens = 5000 leaves no room" in said) == (2, True)
+        assert (code, "context: rollout.max_tokens=5000 leaves no room" in said) == (2, True)
         assert served.fetched == ["config.json"]
     assert "not on this machine" in hub.run("http://127.0.0.1:9", tmp_path / "other", *words, offline=True)[1]

@@ -33,16 +33,16 @@ VLLM = ("rollout.engine=vllm", "device=auto", "rollout.slots=auto")
 
 TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("steps=100", "optimizer.warmup_steps=66"), "long_warmup", "the warm-up takes 66 of the run's 100"),
-    ({}, ("steps=200", "optimizer.warmup_steps=80"), "slow_warmup", "25.00% of its peak at step 20, after 20 of 80"),
-    ({}, ("steps=200", "optimizer.warmup_ratio=0.4"), "slow_warmup", "after 20 of 80 warm-up updates (of 200 in the run)"),
+    ({}, ("steps=200", "optimizer.warmup_steps=80"), "slow_warmup", "only 25.00% of its peak, after 20 of 80"),
+    ({}, ("steps=200", "optimizer.warmup_ratio=0.4"), "slow_warmup", "after 20 of 80 warm-up updates (the run has 200)"),
     ({}, ("steps=30", "optimizer.warmup_ratio=0.7"), "long_warmup", "takes 21 of the run's 30 optimizer steps"),
-    ({}, (*A26, "steps=62500"), "slow_warmup", "0.64% of its peak at step 20, after 160 of 25000 warm-up updates"),
-    ({}, (*A26, "steps=62500", "update.samples_per_update=64"), "slow_warmup", "after 40 of 6250 warm-up updates (of 125000"),
+    ({}, (*A26, "steps=62500"), "slow_warmup", "is only 0.64% of its peak, after 160 of 25000"),
+    ({}, (*A26, "steps=62500", "update.samples_per_update=64"), "slow_warmup", "after 40 of 6250 warm-up updates (the run"),
     ({}, ("steps=200", "epochs=1", "task.heldout_rows=0", "eval.enabled=false"), "short_horizon", "end after 20 steps"),
-    ({}, ("steps=200", "epochs=1.5"), "short_horizon", "1.5 passes over 32 rows, 2 a step, end after 24 steps"),
+    ({}, ("steps=200", "epochs=1.5"), "short_horizon", "1.5 passes over 32 rows, 2 per step, end after 24 steps"),
     ({}, ("steps=1000000000", "eval.enabled=false"), "disk", "of disk"),
     ({}, ("save.keep_best=reward/maen",), "best_metric", "no such metric: reward/maen; did you mean reward/mean"),
-    ({}, ("save.keep_best=loss/policy",), "best_metric", "does not mean a better model"),
+    ({}, ("save.keep_best=loss/policy",), "best_metric", "a higher value is not better"),
     ({}, ("save.keep_best=validation/logprob",), "best_metric", "or the run does not measure it"),
     ({}, (*LORA, "adapter.targets=[q_prj]"), "adapter", "'q_prj' names no linear layer"),
     ({}, (*LORA, "adapter.targets=[lm_head]"), "adapter", "lm_head"),
@@ -50,8 +50,8 @@ TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, (*PISSA, "adapter.rank=1024"), "adapter", "rank 1024 is more than the"),
     ({}, ("numerics.train=mxfp4-w4a4", "numerics.exclude=[foo]"), "numerics", "'foo' names no linear layer"),
     ({}, ("noise.stages=3", "noise.targets=[foo]"), "noise", "foo"),
-    ({}, ("rollout.max_tokens=100000",), "context", "rollout.max_tokens = 100000 leaves no room for a prompt"),
-    ({}, ("eval.max_tokens=100000",), "context", "eval.max_tokens = 100000 leaves no room for a prompt"),
+    ({}, ("rollout.max_tokens=100000",), "context", "rollout.max_tokens=100000 leaves no room for a prompt"),
+    ({}, ("eval.max_tokens=100000",), "context", "eval.max_tokens=100000 leaves no room for a prompt"),
     (LONGROPE, ("rollout.max_tokens=5000",), "context", "in the model's context of 4096"),
     ({}, ("steps=500000000", "eval.enabled=false", "save={every: 1, keep_last: 100000000}"), "disk", "the run needs"),
     (HUGE, (*LORA, "adapter.rank=4"), "memory", "weights and optimizer state take"),
@@ -67,10 +67,15 @@ TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
 MORE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("steps=60", "optimizer.warmup_steps=31"), "long_warmup", "31 of the run's 60"),
     ({}, ("steps=40", "update.epochs=2", "optimizer.warmup_ratio=0.6"), "long_warmup", "48 of the run's 80"),
-    ({}, ("steps=300", "optimizer.warmup_steps=120"), "slow_warmup", "16.67% of its peak at step 20"),
-    ({}, ("steps=200", "epochs=2"), "short_horizon", "2 passes over 32 rows, 2 a step, end after 32 steps"),
-    ({}, ("save.keep_best=grad/norm",), "best_metric", "does not mean a better model"),
-    ({}, ("save.keep_best=length/mean",), "best_metric", "does not mean a better model"),
+    (
+        {},
+        ("steps=300", "optimizer.warmup_steps=120"),
+        "slow_warmup",
+        "at step 20 the learning rate is only 16.67% of its peak",
+    ),
+    ({}, ("steps=200", "epochs=2"), "short_horizon", "2 passes over 32 rows, 2 per step, end after 32 steps"),
+    ({}, ("save.keep_best=grad/norm",), "best_metric", "a higher value is not better"),
+    ({}, ("save.keep_best=length/mean",), "best_metric", "a higher value is not better"),
     ({}, (*LORA, "adapter.targets=['re:.*nothing']"), "adapter", "'re:.*nothing' names no linear layer"),
     ({}, (*LORA, "adapter.init=olora", "adapter.rank=1024"), "adapter", "rank 1024 is more than the 64"),
     ({}, ("adapter.kind=peft", "adapter.method=ia3", "adapter.targets=[q_prj]"), "adapter", "'q_prj' names no linear"),
@@ -165,7 +170,7 @@ def test_200_steps_that_were_25(tmp_path: Path, tiny_model_dir: Path) -> None:
     (found,) = refusals(load(args))
     assert found.name == "short_horizon"
     assert not found.allowed
-    assert "1 passes over 400 rows, 16 a step, end after 25 steps (200 optimizer steps)" in found.what
+    assert "1 passes over 400 rows, 16 per step, end after 25 steps (200 optimizer steps)" in found.what
     assert refusals(load([*args, "steps=25"])) == []
 
 

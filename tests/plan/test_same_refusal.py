@@ -51,13 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "minimax": {"num_local_experts": 2, "head_dim": 16},
 }
 PACKED = (*W4A4, "adapter={kind: lora, base: mxfp4, targets: attention}")
-OWN = "it keeps experts (down_proj, "
+OWN = "vLLM keeps experts (down_proj, "
 EVEN = "latent attention, of layers with a state or with other heads"
 
 PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     *((name, (), "", "") for name in list(MODELS)[:8]),
     *((name, LORA, "", "") for name in list(MODELS)[:8]),
-    ("bloom", (), "family", "bloom (BloomForCausalLM) is not computed here as by transformers"),
+    ("bloom", (), "family", "bloom (BloomForCausalLM) is not computed as transformers does it"),
     ("gptj", (), "family", "its attention is not one of transformers' registry"),
     ("mamba", (), "family", "its layers with a state (MambaMixer) are not told where sequences begin"),
     ("llama4_text", (), "family", "chunked_attention: attention in chunks of tokens"),
@@ -73,7 +73,7 @@ PAIRS: list[tuple[str, tuple[str, ...], str, str]] = [
     ("mixtral", GATE, "adapter", "'gate_proj' names no linear layer"),
     *((name, VLLM, "serving", OWN) for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")),
     *((name, VLLM, "serving", EVEN) for name in ("gemma4_text", "deepseek_v3", "qwen3_5_text")),
-    ("gpt_oss+mxfp4", VLLM, "serving", "it would run the checkpoint's MXFP4 weights"),
+    ("gpt_oss+mxfp4", VLLM, "serving", "vLLM would run the checkpoint's MXFP4 weights"),
     ("gpt_oss+mxfp4", W4A4, "", ""),
     ("gpt_oss+mxfp4", PACKED, "numerics", "they stay in MXFP4, or Lockstep does not know their form"),
     ("gpt_oss+mxfp4", (), "", ""),

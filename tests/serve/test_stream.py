@@ -271,4 +271,4 @@ def test_a_reply_that_is_read_otherwise_at_its_end_is_an_error(tiny_model_dir: P
         endpoint.admit(TOKEN, KEY)
         with streamed(endpoint, CHAT, ASK) as events:
             last = list(events)[-1]
-    assert "send the request without stream" in last["error"]["message"]
+    assert "send the request with stream=false" in last["error"]["message"]

@@ -47,7 +47,7 @@ def test_a_link_or_a_pipe_in_a_run_is_refused_and_what_it_leads_to_is_left_alone
     place.unlink(missing_ok=True)
     place.symlink_to(target) if kind == "link" else os.mkfifo(place)
     for attempt in (lambda: RunDirectory.open(run), lambda: RunDirectory.resume(run, FACTS)):
-        with pytest.raises(RunDirectoryError, match=f"{name}: this is (a symbolic link|no plain file)"):
+        with pytest.raises(RunDirectoryError, match=f"{name}: this is (a symbolic link|not a regular file)"):
             attempt()
     assert target.read_text() == "dear diary"
 

@@ -36,17 +36,17 @@ def test_runs_of_one_name_do_not_mix(tmp_path: Path) -> None:
     assert (run_of(first / "step_000001"), run_of(second / "step_000001")) == (one, other)
     assert not (one / "checkpoints").exists()
     (one / RECORD).write_text((other / RECORD).read_text().replace(second.name, first.name))
-    with pytest.raises(CheckpointError, match=f"another run than {one}"):
+    with pytest.raises(CheckpointError, match=f"another run, not of {one}"):
         checkpoints_of(one)
 
 
 def test_a_folder_that_was_moved_is_named_with_what_to_do(tmp_path: Path) -> None:
     run, folder = made(tmp_path)
     moved = folder.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="moved, removed, or its disk is not mounted") as caught:
+    with pytest.raises(CheckpointError, match="moved or removed, or its disk is not mounted") as caught:
         RunDirectory.resume(run, {})
     assert caught.value.where == str(folder)
-    assert f"write its new place into {run / RECORD}" in caught.value.fix
+    assert f"write its new path into {run / RECORD}" in caught.value.fix
     assert len(RunDirectory.open(run).manifest()["attempts"]) == 1  # it cost no attempt
     record = json.loads((run / RECORD).read_text())
     (run / RECORD).write_text(json.dumps(record | {"folder": str(moved)}))
@@ -100,7 +100,7 @@ def test_a_record_of_a_stranger_opens_no_folder(tmp_path: Path) -> None:
     (private / "step_000001").mkdir(parents=True)
     record = json.loads((run / RECORD).read_text())
     (run / RECORD).write_text(json.dumps(record | {"folder": str(private)}))
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="is missing"):
         checkpoints_of(run)
     (run / RECORD).unlink()
     (run / RECORD).symlink_to(folder / "run.json")
@@ -108,5 +108,5 @@ def test_a_record_of_a_stranger_opens_no_folder(tmp_path: Path) -> None:
         checkpoints_of(run)
     (run / RECORD).unlink()
     (run / RECORD).write_text('{"folder": 3}')
-    with pytest.raises(RunDirectoryError, match="is not a record of the place of a run's checkpoints"):
+    with pytest.raises(RunDirectoryError, match="does not say where the run's checkpoints are"):
         checkpoints_of(run)

@@ -86,11 +86,11 @@ def test_require_clean_names_what_is_not_committed(project: list[str], tmp_path:
     (tmp_path / "runs" / "x").write_text("")
     require_clean(tmp_path, "runs")
     (tmp_path / "grader.py").write_text("def grade(p, r):\n    return 0\n")
-    with pytest.raises(ConfigError, match=r"not committed: grader\.py"):
+    with pytest.raises(ConfigError, match=r"these files are not committed: grader\.py"):
         require_clean(tmp_path, "runs")
     outside = tmp_path.parent / f"{tmp_path.name}_outside"
     outside.mkdir()
-    with pytest.raises(ConfigError, match="no git repository"):
+    with pytest.raises(ConfigError, match="not in a git repository"):
         require_clean(outside, "runs")
 
 

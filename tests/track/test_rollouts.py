@@ -92,7 +92,7 @@ def test_a_later_attempt_replaces_the_step(run: RunDirectory) -> None:
 
 
 def test_a_step_that_is_not_stored_names_those_that_are(run: RunDirectory) -> None:
-    with pytest.raises(RunDirectoryError, match="none are stored"):
+    with pytest.raises(RunDirectoryError, match="wait for the run"):
         read_rollouts(run, 1)
     for step in (5, 10, 15):
         write_rollouts(run, step, groups(step), ADVANTAGES)

@@ -79,7 +79,7 @@ def test_without_a_tokenizer_the_text_is_still_shown(tmp_path: Path) -> None:
     found = Viewer([tmp_path / "demo"]).rollout({"step": "1", "row": "0"})
     assert found["text"] == "hello"
     assert "stretches" not in found
-    assert "the tokenizer of the run is not readable" in found["problem"]
+    assert "the run's tokenizer cannot be read" in found["problem"]
 
 
 def test_a_recipe_cannot_make_the_page_run_code(tmp_path: Path, tiny_model_dir: Path) -> None:
