@@ -1,4 +1,4 @@
-"""ChatFormat: the one place where messages become token ids, and sampled ids become text."""
+"""ChatFormat, the only class that turns messages into token ids, and sampled ids into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that follow a reply in a chat of several turns; they are appended, and earlier ids are never made again."""
+"""Renders the ids that follow a reply in a chat of several turns. They are appended; earlier ids are never tokenised again."""
 
 from __future__ import annotations
 

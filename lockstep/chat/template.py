@@ -1,4 +1,4 @@
-"""Application of a chat template, and facts that can be read off it."""
+"""Applies a chat template, checks its messages, and finds what it supports, such as tools and generation marks."""
 
 from __future__ import annotations
 

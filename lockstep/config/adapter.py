@@ -1,4 +1,4 @@
-"""Choice of the trained weights: all of them, or adapters through PEFT."""
+"""Settings that choose which weights are trained: all of them, or adapters through PEFT."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Settings of the objective: advantage, loss, aggregation, KL; correction.py has those of the rollout correction.
+"""Settings of the objective: advantage, loss, aggregation and KL. The rollout correction is in correction.py.
 
-An algorithm is a named choice of these parts, and a recipe may replace each part. The formula in force is printed at the start
-of a run.
+An algorithm is a named choice of these parts, and a recipe may replace each part. A run prints its formula when it starts.
 """
 
 from __future__ import annotations

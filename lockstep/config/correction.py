@@ -1,4 +1,4 @@
-"""Settings of the rollout correction: weights for the difference between the engine's and the learner's probabilities."""
+"""Settings of the rollout correction: importance weights, because engine and learner compute different probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how a run evaluates, what stops it, and which numbers may decide."""
+"""Settings of evaluation: its steps, items and modes, rules that stop a run early, and pass criteria declared before training."""
 
 from __future__ import annotations
 

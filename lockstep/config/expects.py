@@ -1,4 +1,4 @@
-"""Published figures that a recipe is compared with, in a file beside it: mine.yaml has mine.expects.yml."""
+"""Reads the published results that a recipe's run is compared with, from a file beside it: mine.expects.yml for mine.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings read from recipes of verl, OpenRLHF and TRL: YAML, JSON, shell scripts, Python calls. Nothing in them is executed.
+"""Reads settings from recipes of verl, OpenRLHF and TRL (YAML, JSON, shell scripts, Python calls) without executing them.
 
 Used by `lockstep config translate`; translate.py then makes a recipe of the settings.
 """

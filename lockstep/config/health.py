@@ -1,4 +1,4 @@
-"""Settings of health: limits, patience and tiers of the rules, rules and ranges of a recipe's own, spikes and the watchdog."""
+"""Settings of health: the rules that warn about or stop a run, a recipe's own rules and ranges, spikes, and the watchdog."""
 
 from __future__ import annotations
 

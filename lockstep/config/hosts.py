@@ -1,4 +1,4 @@
-"""Spare machines of a user: `hosts:` in $LOCKSTEP_CONFIG, or else in ~/.config/lockstep/hosts.yaml.
+"""Reads the user's spare machines from `hosts:` in the file $LOCKSTEP_CONFIG, or else in ~/.config/lockstep/hosts.yaml.
 
     hosts:
       spare: {ssh: me@spare, folder: /data/lockstep, lock: requirements/cuda.lock}

@@ -1,4 +1,4 @@
-"""Recipe files and dotted overrides → Recipe, or every mistake at once.
+"""Loads recipe files and dotted overrides into a Recipe, or reports every mistake at once.
 
     load(["recipes/smoke.yaml", "optimizer.lr=3e-6", "adapter.kind=lora"])
 

@@ -1,4 +1,4 @@
-"""Failed validation explained to the recipe's author: path, value, reason, nearest name; one line for each mistake."""
+"""Turns validation errors into one line for each mistake in a recipe: path, value, reason, nearest name."""
 
 from __future__ import annotations
 

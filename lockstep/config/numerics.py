@@ -1,4 +1,4 @@
-"""Settings of the precision of each phase, and of noise in rollouts."""
+"""Settings of the precision in which each phase computes, and of the noise in rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate. Each kind's settings are declared here and nowhere else."""
+"""Settings of the optimizer and its learning rate. Each kind's settings are declared here and nowhere else."""
 
 from __future__ import annotations
 

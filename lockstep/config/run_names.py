@@ -1,4 +1,4 @@
-"""Run names from templates: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122 when the run starts."""
+"""Fills in run-name templates when a run starts: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122."""
 
 from __future__ import annotations
 

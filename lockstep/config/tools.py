@@ -1,4 +1,4 @@
-"""Settings of episodes: their limits, and the tools that replies may call."""
+"""Settings of episodes: limits of turns, tokens and time, and the tools that replies may call."""
 
 from __future__ import annotations
 

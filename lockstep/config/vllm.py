@@ -1,4 +1,4 @@
-"""Settings of the vLLM engine, and which of them contradict each other."""
+"""Settings of the vLLM engine, and a check that no two of them contradict each other."""
 
 from __future__ import annotations
 

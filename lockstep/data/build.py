@@ -1,6 +1,6 @@
-"""Data sets as files with a manifest: sources, settings, counts and SHA-256.
+"""Writes data sets as files, with a manifest of sources, settings, counts and SHA-256.
 
-The same sources and settings give the same bytes on every machine: neither time nor place is written.
+The same sources and settings give the same bytes on every machine: no time and no machine path is written.
 """
 
 from __future__ import annotations

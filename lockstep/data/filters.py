@@ -1,4 +1,4 @@
-"""Named filters: each keeps or drops a row, counts what it drops, and shows five of it."""
+"""Named filters of rows: each keeps or drops a row, counts the dropped rows, and shows five of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets from a hub, through huggingface_hub and its cache."""
+"""Downloads data sets from the Hugging Face hub, through huggingface_hub and its cache."""
 
 from __future__ import annotations
 

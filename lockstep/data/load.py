@@ -1,4 +1,4 @@
-"""Rows, prompts and conversations of a Data. Sources are streamed in their order, whatever their size."""
+"""Reads the rows, prompts and conversations that `Data` settings describe. Sources of any size are streamed, in their order."""
 
 from __future__ import annotations
 

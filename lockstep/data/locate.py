@@ -1,4 +1,4 @@
-"""Location of a source: files on this machine (fetched from the hub if need be), or a generator."""
+"""Finds the files of a source on this machine, downloading them from the hub if necessary, or its generator."""
 
 from __future__ import annotations
 

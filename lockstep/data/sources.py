@@ -1,4 +1,4 @@
-"""Rows of files and generators, one at a time. A row that cannot be read says why; the others are still read."""
+"""Reads the rows of files and generators, one at a time. A row that cannot be read gets a reason; the others are still read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out rows, and the proof that training does not ask them."""
+"""Chooses the held-out rows, and checks that training does not ask their questions."""
 
 from __future__ import annotations
 

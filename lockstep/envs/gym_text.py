@@ -1,4 +1,4 @@
-"""Gymnasium environments that can be played in words (https://gymnasium.farama.org)."""
+"""Gymnasium environments (https://gymnasium.farama.org) whose actions and observations can be written as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a task's settings into a function from a prompt to its environment. Runs in the environments' processes; no torch."""
+"""Turns a task's settings into a function from a prompt to its environment. Runs in the environments' processes, without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tools of an MCP server (https://modelcontextprotocol.io), by the official client. It is imported where a recipe names one.
+"""Tools of an MCP server (https://modelcontextprotocol.io), called through the official client, the optional package `mcp`.
 
-Each process that calls a tool has a server of its own, started at its first call: a server keeps the state of one episode, and
-is ended with it, with the episode's limits of time and memory.
+Each process that calls a tool starts its own server at its first call. So a server keeps the state of one episode, has the
+episode's limits of time and memory, and ends with it.
 """
 
 from __future__ import annotations

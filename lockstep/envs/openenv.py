@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): each episode has a WebSocket to the server."""
+"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): each episode has its own WebSocket to the server."""
 
 from __future__ import annotations
 

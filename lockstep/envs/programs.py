@@ -1,4 +1,4 @@
-"""Programs that play an episode by themselves, talking to the run's endpoint: one process for each episode."""
+"""Runs a user's agent program for each episode, in its own process; it gets replies from the run's HTTP endpoint."""
 
 from __future__ import annotations
 

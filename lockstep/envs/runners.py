@@ -1,4 +1,4 @@
-"""Runners of environments: in this process for fast built-in ones, else one process per episode, which can be killed."""
+"""Runs environments: fast built-in ones in this process, all others in one process per episode, which can be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: Python functions that replies may call, with the schema that tells the model how."""
+"""Tools: Python functions that replies may call, with the JSON schemas that the model is shown."""
 
 from __future__ import annotations
 

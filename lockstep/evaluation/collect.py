@@ -1,4 +1,4 @@
-"""Score files that a user names: a file, a run or a folder of them. Reads only the part that a comparison needs."""
+"""Finds the score files that a user names by a file, a run or a folder. Reads only the part that a comparison needs."""
 
 from __future__ import annotations
 

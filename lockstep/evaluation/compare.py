@@ -1,4 +1,4 @@
-"""One score against another, item by item: did it change, by how much, could that be chance, and can it be believed?"""
+"""Compares two scores item by item: the difference, its interval, a significance test, and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates from an item's replies: avg@n, pass@k and maj@n are three numbers, each with its own estimator and error."""
+"""Computes avg@n, pass@k and maj@n from the replies to each item, each with its own estimator and standard error."""
 
 from __future__ import annotations
 

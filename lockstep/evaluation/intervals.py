@@ -1,4 +1,4 @@
-"""Uncertainty of an accuracy, or of a difference of two. Pure functions; resampling is seeded by its arguments alone."""
+"""Confidence intervals and tests of an accuracy, or of a difference of two. Pure functions; resampling is seeded by arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tasks of lm-eval as held-out sets: its prompts, filters and metrics, our engine, weights proof, intervals and paired tests.
+"""Evaluates tasks of lm-eval: with its prompts, filters and metrics, and with our engine, proof of weights and intervals.
 
-The package `lm-eval` is an extra; it is imported when a recipe names such a task.
+The package `lm-eval` is an optional dependency; it is imported when a recipe names such a task.
 """
 
 from __future__ import annotations

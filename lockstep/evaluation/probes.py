@@ -1,4 +1,4 @@
-"""Probes to make before an expensive run: do replies have the format, and is there anything to learn from?"""
+"""Checks before an expensive run: how many replies have the answer format, and how many groups have right and wrong replies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scores on disk, the part of them that a comparison reads, and the check that they may be compared.
+"""Writes and reads score files, and checks that two scores may be compared.
 
-A record is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
+A score file is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
 
     {"format": "lockstep.score", "version": 2, "sha256": "…of the three lines below…",
     "score": {conditions, numbers, proof},

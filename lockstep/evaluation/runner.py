@@ -1,4 +1,4 @@
-"""One evaluation: held-out prompts in, a score with all its conditions out. It never trains and keeps no state."""
+"""Runs one evaluation: from held-out prompts to a score with all its conditions. It never trains and keeps no state."""
 
 from __future__ import annotations
 

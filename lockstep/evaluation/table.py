@@ -1,4 +1,4 @@
-"""The table that compares scores of the base with those of the trained model."""
+"""The table that compares scores of the base model with those of the trained model."""
 
 from __future__ import annotations
 

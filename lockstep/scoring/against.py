@@ -1,4 +1,4 @@
-"""Comparison of new scores with stored ones: an export with its run, or a score with the best of the same items and mode."""
+"""Compares new scores with stored ones: an export with its run, or a score with the best one of the same items and mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that an evaluation measures the base that the run began from."""
+"""Checks that an evaluation measures the base model that the run began from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner of an evaluation, which never trains."""
+"""A learner for evaluations: it gives log-probabilities and weights, but refuses to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score the targets that a user names: their sets and modes, optionally the base of each. It never trains."""
+"""Scores the targets that a user names, in all their sets and modes, and optionally the base of each. It never trains."""
 
 from __future__ import annotations
 

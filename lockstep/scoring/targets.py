@@ -5,7 +5,7 @@
     session.prove()               the base's weights in the engine → Proof
     session.read(checkpoint), session.prove_saved(…)    a checkpoint's weights, checked against their record → Proof
 
-Importing this loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations

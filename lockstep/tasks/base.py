@@ -1,4 +1,4 @@
-"""The base class of tasks, drawing a batch, and checking the references."""
+"""The base class of tasks, the choice of a batch, and a test that the verifier accepts the reference answers."""
 
 from __future__ import annotations
 

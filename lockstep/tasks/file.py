@@ -1,4 +1,4 @@
-"""Questions and answers from a data set as a task."""
+"""The task `file`: questions and answers from a data set."""
 
 from __future__ import annotations
 

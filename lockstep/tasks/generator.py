@@ -1,7 +1,7 @@
-"""Different questions from a reasoning-gym generator, on one side of a fixed split of all questions.
+"""Generates different questions with reasoning-gym, all for training or all held out.
 
-The side of a question is a bit of its hash, so a held-out question is held out in every run, whatever the seeds, and
-even a data set of 200 possible questions has two sides without a question in common.
+A bit of a question's hash decides whether it is held out. So a held-out question is held out in every run, whatever the
+seeds, and training never asks it, even if the data set has only 200 possible questions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks of several turns: their prompts, and the runners of their environments."""
+"""Tasks whose prompts start episodes of several turns in an environment."""
 
 from __future__ import annotations
 

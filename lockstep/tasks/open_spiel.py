@@ -1,4 +1,4 @@
-"""OpenSpiel cases as a task: different states of each, on two sides that share none."""
+"""The task `open_spiel`: different states of each game case; no state is both trained on and held out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A procedural data set of reasoning-gym (https://github.com/open-thought/reasoning-gym) as a task."""
+"""The task `reasoning_gym`: questions that reasoning-gym (https://github.com/open-thought/reasoning-gym) generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of a verifiers environment as prompts; the environment plays and grades them itself."""
+"""The task `verifiers`: prompts of an environment of the package verifiers, which runs and grades the episodes itself."""
 
 from __future__ import annotations
 

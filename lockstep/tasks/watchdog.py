@@ -1,4 +1,4 @@
-"""Runs code that may never return."""
+"""Runs code that may never return, and raises an error when it makes no progress for too long."""
 
 from __future__ import annotations
 

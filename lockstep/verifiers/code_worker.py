@@ -1,7 +1,7 @@
-"""Grades programs in a worker: runs them against tests in sandboxes, and compares plain values here.
+"""Grades programs in a worker: runs them against tests in sandboxes, and compares their outputs in the worker itself.
 
-The expected answers never enter a program's sandbox. However a program ends, its score is 0 or 1; only what the program cannot
-have caused leaves it unscored.
+The expected answers never enter a program's sandbox. However a program ends, its reward is 0 or 1; it is unscored only after
+an error that the program cannot have caused.
 """
 
 from __future__ import annotations

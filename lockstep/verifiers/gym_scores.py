@@ -1,6 +1,6 @@
 """Grades by a reasoning-gym data set's own score function: for questions with several right answers, or answers of many lines.
 
-Some of these functions evaluate the answer. Such an answer must first be written in a small grammar; what is not is wrong, and
+Some of these functions evaluate the answer as Python. An answer to these must fit a small grammar; any other is wrong, and
 reaches no score function. Every score is then computed in a sandbox, in a fresh process that can run no code made from text
 (gym_worker.py).
 """

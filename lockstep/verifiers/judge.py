@@ -1,4 +1,4 @@
-"""The verifier `judge`: a language model gives a score. What it cannot be asked is unscored, never 0."""
+"""The verifier `judge`: a language model gives the reward. A reply without a verdict is unscored, never 0."""
 
 from __future__ import annotations
 

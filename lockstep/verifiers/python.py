@@ -1,4 +1,4 @@
-"""User-defined graders: def grade(prompt, reply) in a Python file, or a method of a task, called in killable processes."""
+"""Runs user-defined graders, def grade(prompt, reply) in a Python file or a task's method, in processes that it can kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers found by a pattern, and references that are patterns; in RE2, whose time is linear in the text."""
+"""The verifier `regex`: extracts answers by a pattern, or matches replies with one; RE2 keeps the time linear in the text."""
 
 from __future__ import annotations
 

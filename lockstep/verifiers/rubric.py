@@ -1,5 +1,5 @@
-"""Rewards written for the package verifiers (https://github.com/primeintellect-ai/verifiers): a Rubric of its versions 0.1.12
-to 0.3, or a Task of verifiers.v1 (0.2 and later), scored by the package's own code. It is imported in a worker alone."""
+"""Runs rewards written for the package verifiers (https://github.com/primeintellect-ai/verifiers): a Rubric of versions 0.1.12
+to 0.3, or a Task of verifiers.v1 (0.2 and later). The package's own code computes them; only a worker process imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier `json`: a JSON value that fits a schema, and equals the reference."""
+"""The verifier `json`: checks that an answer is a JSON value that fits a schema and equals the reference."""
 
 from __future__ import annotations
 

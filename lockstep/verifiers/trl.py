@@ -1,4 +1,4 @@
-"""Reward functions written for TRL's GRPOTrainer (https://huggingface.co/docs/trl), called as TRL 1.16 calls them."""
+"""Calls reward functions written for TRL's GRPOTrainer (https://huggingface.co/docs/trl) as TRL 1.16 calls them."""
 
 from __future__ import annotations
 

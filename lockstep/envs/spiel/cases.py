@@ -1,4 +1,4 @@
-"""Selection of the OpenSpiel games (https://github.com/google-deepmind/open_spiel) of a task: names → cases."""
+"""Selects the OpenSpiel games (https://github.com/google-deepmind/open_spiel) of a task, by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random moves, search moves, and the value of a finished game. Every random number comes from a given seed."""
+"""Moves chosen at random, by search or by a user's function, and the value of a finished game. All randomness is seeded."""
 
 from __future__ import annotations
 

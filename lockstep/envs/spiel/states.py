@@ -1,4 +1,4 @@
-"""States to move in: drawn by random moves from the beginning, all different, each stored as the moves that lead to it."""
+"""Draws different states of a game by random moves from its start; each is stored as the moves that lead to it."""
 
 from __future__ import annotations
 

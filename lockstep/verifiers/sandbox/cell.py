@@ -1,6 +1,6 @@
-"""Runs one agent's program in a sandbox with its own process table and its own loopback network. Started by envs/cells.py.
+"""Runs one agent's program in a sandbox with its own process table and its own loopback network. envs/cells.py starts it.
 
-The program sees only those of the machine's folders that it is given (read-only), and one folder in memory. It reaches the
+The program sees only the machine's folders that it is given (read-only), and one folder in memory. It reaches the
 outside through one loopback port: before the program starts, this process sends that port's listening socket to envs/cells.py
 over the control socket.
 """
