@@ -67,9 +67,9 @@ class Continuation:
         _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
         if not found:
             raise ChatError(
-                "the chat template leaves out what the assistant said before",
+                "the chat template leaves out the assistant's earlier turns, so no chat of several turns is possible",
                 where=where(tokenizer),
-                fix="give the model another template",
+                fix="give the tokenizer another chat template",
             )
         return tail
 

@@ -79,4 +79,4 @@ def fetch(repo: Repo, names: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _plain_errors(repo: str, revision: str | None, where: str) -> AbstractContextManager[None]:
-    return plain_errors(DATA_SET, repo, revision, f"{where} = {repo}" + (f"@{revision}" if revision else ""))
+    return plain_errors(DATA_SET, repo, revision, f"{where}={repo}" + (f"@{revision}" if revision else ""))

@@ -128,13 +128,13 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         missing = (*sandbox.missing, *found)
     except (SandboxError, TimeOut) as error:
         raise TaskError(
-            f"the sandbox does not start: {error}", where=WHERE, fix="see docs/verifiers.md, Sandbox"
+            f"the sandbox did not start: {error}", where=WHERE, fix="do what docs/verifiers.md says under Sandbox"
         ) from error
     if missing and settings["strict"]:
         raise TaskError(
-            f"programs cannot be isolated here: {'; '.join(missing)}",
+            f"this machine cannot isolate programs: {'; '.join(missing)}",
             where=f"{WHERE}, isolation",
-            fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation: best_effort",
+            fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation=best_effort",
         )
     judge = Judge(
         sandbox, settings["wall_seconds"], settings["output_bytes"], settings["tolerance"], limits.cpu_seconds

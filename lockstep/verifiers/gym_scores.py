@@ -130,9 +130,9 @@ class Scorer:
                     self._sandbox = Sandbox(LIMITS, paths=package_folders(), module=gym_worker.__name__)
                 except SandboxError as error:
                     raise TaskError(
-                        f"the sandbox for reasoning-gym's score functions does not start: {error}",
+                        f"the sandbox for reasoning-gym's score functions did not start: {error}",
                         where="task.scoring",
-                        fix="see docs/verifiers.md, Sandbox",
+                        fix="do what docs/verifiers.md says under Sandbox",
                     ) from error
             return self._sandbox
 

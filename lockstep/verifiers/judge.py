@@ -45,7 +45,7 @@ class Judge:
             raise TaskError(
                 f"the environment variable {settings.key_env} is not set",
                 where="verifier judge, key_env",
-                fix=f"export {settings.key_env}=…, or leave key_env out if the endpoint wants no key",
+                fix=f"export {settings.key_env}=KEY, or leave task.verifier.key_env out if the endpoint needs no key",
             )
         self.workers = settings.workers
         self._endpoint = ChatEndpoint(

@@ -157,5 +157,5 @@ def check_schema(wanted: dict[str, Any]) -> None:
         raise TaskError(
             f"the value is not a JSON Schema: {error.message}",
             where="verifier json, json_schema",
-            fix="correct json_schema",
+            fix="correct task.verifier.json_schema",
         ) from error

@@ -101,7 +101,7 @@ def test_a_tokenizer_whose_two_ways_to_ids_differ_is_refused() -> None:
     base = chatml()
     odd = Odd(tokenizer_object=base.backend_tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>")
     odd.chat_template = CHATML
-    with pytest.raises(ChatError, match="different ids for the template's text"):
+    with pytest.raises(ChatError, match="gives ids that differ from those of the text"):
         ChatFormat(odd, Chat()).render([QUESTION])
 
 
@@ -131,8 +131,8 @@ def test_the_templates_own_refusal_is_passed_on() -> None:
     [
         ([], "no user turn"),
         ([{"role": "system", "content": "x"}], "no user turn"),
-        ([{"role": "user"}], "exactly role and content"),
-        ([{"role": "User", "content": "x"}], "unknown role 'User'"),
+        ([{"role": "user"}], "exactly the fields role and content"),
+        ([{"role": "User", "content": "x"}], "the role 'User' is unknown"),
         ([{"role": "user", "content": ["x"]}], "not text but list"),
         ([{"role": "user", "content": "a\ud800b"}], "not valid Unicode at character 1"),
         ([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}], "after other turns"),
@@ -202,7 +202,7 @@ def test_a_chat_that_nothing_ends_is_refused() -> None:
 
 
 def test_a_template_that_drops_the_reply_is_refused() -> None:
-    with pytest.raises(ChatError, match="leaves out what the assistant says"):
+    with pytest.raises(ChatError, match="leaves out the assistant's turns"):
         ChatFormat(chatml("{{ messages[0]['content'] }}"), Chat())
 
 

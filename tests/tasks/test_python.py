@@ -71,7 +71,7 @@ def test_the_settings_win_over_the_runs_seed(tmp_path):
         (
             "self.top, self.seed = top, seed",
             "raise ValueError('no')",
-            "the object cannot be made with {'seed': 0}: ValueError: no",
+            "calling it with the settings {'seed': 0} failed: ValueError: no",
         ),
         ("class Doubling:", "def Doubling():", "the path leads to a function, not a class"),
     ],
@@ -93,7 +93,7 @@ def test_unknown_settings_are_refused(tmp_path):
     [
         ("return [self.ask(0)] * size", "two of the prompts have the same id"),
         ("return [self.ask(0)]", "the task gives 1 prompts\n  to fix: give 3"),
-        ("return ['2 * 2 ='] * size", "the task gives a str"),
+        ("return ['2 * 2 ='] * size", "the task returned a str"),
         ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("return [self.ask(i / 0) for i in range(size)]", "ZeroDivisionError: division by zero ({file}:14)"),
         ("yield self.ask(1)\n        raise KeyError('gone')", "KeyError: 'gone'"),

@@ -79,7 +79,7 @@ def test_held_out_questions_are_the_same_for_every_seed_and_pinned():
 def test_too_few_held_out_questions_are_an_error():
     with pytest.raises(TaskError) as error:
         sums().heldout("id_probe", 200)
-    assert "200 held-out questions were asked for, but these settings give only 105 different ones" in str(error.value)
+    assert "200 held-out questions were requested, but these settings give only 105 different ones" in str(error.value)
     assert "set eval.items=105" in str(error.value)
     assert len({p.id for p in sums(settings=SIGNED).heldout("id_probe", 200)}) == 200
 
