@@ -97,7 +97,7 @@ def freeze_date(template: str, place: str = "chat template") -> str:
     frozen = _DATE_CALL.sub(literal, template)
     if _DATE_ANY.search(frozen):
         raise ChatError(
-            "the chat template prints today's date, so prompts would change from day to day; it cannot be replaced automatically",
+            "the chat template prints today's date by a call that Lockstep cannot replace: prompts would change from day to day",
             where=place,
             fix="edit the template: write a constant date instead of strftime_now",
         )
@@ -114,7 +114,7 @@ def check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
     if taken := sorted(reserved & set(kwargs)):
         raise ChatError(
-            f"{', '.join(taken)}: not allowed here, as the tokenizer's apply_chat_template has parameters of these names",
+            f"{', '.join(taken)} cannot be set: apply_chat_template of the tokenizer has parameters of these names",
             where="chat.template_kwargs",
             fix="remove these names",
         )

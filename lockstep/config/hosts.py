@@ -74,7 +74,7 @@ def hosts() -> dict[str, Host]:
     """Return the user's machines by name. Raises ConfigError, naming the file, for a file that is missing or wrong."""
     path = config_path()
     example = (
-        "list your machines in it, as in hosts: {spare: {ssh: user@machine}}, or set LOCKSTEP_CONFIG to another file"
+        "list your machines in that file (hosts: {spare: {ssh: user@machine}}), or set LOCKSTEP_CONFIG to another file"
     )
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file"], where="hosts", fix=example)

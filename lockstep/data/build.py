@@ -216,7 +216,7 @@ def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, objec
     }
     if clash := next((name for name in prompt.data if name in record), None):
         raise DataError(
-            f"a kept column is also called {clash!r}, as the question, answer or id is",
+            f"two columns would be called {clash!r}: a kept one, and that of the question, answer or id",
             where=prompt.id,
             fix="set `keep` to the columns that the grader needs, without this one",
         )
@@ -262,5 +262,5 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
         raise DataError(
             f"a column has values of several types, which Parquet cannot hold: {reason}",
             where=str(path),
-            fix="write .jsonl instead, which can hold them",
+            fix="give an output file that ends in .jsonl, which can hold them",
         ) from error

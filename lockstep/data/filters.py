@@ -349,7 +349,7 @@ def _own(settings: PythonFilter) -> Keep:
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     if not callable(function):
         raise DataError(
-            f"this names an object of type {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=settings.path,
             fix="give a function, written file.py:function",
         )

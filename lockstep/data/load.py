@@ -212,7 +212,7 @@ class Rows:
             raise DataError(
                 "the generator gave different rows when it was read a second time",
                 where=self.located.generator,
-                fix="make its rows depend on its arguments alone; seed its random numbers",
+                fix="make the rows depend on the generator's arguments alone: seed its random numbers",
             )
         self._reading = Reading(tally.read, tally.bad, tuple(tally.problems), stages, tally.kept, whole)
         self._hash = digest

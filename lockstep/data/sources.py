@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise DataError(
             "this is a pipe or device, not a regular file",
             where=str(path),
-            fix="write the rows into a file, and give that",
+            fix="write the rows into a regular file",
         )
     match path.suffix.lower():
         case ".jsonl":
@@ -69,7 +69,7 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
     function = load_object(spec, DataError)
     if not callable(function):
         raise DataError(
-            f"this names an object of type {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=spec,
             fix="give a function, written file.py:function",
         )

@@ -85,7 +85,7 @@ def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
         found = load_object(settings.env)
         if not callable(found):
             raise TaskError(
-                "this does not name a class",
+                "the path does not name a class",
                 where=settings.env,
                 fix="give a class with the methods reset and step, written file.py:Class",
             )

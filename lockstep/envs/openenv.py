@@ -206,7 +206,7 @@ def _field(named: str | None, action: Mapping[str, Any], address: str) -> str:
     if field == JSON or (field in properties and set(required) <= {field}):
         return field
     raise TaskError(
-        f"a reply cannot be {f'the only field {named}' if named else 'the action'}: the action has {', '.join(properties)} and "
+        f"a reply cannot be {f'the field {named} alone' if named else 'an action'}: an action has {', '.join(properties)} and "
         f"requires {', '.join(required) or 'nothing'}",
         where=f"task.action, {address}",
         fix="set task.action to the only field that the server requires, or to json: a reply is then the whole action",

@@ -100,7 +100,7 @@ def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
         found = load_object(settings.opponent)
         if not callable(found):
             raise TaskError(
-                "this does not name a function",
+                "the path does not name a function",
                 where=settings.opponent,
                 fix="give a function with the parameters (text, numbers), written file.py:function",
             )

@@ -90,7 +90,7 @@ def build_tool(settings: schema.Tool) -> Tool:
         found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
         if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
             raise TaskError(
-                "this does not name a plain function",
+                "the path does not name a plain function",
                 where=settings.path,
                 fix="give a function that is defined with def, written file.py:function",
             )

@@ -117,7 +117,7 @@ def paired_difference(
     """
     if len(base) != len(trained):
         raise EvaluationError(
-            f"the two evaluations have different items: {len(base)} and {len(trained)}",
+            f"the two evaluations have different numbers of items: {len(base)} and {len(trained)}",
             where="paired difference",
             fix="pass the values of the same items, in the same order",
         )

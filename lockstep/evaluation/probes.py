@@ -52,7 +52,7 @@ def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
     """Measure the format. Raises EvaluationError without replies, or for a verifier that does not report what it read."""
     if not results:
         raise EvaluationError(
-            "there are no replies to read the format of", where="probe format", fix="set --items to 1 or more"
+            "there are no replies whose format could be measured", where="probe format", fix="set --items to 1 or more"
         )
     boxes = any(r.boxed is not None for r in results)
     if not boxes and not any(r.method or r.extracted is not None for r in results):

@@ -129,7 +129,9 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise EvaluationError(
-            f"the score file cannot be read: {error.strerror}", where=str(path), fix="check the path"
+            f"the score file cannot be read: {error.strerror}",
+            where=str(path),
+            fix="give the path of a score file that you may read",
         ) from error
 
 

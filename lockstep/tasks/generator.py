@@ -129,7 +129,7 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
         raise TaskError(
             f"reasoning-gym failed with the settings {source.settings}: {type(error).__name__}: {error}",
             where=where,
-            fix="change task.settings",
+            fix="correct task.settings",
         ) from error
 
 

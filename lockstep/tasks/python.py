@@ -61,7 +61,7 @@ class UserTask(VerifiedTask):
         strange = next((item for item in prompts if not isinstance(item, Prompt)), None)
         if strange is not None:
             raise TaskError(
-                f"the task returned a {type(strange).__name__}, not a Prompt",
+                f"the task returned an object of type {type(strange).__name__}, not a Prompt",
                 where=where,
                 fix="return lockstep.types.Prompt objects",
             )
@@ -69,7 +69,7 @@ class UserTask(VerifiedTask):
             raise TaskError(
                 f"the task returned {len(prompts)} prompts, but {size} were requested",
                 where=where,
-                fix=f"return {size}",
+                fix=f"return {size} prompts",
             )
         if len({prompt.id for prompt in prompts}) < size:
             raise TaskError("two of the prompts have the same id", where=where, fix="give each prompt an id of its own")

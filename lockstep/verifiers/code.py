@@ -85,7 +85,7 @@ class Code:
             raise TaskError(
                 f"the worker that runs programs did not start: {outcome.error}",
                 where=WHERE,
-                fix="read the worker's output above, and correct its cause",
+                fix="read the worker's output above, and remove the cause of its error",
             )
         self.missing = tuple(outcome.value["missing"])
         """Measures that the isolation lacks, with the reasons."""

@@ -128,7 +128,7 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         missing = (*sandbox.missing, *found)
     except (SandboxError, TimeOut) as error:
         raise TaskError(
-            f"the sandbox did not start: {error}", where=WHERE, fix="do what docs/verifiers.md says under Sandbox"
+            f"the sandbox did not start: {error}", where=WHERE, fix="follow docs/verifiers.md, section Sandbox"
         ) from error
     if missing and settings["strict"]:
         raise TaskError(

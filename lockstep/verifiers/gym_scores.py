@@ -132,7 +132,7 @@ class Scorer:
                     raise TaskError(
                         f"the sandbox for reasoning-gym's score functions did not start: {error}",
                         where="task.scoring",
-                        fix="do what docs/verifiers.md says under Sandbox",
+                        fix="follow docs/verifiers.md, section Sandbox",
                     ) from error
             return self._sandbox
 

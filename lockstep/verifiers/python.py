@@ -99,7 +99,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
     function = load_object(spec)
     if not callable(function):
         raise TaskError(
-            f"this names an object of type {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=spec,
             fix="give a function, written file.py:function",
         )
@@ -117,7 +117,9 @@ def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
     """`grade` of an object of `file.py:Class`. Raises TaskError if it cannot be made, or not be called as (prompt, reply)."""
     function = getattr(make_object(load_class(spec), arguments, spec), "grade", None)
     if not callable(function):
-        raise TaskError("the class has no method grade", where=spec, fix="define grade(self, prompt, reply) in it")
+        raise TaskError(
+            "the class has no method grade", where=spec, fix="define grade(self, prompt, reply) in the class"
+        )
     check_call(function, ("prompt", "reply"), f"{spec}.grade")
     return cast(UserGrade, function)
 
@@ -127,7 +129,7 @@ def load_class(spec: str) -> type:
     made = load_object(spec)
     if not inspect.isclass(made):
         raise TaskError(
-            f"this names an object of type {type(made).__name__}, not a class",
+            f"the path names an object of type {type(made).__name__}, not a class",
             where=spec,
             fix="give a class, written file.py:Class",
         )
@@ -142,7 +144,7 @@ def make_object(
         return made(**arguments)
     except Exception as error:
         why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
-        raise TaskError(f"calling it with the settings {dict(arguments)} failed: {why}", where=spec, fix=fix) from error
+        raise TaskError(f"the call with the settings {dict(arguments)} failed: {why}", where=spec, fix=fix) from error
 
 
 def check_sendable(prompt: Prompt, where: str) -> None:

@@ -64,7 +64,7 @@ def _rubric_score(found: Any, settings: Mapping[str, Any], path: str) -> Score:
     rubric = getattr(found, "rubric", found)
     if not callable(getattr(rubric, "score_group", None)):
         raise TaskError(
-            f"this names an object of type {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task",
+            f"the path names an object of type {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task",
             where=path,
             fix="give a vf.Rubric or a vf.Task, written file.py:name",
         )

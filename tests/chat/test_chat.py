@@ -133,7 +133,7 @@ def test_the_templates_own_refusal_is_passed_on() -> None:
         ([{"role": "system", "content": "x"}], "no user turn"),
         ([{"role": "user"}], "exactly the fields role and content"),
         ([{"role": "User", "content": "x"}], "the role 'User' is unknown"),
-        ([{"role": "user", "content": ["x"]}], "not text but list"),
+        ([{"role": "user", "content": ["x"]}], "not text but of type list"),
         ([{"role": "user", "content": "a\ud800b"}], "not valid Unicode at character 1"),
         ([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}], "after other turns"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "nothing to reply to"),
@@ -281,7 +281,7 @@ def test_preview_shows_what_the_model_sees() -> None:
 # --- length ---------------------------------------------------------------------------------------------------------
 def test_check_length_names_the_prompt_and_allows_the_exact_fit() -> None:
     check_length("chain_sum/17", 100, 28, 128)
-    with pytest.raises(ChatError, match="chain_sum/17: 100 prompt tokens and 29") as caught:
+    with pytest.raises(ChatError, match="chain_sum/17: 100 tokens of prompt and 29") as caught:
         check_length("chain_sum/17", 100, 29, 128)
     assert "28 or less" in caught.value.fix
     with pytest.raises(ChatError, match="a: 128") as caught:

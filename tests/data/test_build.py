@@ -133,5 +133,5 @@ def test_columns_that_json_has_no_form_for(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "out" / "train.jsonl").read_text())
     assert row == {"id": "1", "prompt": "a", "answer": "1", "score": None, "raw": "b'\\xff'", "deep": [{"x": None}]}
     clash = a_set(tmp_path / "b.jsonl", [{"question": "q", "answer": 1, "prompt": "other"}], prompt="question")
-    with pytest.raises(DataError, match="a kept column is also called 'prompt'"):
+    with pytest.raises(DataError, match="two columns would be called 'prompt'"):
         build([clash], tmp_path / "clash")

@@ -102,7 +102,7 @@ def test_a_generator(tmp_path: Path) -> None:
     assert "own.py:1: a mapping of columns is expected, this is a number" in refusal(
         opened(f"{tmp_path}/own.py:strange")
     )
-    assert "the path leads to a int, not a function" in refusal(opened(f"{tmp_path}/own.py:three"))
+    assert "the path names an object of type int, not a function" in refusal(opened(f"{tmp_path}/own.py:three"))
     assert "did you mean numbers?" in refusal(opened(f"{tmp_path}/own.py:number"))
     assert "missing 1 required positional argument: 'top'" in refusal(opened(f"{tmp_path}/own.py:numbers"))
 

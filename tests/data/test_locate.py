@@ -73,10 +73,10 @@ def test_what_does_not_exist_names_the_nearest(tmp_path: Path, monkeypatch: pyte
     assert "nearest: train.jsonl" in problem("train.parquet")
     assert "there is no file no/such/folder/a.jsonl" in problem("no/such/folder/a.jsonl")
     assert "there is no folder ./nowhere" in problem("./nowhere")
-    assert "a hub id has the form org/name; did you mean gsm8k (openai/gsm8k)?" in problem("gsm8")
-    assert "a hub id has the form org/name; did you mean aime-2024" in problem("AIME_2024")
+    assert "a hub id, which has the form ORG/NAME; did you mean gsm8k (openai/gsm8k)?" in problem("gsm8")
+    assert "a hub id, which has the form ORG/NAME; did you mean aime-2024" in problem("AIME_2024")
     said = problem("openai/gsm8k/main")
-    assert "a hub id has the form org/name" in said
+    assert "a hub id, which has the form ORG/NAME" in said
     assert (
         "for a subset set source=openai/gsm8k and subset=main; for a file set source=hf://datasets/openai/gsm8k/main"
         in said
@@ -150,5 +150,5 @@ def test_the_card_of_many_empty_lines_is_read_at_once() -> None:
 
 def test_a_pipe_among_data_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"train\.jsonl: this is not a regular file"):
+    with pytest.raises(DataError, match=r"train\.jsonl: this is a pipe or device, not a regular file"):
         open_rows(Data(source=str(tmp_path)), where="data").prompts()

@@ -165,7 +165,7 @@ def test_it_ends_when_its_owner_is_killed(user: str, facts: dict[str, Any]) -> N
 def test_mistakes_in_its_settings_are_refused_before_the_run(tmp_path: Path) -> None:
     require_sandbox()
     limits = Limits(60, 2**30, 2**24, 63)
-    with pytest.raises(TaskError, match=r"there is no .*/gone"):
+    with pytest.raises(TaskError, match=r"the path .*/gone does not exist"):
         Cells([sys.executable], [str(tmp_path / "gone")], limits)
     with pytest.raises(TaskError, match="/etc cannot be shown to programs: the sandbox makes"):
         Cells([sys.executable], ["/etc/"], limits)

@@ -239,7 +239,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
             time.sleep(0.01)
         assert not fake.open, f"a session is still open after {caught.value}"
 
-    refused("cannot be its word: the action has text, metadata and requires text", action="word")
+    refused("cannot be the field word alone: an action has text, metadata and requires text", action="word")
     refused(r"the observation has text, metadata, no board", observation="board")
     refused("no OpenEnv server answers at this address .*404", url=f"{fake.url}/elsewhere")
     refused("there is no program nowhere", url=None, command="nowhere")
@@ -255,10 +255,10 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
     fake.action = {"properties": {"row": {"type": "integer"}, "text": {"type": "string"}}, "required": ["row", "text"]}
     refused("cannot be its text", action="text")
     fake.action = {"properties": {"row": {"type": "integer"}}, "required": ["row"]}
-    refused("cannot be the action: the action has row")
+    refused("cannot be an action: an action has row")
     gone = "task={kind: openenv, url: 'http://127.0.0.1:9'}"
     checks = start_checks(load(["smoke", f"model.path={tiny_model_dir}", f"runs_dir={tmp_path}", gone]))
-    assert any(check.verdict == "fail" and "no server of OpenEnv answers" in check.found for check in checks)
+    assert any(check.verdict == "fail" and "no OpenEnv server answers" in check.found for check in checks)
     for wrong in (
         "",
         "url: 'http://127.0.0.1:9', command: a",

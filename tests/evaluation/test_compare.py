@@ -184,7 +184,7 @@ def test_other_numbers_of_items_are_said_when_scores_are_refused() -> None:
 
 def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:
     one = score([True])
-    with pytest.raises(EvaluationError, match="only one side has a score of greedy of sums"):
+    with pytest.raises(EvaluationError, match="only one of the two sides has a score of greedy of sums"):
         comparison_table([one], [])
     with pytest.raises(EvaluationError, match="two trained scores of greedy"):
         comparison_table([one], [one, one])

@@ -197,7 +197,7 @@ def test_paired_difference_is_antisymmetric() -> None:
 
 
 def test_lists_of_other_lengths_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="different items: 2 and 1"):
+    with pytest.raises(EvaluationError, match="different numbers of items: 2 and 1"):
         paired_difference([1.0, 0.0], [1.0])
 
 

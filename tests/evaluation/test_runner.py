@@ -237,7 +237,7 @@ def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: s
 
 def test_too_few_items_are_refused_with_the_number_there_is() -> None:
     plan = dataclasses.replace(PLAN, items=150)
-    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, but the task has 100") as caught:
+    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, but the task gave 100") as caught:
         run(TableEngine(CHAT, always_right), GREEDY, plan)
     assert caught.value.fix == "set eval.items=100 (in `lockstep eval`: --items 100)"
 
@@ -248,7 +248,7 @@ class Twins(Sums):
 
 
 def test_items_of_one_id_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="item same occurs twice"):
+    with pytest.raises(EvaluationError, match="two items have the id same"):
         evaluate(TableEngine(CHAT, always_right), Twins(), CHAT, GREEDY, PLAN, PROOF, step=0)
 
 

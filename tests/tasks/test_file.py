@@ -93,7 +93,7 @@ def test_too_few_rows_are_errors(tmp_path):
     task = build(path, heldout_rows=10)
     with pytest.raises(TaskError, match="200 held-out questions were requested, but id_probe has only 10"):
         task.heldout("id_probe", 200)
-    with pytest.raises(TaskError, match="there are only 40 to train on"):
+    with pytest.raises(TaskError, match="the task has only 40 for training"):
         task.batch(0, 41)
     with pytest.raises(TaskError, match="no held-out questions for sanity; it has id_probe"):
         task.heldout("sanity", 1)

@@ -87,12 +87,12 @@ def settings(dataset: str = "chain_sum", **values: object) -> schema.ReasoningGy
         ),
         (
             settings(min_term=2),
-            "task.settings.min_term: chain_sum has no setting 'min_term'\n  to fix: did you mean min_terms",
+            "task.settings.min_term: the data set chain_sum has no setting 'min_term'\n  to fix: did you mean min_terms",
         ),
         (settings(zzz=2), "it has allow_negation, max_digits"),
         (settings(size=2), "task.settings.size: size may not be set here\n  to fix: set task.size instead"),
         (settings(seed=2), "to fix: set task.seed"),
-        (settings("codeio"), "codeio gives different questions for the same seed"),
+        (settings("codeio"), "codeio cannot be used: it gives different questions for the same seed"),
     ],
 )
 def test_wrong_names(task, message):

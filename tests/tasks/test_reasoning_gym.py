@@ -102,7 +102,7 @@ def test_other_roles_are_named():
 
 
 def test_a_batch_larger_than_the_pool():
-    with pytest.raises(TaskError, match="a step needs 96 different questions, but there are only 95 to train on"):
+    with pytest.raises(TaskError, match="a step needs 96 different questions, but the task has only 95 for training"):
         sums().batch(0, 96)
     assert len(sums().batch(0, 95)) == 95
 

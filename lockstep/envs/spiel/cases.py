@@ -101,7 +101,7 @@ def load(game: str) -> Any:
             f"OpenSpiel rejects this game or its parameters: {_first_line(error)}", where=where, fix=_hint(game)
         ) from error
     if why := _unplayable(package, found):
-        raise TaskError(why, where=where, fix="choose another game; an empty task.games takes the built-in suite")
+        raise TaskError(why, where=where, fix="choose another game, or leave task.games out to take the built-in suite")
     return found
 
 

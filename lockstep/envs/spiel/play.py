@@ -44,7 +44,7 @@ def own_mover(path: str) -> Mover:
     found = load_object(path)
     if not callable(found):
         raise TaskError(
-            "this does not name a function",
+            "the path does not name a function",
             where=path,
             fix="give a function with the parameters (state, numbers), written file.py:function",
         )
