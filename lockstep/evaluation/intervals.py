@@ -254,7 +254,9 @@ def _array(values: Sequence[float] | Floats) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
         raise EvaluationError(
-            "a mean needs at least one value, and only finite ones", where="evaluation", fix="leave out unscored items"
+            "a mean needs at least one value, and only finite values",
+            where="evaluation",
+            fix="leave out unscored items",
         )
     return array
 

@@ -279,7 +279,7 @@ class SeededEpisodes(BuiltTask):
                     raise TaskError(
                         why,
                         where=f"{self._where}, seed {prompt.data[SEED]}",
-                        fix="correct the environment's first turn",
+                        fix="correct the environment",
                     )
                 found[key] = replace(prompt, messages=said.observation)
         return [found[key] for key in by_key]

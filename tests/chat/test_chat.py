@@ -179,7 +179,7 @@ def test_a_template_that_prints_today_gets_a_fixed_date() -> None:
 def test_freeze_date_replaces_both_quotes_and_refuses_what_it_cannot() -> None:
     assert freeze_date("{{ strftime_now( \"%Y\" ) }}-{{ strftime_now('%m') }}") == '{{ "2024" }}-{{ "07" }}'
     assert freeze_date("{% if strftime_now is defined %}x{% endif %}") == "{% if strftime_now is defined %}x{% endif %}"
-    with pytest.raises(ChatError, match="cannot be fixed"):
+    with pytest.raises(ChatError, match="Lockstep cannot replace"):
         freeze_date("{{ strftime_now(fmt) }}")
 
 

@@ -81,7 +81,7 @@ def test_what_does_not_exist_names_the_nearest(tmp_path: Path, monkeypatch: pyte
         "for a subset set source=openai/gsm8k and subset=main; for a file set source=hf://datasets/openai/gsm8k/main"
         in said
     )
-    assert "cannot read .txt" in problem("notes.txt")
+    assert "files of type .txt cannot be read" in problem("notes.txt")
     assert "there is no such file" in problem_of_rows("own.py:rows")
 
 
@@ -106,7 +106,7 @@ def test_a_folder_laid_out_like_a_hub_data_set(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: easy\n  data_files: main/*\n- config_name: all\n  data_files:\n"
         "  - split: train\n    path: ['main/train*', 'hard/*']\n---\n"
     )
-    assert "the data set has 2 subsets: easy, all" in problem(str(folder))
+    assert "the data set has 2 subsets, and none was chosen: easy, all" in problem(str(folder))
     assert locate(Data(source=str(folder), subset="all"), "d").labels == ("hard/train-0.jsonl", "main/train-0.jsonl")
     assert locate(Data(source=str(folder), subset="easy"), "d").labels == ("main/test-0.jsonl", "main/train-0.jsonl")
 

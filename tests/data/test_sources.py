@@ -76,11 +76,11 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "the file is not valid JSON: Expecting property name"),
-        ('{"prompt": "p", "answer": NaN}', "the file is not valid JSON: NaN is not a JSON number"),
+        ("{", "malformed JSON: Expecting property name"),
+        ('{"prompt": "p", "answer": NaN}', "malformed JSON: NaN is not a JSON number"),
         ('{"prompt": "p", "answer": 1e999}', "'answer' is inf, not a finite number"),
-        ('{"prompt": "p", "answer": ' + "9" * 5000 + "}", "the file is not valid JSON: Exceeds the limit"),
-        ("[" * 100_000, "the file is not valid JSON: "),
+        ('{"prompt": "p", "answer": ' + "9" * 5000 + "}", "malformed JSON: Exceeds the limit"),
+        ("[" * 100_000, "malformed JSON: "),
         ("[1]", "a JSON object is expected, this is a list"),
         (b'{"prompt": "\xff", "answer": 1}', "not UTF-8 at byte 12"),
         ('{"answer": 1}', "there is no column 'prompt'; it has 'answer'"),

@@ -240,7 +240,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
         assert not fake.open, f"a session is still open after {caught.value}"
 
     refused("cannot be the field word alone: an action has text, metadata and requires text", action="word")
-    refused(r"the observation has text, metadata, no board", observation="board")
+    refused(r"the observation has no field board; its fields are: text, metadata", observation="board")
     refused("no OpenEnv server answers at this address .*404", url=f"{fake.url}/elsewhere")
     refused("there is no program nowhere", url=None, command="nowhere")
     refused(

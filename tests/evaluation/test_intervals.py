@@ -130,7 +130,7 @@ def test_bootstrap_equals_one_that_draws_items_by_index() -> None:
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0, math.inf]])
 def test_means_of_nothing_or_of_nan_are_refused(values: list[float]) -> None:
-    with pytest.raises(EvaluationError, match="finite values"):
+    with pytest.raises(EvaluationError, match="only finite values"):
         bootstrap_mean(values)
 
 

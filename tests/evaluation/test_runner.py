@@ -173,7 +173,7 @@ def test_nothing_is_sampled_without_a_proof(changes: dict[str, object], says: st
 def test_nothing_is_sampled_with_noise_on_the_weights() -> None:
     engine = TableEngine(CHAT, always_right)
     engine.set_forward(Forward(noise=NormNoise(0.01, 1, ("model.norm.weight",), (1.0,))))
-    with pytest.raises(StaleWeightsError, match=r"noise of sigma 0\.01 on 1 norms"):
+    with pytest.raises(StaleWeightsError, match=r"noise of sigma 0\.01 is still applied to 1 norm"):
         run(engine)
     assert engine.asked == []
     engine.set_forward(Forward("mxfp4-w4a4"))

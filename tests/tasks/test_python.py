@@ -115,7 +115,7 @@ def test_held_out_questions_in_training_are_refused(tmp_path):
     code = GOOD.replace("self.ask(self.top + i)", "self.ask(i)")
     task = build(tmp_path, code)
     task.heldout("id_probe", 3)
-    with pytest.raises(TaskError, match="the question double/0 was held out as double/0"):
+    with pytest.raises(TaskError, match="the question double/0 is also held out, as double/0"):
         task.batch(0, 3)
     task = build(tmp_path, code)
     task.batch(0, 3)
