@@ -223,7 +223,7 @@ def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
     """Raise TaskError for a held-out role that the task does not have."""
     names = ", ".join(has) or "none"
     raise TaskError(
-        f"the task has no held-out questions for the role {role}; its roles are: {names}",
+        f"the task has no held-out questions for {role}; its roles are: {names}",
         where=where,
         fix="evaluate on one of its roles",
     )

@@ -151,7 +151,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, said: Said) -> None:
         (["NONE", "RUN"], 7, "there are no scores"),
         (["DAMAGED", "RUN"], 7, "damaged.json: the record's checksum"),
         (["FOREIGN", "RUN"], 7, "foreign.json: this is not a score record"),
-        (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no pass@8; it has pass@1"),
+        (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no estimate pass@8; it has pass@1"),
     ],
 )
 def test_mistakes_end_with_their_code(

@@ -184,7 +184,7 @@ def test_both_forward_passes_agree(lora: RunDirectory) -> None:
             ["adapter.targets=[q_proj]"],
             "has 24 tensors that the model lacks, such as model.layers.0.mlp.down_proj.lora_A",
         ),
-        (["model.dtype=bf16"], "was saved in fp32, the model was loaded in bf16"),
+        (["model.dtype=bf16"], "was saved in fp32, but the model was loaded in bf16"),
     ],
 )
 def test_a_model_that_is_not_the_one_trained_is_refused(lora: RunDirectory, overrides: list[str], reason: str) -> None:

@@ -95,9 +95,9 @@ def test_too_few_rows_are_errors(tmp_path):
         task.heldout("id_probe", 200)
     with pytest.raises(TaskError, match="the task has only 40 for training"):
         task.batch(0, 41)
-    with pytest.raises(TaskError, match="no held-out questions for the role sanity; its roles are: id_probe"):
+    with pytest.raises(TaskError, match="no held-out questions for sanity; its roles are: id_probe"):
         task.heldout("sanity", 1)
-    with pytest.raises(TaskError, match="no held-out questions for id_probe; it has none"):
+    with pytest.raises(TaskError, match="no held-out questions for id_probe; its roles are: none"):
         build(path, heldout_rows=0).heldout("id_probe", 1)
 
 

@@ -119,7 +119,7 @@ def test_held_out_questions_in_training_are_refused(tmp_path):
         task.batch(0, 3)
     task = build(tmp_path, code)
     task.batch(0, 3)
-    with pytest.raises(TaskError, match="the question double/0 was trained on as double/0"):
+    with pytest.raises(TaskError, match="the question double/0 is also trained on, as double/0"):
         task.heldout("id_probe", 3)
 
 

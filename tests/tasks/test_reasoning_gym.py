@@ -97,7 +97,7 @@ def test_repeats_are_asked_for_even_and_marked():
 
 
 def test_other_roles_are_named():
-    with pytest.raises(TaskError, match="no held-out questions for ood_probe; it has id_probe"):
+    with pytest.raises(TaskError, match="no held-out questions for ood_probe; its roles are: id_probe"):
         sums().heldout("ood_probe", 1)
 
 
