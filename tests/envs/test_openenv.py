@@ -253,7 +253,7 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
     fake.seeded = False
     refused("two episodes with the same seed differently")
     fake.action = {"properties": {"row": {"type": "integer"}, "text": {"type": "string"}}, "required": ["row", "text"]}
-    refused("cannot be its text", action="text")
+    refused("cannot be the field text alone", action="text")
     fake.action = {"properties": {"row": {"type": "integer"}}, "required": ["row"]}
     refused("cannot be an action: an action has row")
     gone = "task={kind: openenv, url: 'http://127.0.0.1:9'}"
