@@ -110,7 +110,7 @@ def test_wrong_usage_exits_2_with_a_hint(args: list[str], hint: str, capsys: pyt
 def test_errors_are_text_without_traceback() -> None:
     result = shell("config", "check", "smoke", "steps=0")
     assert result.returncode == 2
-    assert result.stderr == "lockstep: 1 mistake in smoke steps=0:\n  steps = 0: must be at least 1\n"
+    assert result.stderr == "lockstep: 1 mistake in smoke steps=0:\n  steps=0: must be at least 1\n"
 
 
 def command(run: object) -> types.ModuleType:

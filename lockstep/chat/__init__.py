@@ -1,4 +1,4 @@
-"""Messages to token ids and back, by the tokenizer's own chat template."""
+"""Converts messages to token ids and back, by the tokenizer's own chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChatFormat: the one place where messages become token ids, and sampled ids become text."""
+"""ChatFormat, the only class that turns messages into token ids, and sampled ids into text."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ class ChatFormat:
         turns, _ = frame(self.chat, messages)
         if turns[-1]["role"] == "assistant":
             raise ChatError(
-                "the last turn is the assistant's: nothing to reply to", where="messages", fix="end with a user turn"
+                "the last turn is the assistant's, so there is nothing to reply to",
+                where="messages",
+                fix="end the messages with a user turn",
             )
         if tools and not shows_tools(self.template):
             turns, tools = with_tools(turns, tools), ""
@@ -177,7 +179,11 @@ class ChatFormat:
         """
         turns, before = frame(self.chat, messages)
         if turns[-1]["role"] != "assistant":
-            raise ChatError("the last turn is not the assistant's", where="messages", fix="end the chat with a reply")
+            raise ChatError(
+                "the last turn is not the assistant's, so there is no reply to train on",
+                where="messages",
+                fix="end the messages with an assistant turn",
+            )
         if tools and not shows_tools(self.template):
             added = with_tools(turns, tools)
             turns, tools, before = added, "", before + len(added) - len(turns)
@@ -213,7 +219,7 @@ class ChatFormat:
             raise ChatError(
                 f"the prompt begins with two BOS tokens ({self.tokenizer.bos_token})",
                 where=where(self.tokenizer),
-                fix="remove one from the chat template",
+                fix="remove one of the two tokens from the chat template",
             )
         return ids
 
@@ -228,7 +234,7 @@ class ChatFormat:
         found.update(i for i in (self.tokenizer.eos_token_id, turn_end) if isinstance(i, int))
         if not found:
             raise ChatError(
-                "no token ends a reply: the tokenizer has no eos_token, the generation config none, the template none",
+                "no token ends a reply: tokenizer, generation config and chat template have no end token",
                 where=where(self.tokenizer),
                 fix="set eos_token in the tokenizer",
             )
@@ -274,7 +280,7 @@ def check_length(prompt_id: str, tokens: int, max_tokens: int, context: int) -> 
     """Raise ChatError if `tokens` ids of prompt leave no room for `max_tokens` of reply in a model's `context`."""
     if tokens + max_tokens > context:
         raise ChatError(
-            f"{tokens} prompt tokens and {max_tokens} for the reply exceed the model's context of {context}",
+            f"{tokens} tokens of prompt and {max_tokens} of reply exceed the model's context of {context} tokens",
             where=f"prompt {prompt_id}",
             fix=f"lower max_tokens to {context - tokens} or less, or drop the prompt"
             if tokens < context

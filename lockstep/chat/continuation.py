@@ -1,4 +1,4 @@
-"""Ids that follow a reply in a chat of several turns; they are appended, and earlier ids are never made again."""
+"""Renders the ids that follow a reply in a chat of several turns. They are appended; earlier ids are never tokenised again."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Continuation:
         _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
         if not found:
             raise ChatError(
-                "the chat template leaves out what the assistant said before",
+                "the chat template leaves out the assistant's earlier turns, so no chat of several turns is possible",
                 where=where(tokenizer),
-                fix="give the model another template",
+                fix="give the tokenizer another chat template",
             )
         return tail
 

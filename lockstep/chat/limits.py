@@ -1,6 +1,6 @@
-"""A first rendering of a chat template in a child process with limits, because a template is a stranger's program.
+"""Renders a chat template for the first time in a child process with limits, because a template is untrusted code.
 
-Jinja's sandbox keeps a template from files and from Python, not from loops without end or strings of many gigabytes.
+Jinja's sandbox keeps a template from files and from Python, but not from endless loops or strings of many gigabytes.
 """
 
 from __future__ import annotations

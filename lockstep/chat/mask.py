@@ -25,17 +25,17 @@ def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], 
     marked_ids, mask = marked
     if marked_ids != ids:
         raise ChatError(
-            "the template renders different ids when it is asked for its assistant mask",
+            "the chat template gives different ids when the assistant mask is requested",
             where="chat template",
-            fix="remove its generation blocks, or give the model another template",
+            fix="remove the {% generation %} blocks from the template, or give the tokenizer another one",
         )
     spans = runs_of_true(mask)
     if len(spans) != replies:
         # transformers drops or stretches spans whose first or last character has no token; never train on those.
         raise ChatError(
-            f"the template marks {len(spans)} spans by generation blocks for {replies} assistant turns",
+            f"the chat template marks {len(spans)} spans with {{% generation %}}, but the chat has {replies} assistant turns",
             where="chat template",
-            fix="each assistant turn needs one generation block with text in it; check for empty replies",
+            fix="give each assistant turn one generation block with text in it; look for empty replies in the data",
         )
     return spans
 
@@ -59,9 +59,9 @@ def spans_by_prefix(
     if ids[: len(upto)] != upto or upto[: len(prompt)] != prompt:
         raise ChatError(
             f"the prompt of assistant turn {reply} is not a prefix of the rendered chat: "
-            "its trained tokens would follow different ids from those in sampling",
+            "training would see different ids before the reply than sampling",
             where=f"turn {reply}",
-            fix="train chats whose only assistant turn is the last, or use a template with {% generation %}",
+            fix="train on chats whose only assistant turn is the last, or use a template with {% generation %}",
         )
     end = next((i + 1 for i in range(len(prompt), len(upto)) if upto[i] in stop_ids), len(upto))
     return len(prompt), end

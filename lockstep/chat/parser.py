@@ -1,7 +1,7 @@
-"""The answer within a reply: models that think aloud mark the end of their thoughts, each family in its own way.
+"""Separates the answer of a reply from the reasoning before it, whose end each model family marks in its own way.
 
-A verifier sees only the answer, so that a number in a thought is never taken for it; records keep the whole reply. A reply
-whose thought was never closed has no answer.
+A verifier sees only the answer, so that it never takes a number from the reasoning; records keep the whole reply. A reply
+whose reasoning has no end mark has no answer.
 """
 
 from __future__ import annotations

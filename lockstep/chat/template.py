@@ -1,4 +1,4 @@
-"""Application of a chat template, and facts that can be read off it."""
+"""Applies a chat template, checks its messages, and finds what it supports, such as tools and generation marks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
             raise ChatError(
                 f"the tokenizer has chat templates {names}, but none is called default",
                 where=where(tokenizer),
-                fix="save the tokenizer with one chat_template",
+                fix="name one of them default, or save the tokenizer with only one",
             )
         template = template["default"]
     if not isinstance(template, str) or not template:
@@ -88,16 +88,18 @@ def freeze_date(template: str, place: str = "chat template") -> str:
             text = FIXED_DATE.strftime(spec)
         except (ValueError, MemoryError) as error:
             raise ChatError(
-                f"{spec!r} is not a date format: {error}", where=place, fix="correct the template"
+                f"strftime_now has {spec!r}, which is not a date format: {error}",
+                where=place,
+                fix="correct this date format in the template",
             ) from error
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     frozen = _DATE_CALL.sub(literal, template)
     if _DATE_ANY.search(frozen):
         raise ChatError(
-            "the chat template prints today's date in a way that cannot be fixed: prompts would change from day to day",
+            "the chat template prints today's date by a call that Lockstep cannot replace: prompts would change from day to day",
             where=place,
-            fix="edit the template: write the date out instead of calling strftime_now",
+            fix="edit the template: write a constant date instead of strftime_now",
         )
     return frozen
 
@@ -112,9 +114,9 @@ def check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
     if taken := sorted(reserved & set(kwargs)):
         raise ChatError(
-            f"{', '.join(taken)}: these names belong to the tokenizer, not to the template",
+            f"{', '.join(taken)} cannot be set: apply_chat_template of the tokenizer has parameters of these names",
             where="chat.template_kwargs",
-            fix="remove them",
+            fix="remove these names",
         )
 
 
@@ -127,7 +129,7 @@ def frame(chat: Chat, messages: Sequence[Message]) -> tuple[list[Message], int]:
     check_messages(messages)
     own_system = [m for m in messages if m["role"] == "system"]
     if any(m["role"] == "system" for m in messages[len(own_system) :]):
-        raise ChatError("a system turn comes after other turns", where="messages", fix="put it first")
+        raise ChatError("a system turn comes after other turns", where="messages", fix="put the system turn first")
     if chat.system is not None and own_system:
         raise ChatError(
             "both the recipe and the task give a system text",
@@ -141,7 +143,7 @@ def frame(chat: Chat, messages: Sequence[Message]) -> tuple[list[Message], int]:
     rest = list(messages[len(own_system) :])
     asked = [i for i, m in enumerate(rest) if m["role"] == "user"]
     if not asked:
-        raise ChatError("the messages have no user turn", where="messages", fix="a task's messages need a question")
+        raise ChatError("the messages have no user turn", where="messages", fix="add a user turn with the question")
     rest[asked[-1]] = Message(role="user", content=rest[asked[-1]]["content"] + chat.suffix)
     return turns + rest, len(turns)
 
@@ -152,22 +154,24 @@ def check_messages(messages: Sequence[object]) -> None:
         place = f"messages[{i}]"
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise ChatError(
-                f"a turn must have exactly role and content, got {message!r}",
+                f"a turn must have exactly the fields role and content, but this one is {message!r}",
                 where=place,
-                fix="give each turn only role and content",
+                fix="give each turn only these two fields",
             )
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise ChatError(f"unknown role {role!r}", where=place, fix=f"use one of {', '.join(ROLES)}")
+            raise ChatError(f"the role {role!r} is unknown", where=place, fix=f"use one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ChatError(
-                f"content is not text but {type(content).__name__}", where=place, fix="give the content as text"
+                f"the content is not text but of type {type(content).__name__}",
+                where=place,
+                fix="give the content as text",
             )
         try:
             content.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ChatError(
-                f"content is not valid Unicode at character {error.start} (a lone surrogate)",
+                f"the content is not valid Unicode at character {error.start} (a lone surrogate)",
                 where=place,
                 fix="repair the row, for example with text.encode('utf-8', 'replace').decode()",
             ) from error
@@ -186,7 +190,7 @@ def refuse_control_tokens(pattern: re.Pattern[str] | None, messages: Sequence[Me
             raise ChatError(
                 f"the {message['role']} turn contains {found.group()!r}, which this tokenizer reads as a control token",
                 where=f"turn {i}",
-                fix="remove it from the data or from the recipe's chat section",
+                fix="remove this text from the data or from the recipe's chat section",
             )
 
 
@@ -211,9 +215,9 @@ def apply(
         text = partial(call, plain, chat_template=template, tokenize=False, add_generation_prompt=generate, **kwargs)
         if exceeded := beyond_limits(text):
             raise ChatError(
-                f"the chat template exceeds the limits: {exceeded}",
+                f"rendering the chat template exceeded the limits: {exceeded}",
                 where=where(tokenizer),
-                fix="give the model another template",
+                fix="give the tokenizer another chat template",
             )
         if len(_within_limits) > 10_000:  # chats of clients have no end of kinds
             _within_limits.clear()
@@ -253,9 +257,9 @@ def as_ids(
     direct = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=False, add_generation_prompt=generate)
     if ids != tuple(direct):
         raise ChatError(
-            "the tokenizer gives different ids for the template's text than for the template",
+            "this tokenizer's apply_chat_template gives ids that differ from those of the text that it renders",
             where=where(tokenizer),
-            fix=f"apply_chat_template of this tokenizer adds or changes tokens; {DEFECT}",
+            fix=DEFECT,
         )
     return ids
 
@@ -280,9 +284,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Mappi
     _, found, tail = text.rpartition(_PROBE_REPLY)
     if not found:
         raise ChatError(
-            "the chat template leaves out what the assistant says",
+            "the chat template leaves out the assistant's turns",
             where=where(tokenizer),
-            fix="give the model another template",
+            fix="give the tokenizer another chat template",
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in encode(tokenizer, tail) if i in special), None)

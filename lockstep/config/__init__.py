@@ -1,1 +1,1 @@
-"""Settings: defined once in `schema`, loaded by `load`. Importing this loads no torch."""
+"""Settings: defined once in `schema`, loaded by `load`. Importing this package does not import torch."""

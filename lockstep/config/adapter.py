@@ -1,4 +1,4 @@
-"""Choice of the trained weights: all of them, or adapters through PEFT."""
+"""Settings that choose which weights are trained: all of them, or adapters through PEFT."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class Lora(_Adapted):
     @model_validator(mode="after")
     def _orthogonal_is_even(self) -> Self:
         if self.init == "orthogonal" and self.rank % 2:
-            raise ValueError(f"init = orthogonal needs an even rank, got {self.rank}")
+            raise ValueError(f"init=orthogonal needs an even rank, got {self.rank}")
         return self
 
     @model_validator(mode="after")
     def _packed_base_is_the_start(self) -> Self:
         if self.base == "nf4" and (self.init in RESIDUAL_INITS or self.dora):
-            what = "dora" if self.dora else f"init = {self.init}"
-            raise ValueError(f"{what} is made from weights in full precision; with base = nf4 leave it out")
+            what = "dora" if self.dora else f"init={self.init}"
+            raise ValueError(f"{what} is made from weights in full precision; with base=nf4 leave it out")
         return self
 
 
@@ -122,11 +122,9 @@ def keeps_mxfp4(adapter: Adapter) -> bool:
 def vllm_refuses(adapter: Adapter) -> str:
     """Return why vLLM, which gets adapters merged into the weights, cannot serve this one; "" if it can."""
     if isinstance(adapter, OtherPeft):
-        return f"rollout.engine = vllm serves LoRA and its relatives, not adapter.method = {adapter.method}; use native"
+        return f"rollout.engine=vllm serves LoRA and its relatives, not adapter.method={adapter.method}; use native"
     if isinstance(adapter, Lora) and adapter.base != "full":
-        return (
-            f"rollout.engine = vllm needs merged weights, which adapter.base = {adapter.base} does not have; use native"
-        )
+        return f"rollout.engine=vllm needs merged weights, which adapter.base={adapter.base} does not have; use native"
     return ""
 
 
@@ -134,7 +132,9 @@ def packed_mistake(adapter: Adapter, numerics: Sequence[str]) -> str:
     """Return why a base in four bits cannot be quantised once more; "" if no phase asks for it."""
     asked = next((numeric for numeric in numerics if numeric), "")
     if asked and isinstance(adapter, Lora) and adapter.base == "nf4":
-        return f"{asked} quantises linear layers, which adapter.base = nf4 has packed in 4 bits already; set one of the two"
+        return (
+            f"{asked} quantises linear layers, which adapter.base=nf4 has packed in 4 bits already; set one of the two"
+        )
     return ""
 
 

@@ -1,7 +1,6 @@
-"""Settings of the objective: advantage, loss, aggregation, KL; correction.py has those of the rollout correction.
+"""Settings of the objective: advantage, loss, aggregation and KL. The rollout correction is in correction.py.
 
-An algorithm is a named choice of these parts, and a recipe may replace each part. The formula in force is printed at the start
-of a run.
+An algorithm is a named choice of these parts, and a recipe may replace each part. A run prints its formula when it starts.
 """
 
 from __future__ import annotations
@@ -250,19 +249,19 @@ class Parts(Section):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         if self.advantage.kind == "gae" and self.critic is None:
-            raise ValueError("advantage.kind = gae needs a critic: set algorithm.critic, or take another advantage")
+            raise ValueError("advantage.kind=gae needs a critic: set algorithm.critic, or take another advantage")
         if self.critic is not None and self.advantage.kind != "gae":
             raise ValueError(
                 f"the critic would not be used: advantage.kind is {self.advantage.kind}, only gae reads values"
             )
         if self.kl.coef > 0 and self.kl.placement == "reward" and self.advantage.kind not in ("whitened", "gae"):
             raise ValueError(
-                f"kl.placement = reward needs per-token rewards (advantage.kind whitened or gae), not {self.advantage.kind}"
+                f"kl.placement=reward needs per-token rewards (advantage.kind whitened or gae), not {self.advantage.kind}"
             )
         if self.old_logprobs == "rollout" and self.correction.kind != "none" and self.loss.kind != "reinforce":
             raise ValueError(
-                "old_logprobs = rollout makes the ratio of the loss π_θ / π_rollout, so a correction would apply it twice; "
-                "set correction.kind = none, or old_logprobs = recompute, or loss.kind = reinforce, which has no ratio"
+                "old_logprobs=rollout makes the ratio of the loss π_θ / π_rollout, so a correction would apply it twice; "
+                "set correction.kind=none, or old_logprobs=recompute, or loss.kind=reinforce, which has no ratio"
             )
         if self.advantage.kind == "max_rl" and self.overlong.buffer and self.overlong.penalty:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Settings of the rollout correction: weights for the difference between the engine's and the learner's probabilities."""
+"""Settings of the rollout correction: importance weights, because engine and learner compute different probabilities."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Mis(Section):
     @model_validator(mode="after")
     def _band(self) -> Self:
         if self.low > self.high:
-            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: nothing would be kept")
+            raise ValueError(f"low={self.low:g} is above high={self.high:g}: nothing would be kept")
         if not self.low <= 1 <= self.high:
             raise ValueError(f"the band [{self.low:g}, {self.high:g}] leaves out w = 1, the weight of equal policies")
         if self.level == "geometric" and (self.low < 0.8 or self.high > 1.25):

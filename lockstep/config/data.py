@@ -1,4 +1,4 @@
-"""Sources of rows: a hub data set, files, or a generator, with the columns and filters that turn them into prompts."""
+"""Settings of data: the source (hub data set, files or generator), its columns, and filters that drop rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how a run evaluates, what stops it, and which numbers may decide."""
+"""Settings of evaluation: its steps, items and modes, rules that stop a run early, and pass criteria declared before training."""
 
 from __future__ import annotations
 
@@ -285,10 +285,10 @@ class Eval(Section):
         match self.stop:
             case Drops(metric=metric) | Plateau(metric=metric):
                 if mistake := decision_mistake(self, metric):
-                    raise ValueError(f"stop.metric = {metric}: {mistake}")
+                    raise ValueError(f"stop.metric={metric}: {mistake}")
                 if not metric.startswith("eval/"):
                     raise ValueError(
-                        f"stop.metric = {metric}: a stopping rule needs a metric of an evaluation, whose name begins with eval/"
+                        f"stop.metric={metric}: a stopping rule needs a metric of an evaluation, whose name begins with eval/"
                     )
             case NoStop():
                 pass

@@ -1,4 +1,4 @@
-"""Published figures that a recipe is compared with, in a file beside it: mine.yaml has mine.expects.yml."""
+"""Reads the published results that a recipe's run is compared with, from a file beside it: mine.expects.yml for mine.yaml."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ def expects_of(recipe: Path) -> Expects:
         return TypeAdapter(Expects).validate_python(yaml.safe_load(path.read_text("utf-8")))
     except OSError:
         raise ConfigError(
-            [
-                f"{path}: the file does not exist; it must have the published figures that {recipe.name} is compared with"
-            ],
-            fix="write it as recipes/tasks/gsm8k_0.5b.expects.yml is written, or give a recipe of recipes/tasks",
+            [f"{path}: there is no such file; the published results to compare {recipe.name} with are read from it"],
+            fix="write this file in the form of recipes/tasks/gsm8k_0.5b.expects.yml, or give a recipe of recipes/tasks",
         ) from None
     except (ValidationError, yaml.YAMLError) as error:
         raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from None

@@ -1,4 +1,4 @@
-"""Settings read from recipes of verl, OpenRLHF and TRL: YAML, JSON, shell scripts, Python calls. Nothing in them is executed.
+"""Reads settings from recipes of verl, OpenRLHF and TRL (YAML, JSON, shell scripts, Python calls) without executing them.
 
 Used by `lockstep config translate`; translate.py then makes a recipe of the settings.
 """
@@ -53,8 +53,8 @@ def system_of(text: str) -> System:
     found = [system for system, mark in MARKS.items() if re.search(mark, text)]
     if not found:
         raise ConfigError(
-            ["the file has no setting that shows whether it is of verl, OpenRLHF or TRL"],
-            fix="give the system: --from verl, openrlhf or trl",
+            ["no setting in the file shows whether it was written for verl, OpenRLHF or TRL"],
+            fix="name the system: --from verl, --from openrlhf or --from trl",
         )
     return found[0]
 

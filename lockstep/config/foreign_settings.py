@@ -1,4 +1,4 @@
-"""The table foreign_settings.yaml: settings of verl, OpenRLHF and TRL, and the setting of Lockstep for each."""
+"""Reads foreign_settings.yaml, the table that maps settings of verl, OpenRLHF and TRL to those of Lockstep."""
 
 from __future__ import annotations
 

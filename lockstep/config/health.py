@@ -1,4 +1,4 @@
-"""Settings of health: limits, patience and tiers of the rules, rules and ranges of a recipe's own, spikes and the watchdog."""
+"""Settings of health: the rules that warn about or stop a run, a recipe's own rules and ranges, spikes, and the watchdog."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class HealthRule(ShortSection):
     @model_validator(mode="after")
     def _has_patience(self) -> Self:
         if self.within is not None and self.within < self.steps:
-            raise ValueError(f"steps = {self.steps} cannot be reached within {self.within} steps")
+            raise ValueError(f"steps={self.steps} cannot be reached within {self.within} steps")
         if self.tier == "stop" and self.steps < 2:
-            raise ValueError("steps = 1 and tier = stop: one bad step must not stop a run; set steps to 2 or more")
+            raise ValueError("steps=1 and tier=stop: one bad step must not stop a run; set steps to 2 or more")
         return self
 
 

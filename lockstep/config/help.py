@@ -1,4 +1,4 @@
-"""All settings: for `lockstep config help`, for docs/settings.md, for editors, and for nearest names in errors."""
+"""Lists all settings with their help: for `lockstep config help`, docs/settings.md, editors, and the nearest names in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spare machines of a user: `hosts:` in $LOCKSTEP_CONFIG, or else in ~/.config/lockstep/hosts.yaml.
+"""Reads the user's spare machines from `hosts:` in the file $LOCKSTEP_CONFIG, or else in ~/.config/lockstep/hosts.yaml.
 
     hosts:
       spare: {ssh: me@spare, folder: /data/lockstep, lock: requirements/cuda.lock}
@@ -73,13 +73,15 @@ def config_path() -> Path:
 def hosts() -> dict[str, Host]:
     """Return the user's machines by name. Raises ConfigError, naming the file, for a file that is missing or wrong."""
     path = config_path()
-    example = "write one: hosts: {spare: {ssh: user@machine}}; LOCKSTEP_CONFIG names another file"
+    example = (
+        "list your machines in that file (hosts: {spare: {ssh: user@machine}}), or set LOCKSTEP_CONFIG to another file"
+    )
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file"], where="hosts", fix=example)
     document = read(path)
     found = document.value.get("hosts") if isinstance(document.value, dict) else None
     if not isinstance(found, dict) or not found:
-        raise ConfigError([f"{path}: the file has no hosts"], where="hosts", fix=example)
+        raise ConfigError([f"{path}: the file lists no machines under `hosts`"], where="hosts", fix=example)
     return {name: _host(path, name, value) for name, value in found.items()}
 
 

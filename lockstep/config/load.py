@@ -1,4 +1,4 @@
-"""Recipe files and dotted overrides → Recipe, or every mistake at once.
+"""Loads recipe files and dotted overrides into a Recipe, or reports every mistake at once.
 
     load(["recipes/smoke.yaml", "optimizer.lr=3e-6", "adapter.kind=lora"])
 
@@ -84,11 +84,11 @@ def require_task(recipe: Recipe, where: str = "") -> Recipe:
         raise ConfigError(
             ["task: required: the recipe does not say which questions to ask"],
             where=where,
-            fix="set one, such as task={kind: file, data: train.jsonl} or task=reasoning_gym; see lockstep config help task",
+            fix="set a task, such as task={kind: file, data: train.jsonl} or task=reasoning_gym; see `lockstep config help task`",
         )
     if "enabled" in recipe.eval.model_fields_set and recipe.eval.enabled:
         raise ConfigError(
-            ["eval.enabled = true: there is no task to evaluate on"],
+            ["eval.enabled=true is not possible: the recipe has no task to evaluate on"],
             fix="set a task, or leave eval.enabled out: the validation loss is measured anyway",
         )
     quiet = recipe.eval.model_copy(update={"enabled": False})

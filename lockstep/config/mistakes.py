@@ -1,4 +1,4 @@
-"""Failed validation explained to the recipe's author: path, value, reason, nearest name; one line for each mistake."""
+"""Turns validation errors into one line for each mistake in a recipe: path, value, reason, nearest name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Mistake:
 
 
 def explain(attempt: Attempt, error: ValidationError | None) -> list[str]:
-    """Return one line for each mistake. Example: "r.yaml:3: optimizer.lrr = 1: no such setting; did you mean optimizer.lr?"."""
+    """Return one line for each mistake. Example: "r.yaml:3: optimizer.lrr=1: no such setting; did you mean optimizer.lr?"."""
     details = error.errors(include_url=False) if error else []
     found = [_mistake(attempt, detail) for detail in details[:SHOWN] if detail["loc"]]
     paths = {mistake.at for mistake in found}
@@ -98,7 +98,7 @@ def _line(attempt: Attempt, mistakes: list[_Mistake]) -> str:
     reason = " or ".join(dict.fromkeys(mistake.reason for mistake in mistakes))
     found, value = _lookup(attempt.given, at)
     value = hide_secrets(value) if isinstance(value, str) else value
-    shown = f" = {quoted(value)}" if found and mistakes[0].shows_value else ""
+    shown = f"={quoted(value)}" if found and mistakes[0].shows_value else ""
     return f"{_prefix(attempt, at)}{dotted(at)}{shown}: {reason}"
 
 

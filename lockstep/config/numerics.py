@@ -1,4 +1,4 @@
-"""Settings of the precision of each phase, and of noise in rollouts."""
+"""Settings of the precision in which each phase computes, and of the noise in rollouts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Numerics(Section):
         if any(not entry.strip(".") for entry in self.exclude):
             raise ValueError("numerics.exclude has an empty name")
         if self.scale != "floor" and not any(numeric.startswith("mxfp4") for numeric in quantised):
-            raise ValueError(f"numerics.scale = {self.scale}, but no phase computes in mxfp4: it would have no effect")
+            raise ValueError(f"numerics.scale={self.scale}, but no phase computes in mxfp4: it would have no effect")
         return self
 
 
@@ -117,7 +117,7 @@ class Noise(Section):
     def _falls(self) -> Self:
         if self.sigma_end > self.sigma_start:
             raise ValueError(
-                f"sigma_end = {self.sigma_end:g} is above sigma_start = {self.sigma_start:g}: noise must fall over the run"
+                f"sigma_end={self.sigma_end:g} is above sigma_start={self.sigma_start:g}: noise must fall over the run"
             )
         return self
 

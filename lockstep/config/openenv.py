@@ -1,4 +1,4 @@
-"""Settings of the task `openenv`, whose environments a server of OpenEnv has."""
+"""Settings of the task `openenv`, whose environments run on an OpenEnv server."""
 
 from __future__ import annotations
 

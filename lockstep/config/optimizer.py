@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate. Each kind's settings are declared here and nowhere else."""
+"""Settings of the optimizer and its learning rate. Each kind's settings are declared here and nowhere else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Common(Section):
                 "min_lr_ratio has no effect on a constant schedule; choose linear, cosine or wsd, or leave it out"
             )
         if self.schedule != "wsd" and self.decay_share != type(self).model_fields["decay_share"].default:
-            raise ValueError(f"decay_share applies to schedule = wsd only, not to {self.schedule}")
+            raise ValueError(f"decay_share applies to schedule=wsd only, not to {self.schedule}")
         return self
 
 
@@ -109,11 +109,13 @@ def offload_mistake(optimizer: Optimizer, device: str, adapter: Adapter) -> str:
     if optimizer.offload == "none":
         return ""
     if device == "cpu":
-        return "optimizer.offload = cpu frees memory of a GPU, and device = cpu has none: leave it out"
+        return "optimizer.offload=cpu frees memory of a GPU, and device=cpu has none: leave it out"
     if adapter.kind != "none":
-        return f"optimizer.offload = cpu would free next to nothing: of {adapter.kind} the state is small; leave it out"
+        return f"optimizer.offload=cpu would free next to nothing: of {adapter.kind} the state is small; leave it out"
     if optimizer.kind == "python":
-        return "optimizer.offload = cpu steps a few weights at a time, and optimizer.kind = python may need all: leave it out"
+        return (
+            "optimizer.offload=cpu steps a few weights at a time, and optimizer.kind=python may need all: leave it out"
+        )
     return ""
 
 

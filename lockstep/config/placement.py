@@ -1,4 +1,4 @@
-"""Settings of where a run computes: its own process, or several workers of this machine."""
+"""Settings of where a run computes: in its own process, or in several workers on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run names from templates: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122 when the run starts."""
+"""Fills in run-name templates when a run starts: `name: "{task}-{lr}-{date}"` becomes reasoning_gym-0.0003-20261122."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def fill_name(recipe: Recipe) -> Recipe:
         found = values[field] if field in values else _setting(settings, field)
         if found is None or isinstance(found, dict | list):
             near = get_close_matches(field, [*values, "n"], n=1)
-            hint = f"did you mean {{{near[0]}}}?" if near else "a setting is written {optimizer.lr}"
+            hint = (
+                f"did you mean {{{near[0]}}}?" if near else "write a setting with its full path, such as {optimizer.lr}"
+            )
             raise ConfigError(
-                [f"name = {recipe.name}: {{{field}}} has no value; {hint}"],
-                fix=f"fields are {', '.join([*values, 'n'])}, and settings such as {{update.epochs}}",
+                [f"name={recipe.name}: the field {{{field}}} has no value; {hint}"],
+                fix=f"use one of the fields {', '.join([*values, 'n'])}, or a setting such as {{update.epochs}}",
             )
         return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-.") or "none"
 

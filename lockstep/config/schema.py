@@ -283,7 +283,7 @@ class Recipe(Section):
         samples, per_update = self.samples_per_step, self.samples_per_update
         if samples % per_update:
             raise ValueError(
-                f"update.samples_per_update = {per_update} does not divide the {samples} samples of a step "
+                f"update.samples_per_update={per_update} does not divide the {samples} samples of a step "
                 f"({self.prompts_per_step} prompts x {self.samples_per_prompt} samples)"
             )
         return self
@@ -291,30 +291,30 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _loop_has_its_settings(self) -> Self:
         if self.task.kind == "none" and (self.loop == "rl" or self.eval.enabled):
-            raise ValueError("task.kind = none has no questions: set a task, or set loop = sft, eval.enabled = false")
+            raise ValueError("task.kind=none has no questions: set a task, or set loop=sft, eval.enabled=false")
         if self.loop == "sft":
             if self.sft is None:
-                raise ValueError("loop = sft needs section sft; at least sft.data.source, where its rows are")
+                raise ValueError("loop=sft needs section sft; at least sft.data.source, where its rows are")
             if self.epochs is not None:
-                raise ValueError("epochs applies to loop = rl only; with loop = sft set sft.epochs")
+                raise ValueError("epochs applies to loop=rl only; with loop=sft set sft.epochs")
             if self.sft.epochs is not None and "steps" in self.model_fields_set:
-                raise ValueError(f"steps = {self.steps} and sft.epochs = {self.sft.epochs:g}: set one of the two")
+                raise ValueError(f"steps={self.steps} and sft.epochs={self.sft.epochs:g}: set one of the two")
             idle = [f"update.{n}" for n in ("samples_per_update", "epochs") if getattr(self.update, n) not in (None, 1)]
             own, fields = ("prompts_per_step", "samples_per_prompt"), type(self).model_fields
             idle += [name for name in own if getattr(self, name) != fields[name].default]
             if idle:
                 raise ValueError(
-                    f"{idle[0]} applies to loop = rl only: remove it (with loop = sft, "
+                    f"{idle[0]} applies to loop=rl only: remove it (with loop=sft, "
                     "sft.sequences_per_step sets the rows per step)"
                 )
             if self.algorithm.model_dump(exclude={TAG}) != Grpo().model_dump(exclude={TAG}):
-                raise ValueError("algorithm applies to loop = rl only; sft minimises the negative log-likelihood")
+                raise ValueError("algorithm applies to loop=rl only; sft minimises the negative log-likelihood")
         elif self.epochs is not None and self.task.kind != "file":
             raise ValueError(
-                f"epochs counts passes over rows, and task.kind = {self.task.kind} has no fixed number: set steps"
+                f"epochs counts passes over rows, and task.kind={self.task.kind} has no fixed number: set steps"
             )
         elif self.sft is not None:
-            raise ValueError("section sft has no effect with loop = rl: remove it, or set loop = sft")
+            raise ValueError("section sft has no effect with loop=rl: remove it, or set loop=sft")
         return self
 
     @model_validator(mode="after")
@@ -327,7 +327,7 @@ class Recipe(Section):
         )
         if self.samples_per_prompt < 2 and (compares or algorithm.dynamic_sampling.enabled):
             raise ValueError(
-                f"samples_per_prompt = 1: {algorithm.kind} compares the samples of a prompt and needs at least 2"
+                f"samples_per_prompt=1: {algorithm.kind} compares the samples of a prompt and needs at least 2"
             )
         return self
 
@@ -340,7 +340,7 @@ class Recipe(Section):
             turns = getattr(task, "turns", None)
             if isinstance(turns, Turns) and turns.credit == "turn" and not reads:
                 raise ValueError(
-                    f"{where}.turns.credit = turn would have no effect: {self.algorithm.kind} compares whole episodes; "
+                    f"{where}.turns.credit=turn would have no effect: {self.algorithm.kind} compares whole episodes; "
                     "take an algorithm whose advantage is of kind gae or whitened (ppo, reinforce_pp)"
                 )
         return self
@@ -350,11 +350,11 @@ class Recipe(Section):
         critic, total = self.algorithm.critic, self.policy_updates
         if critic is not None and critic.warmup_steps >= self.steps:
             raise ValueError(
-                f"algorithm.critic.warmup_steps = {critic.warmup_steps} leaves the policy no step: the run has {self.steps}"
+                f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves the policy no step: the run has {self.steps}"
             )
         if self.optimizer.warmup_steps >= total and self.epochs is None:
             raise ValueError(
-                f"optimizer.warmup_steps = {self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
                 f"({self.steps - (critic.warmup_steps if critic else 0)} steps x {self.updates_per_step} updates)"
             )
         return self
@@ -374,7 +374,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _best_is_decided_by_what_may_decide(self) -> Self:
         if self.save.keep_best and (mistake := decision_mistake(self.eval, self.save.keep_best)):
-            raise ValueError(f"save.keep_best = {self.save.keep_best}: {mistake}")
+            raise ValueError(f"save.keep_best={self.save.keep_best}: {mistake}")
         return self
 
     @model_validator(mode="after")
@@ -382,14 +382,12 @@ class Recipe(Section):
         named = self.numerics.plain_named
         if named is not None and self.model.dtype not in ("auto", named):
             raise ValueError(
-                f"numerics names {named}, but model.dtype = {self.model.dtype}: layers that are not quantised compute in it"
+                f"numerics names {named}, but model.dtype={self.model.dtype}: layers that are not quantised compute in it"
             )
         if mistake := packed_mistake(self.adapter, [self.numerics.of(phase) for phase in PHASES]):
             raise ValueError(mistake)
         if self.numerics.rollout is not None and self.loop != "rl":
-            raise ValueError(
-                f"numerics.rollout is set, but loop = {self.loop} has no rollouts: it would have no effect"
-            )
+            raise ValueError(f"numerics.rollout is set, but loop={self.loop} has no rollouts: it would have no effect")
         return self
 
     @model_validator(mode="after")
@@ -397,24 +395,24 @@ class Recipe(Section):
         if self.noise is None:
             return self
         if self.loop != "rl":
-            raise ValueError(f"noise applies to rollouts, and loop = {self.loop} has none")
+            raise ValueError(f"noise applies to rollouts, and loop={self.loop} has none")
         critic = self.algorithm.critic
         steps = self.steps - (critic.warmup_steps if critic else 0)
         if self.noise.stages > steps:
             raise ValueError(
-                f"noise.stages = {self.noise.stages}, but the policy is trained in {steps} steps: some stages would never begin"
+                f"noise.stages={self.noise.stages}, but the policy is trained in {steps} steps: some stages would never begin"
             )
         return self
 
     @model_validator(mode="after")
     def _workers_can_run(self) -> Self:
         refused = {
-            "rollout.engine = vllm": self.rollout.engine != "native",
-            "sync.transport = copy": self.sync.transport != "shared",
+            "rollout.engine=vllm": self.rollout.engine != "native",
+            "sync.transport=copy": self.sync.transport != "shared",
         }
         if self.placement.kind != "local" and any(refused.values()):
             what = next(name for name, is_refused in refused.items() if is_refused)
-            raise ValueError(f"{what} does not run with placement.kind = {self.placement.kind} yet; take local")
+            raise ValueError(f"{what} does not run with placement.kind={self.placement.kind} yet; take local")
         return self
 
     @model_validator(mode="after")
@@ -424,7 +422,7 @@ class Recipe(Section):
                 raise ValueError("rollout.vllm is set, but rollout.engine is native: it would have no effect")
             return self
         if self.device == "cpu":
-            raise ValueError("rollout.engine = vllm needs a GPU; use native on a CPU")
+            raise ValueError("rollout.engine=vllm needs a GPU; use native on a CPU")
         if mistake := vllm_refuses(self.adapter):
             raise ValueError(mistake)
         longest = max(self.rollout.max_tokens, self.eval.max_tokens or 0)

@@ -1,4 +1,4 @@
-"""Search for settings by a word that is not a path: a synonym, a name of another system, or the last part of a path.
+"""Searches for settings by a word that is not a full path: a synonym, another system's name, or the last part of a path.
 
 Used by `lockstep config help WORD` and for unknown command-line options.
 """

@@ -88,8 +88,8 @@ class OpenSpielTask(Section):
         for name, mode in modes.items():
             field = type(self).model_fields[name]
             if self.reward_mode != mode and getattr(self, name) != field.get_default(call_default_factory=True):
-                raise ValueError(f"{name} applies to reward_mode = {mode} only, not to {self.reward_mode}")
+                raise ValueError(f"{name} applies to reward_mode={mode} only, not to {self.reward_mode}")
         if (self.opponent == "adapter") is not (self.rival is not None):
             has = "needs an adapter: set rival.path" if self.rival is None else "is not adapter: rival has no effect"
-            raise ValueError(f"opponent = {self.opponent} {has}")
+            raise ValueError(f"opponent={self.opponent} {has}")
         return self

@@ -128,7 +128,7 @@ class AgentTask(Section):
     @model_validator(mode="after")
     def _unused(self) -> Self:
         if self.isolation == "none" and self.readable:
-            raise ValueError("readable applies to isolation = strict only: with none it reads what you can read")
+            raise ValueError("readable applies to isolation=strict only: with none it reads what you can read")
         return self
 
     @property
@@ -179,7 +179,7 @@ class GuessNumberTask(Section):
     def _range(self) -> Self:
         if self.high - self.low < 3:
             raise ValueError(
-                f"high = {self.high} leaves fewer than 4 numbers above low = {self.low}: none could be held out"
+                f"high={self.high} leaves fewer than 4 numbers above low={self.low}: none could be held out"
             )
         return self
 
@@ -276,7 +276,7 @@ class Curriculum(Section):
     @model_validator(mode="after")
     def _band(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"low = {self.low} is not below high = {self.high}: no task could be inside the band")
+            raise ValueError(f"low={self.low} is not below high={self.high}: no task could be inside the band")
         return self
 
 

@@ -1,7 +1,7 @@
-"""YAML text ⇄ plain data, with the line of every value.
+"""Reads YAML text into plain data with the line of every value, and writes it.
 
-YAML 1.2's core types (3e-6 is a number, `no` is text), one document, no key twice, no tags, no aliases: a recipe is data that
-every reader understands alike, and no file of a kilobyte expands to a gigabyte.
+YAML 1.2's core types (3e-6 is a number, `no` is text), one document, no key twice, no tags, no aliases: every reader
+understands a recipe alike, and no small file can expand to gigabytes.
 """
 
 from __future__ import annotations

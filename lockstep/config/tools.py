@@ -1,4 +1,4 @@
-"""Settings of episodes: their limits, and the tools that replies may call."""
+"""Settings of episodes: limits of turns, tokens and time, and the tools that replies may call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class McpServer(Section):
     @model_validator(mode="after")
     def _here(self) -> Self:
         if re.match(r"https?:", self.mcp) and not re.match(r"http://(127\.0\.0\.1|localhost|\[::1\])[:/]", self.mcp):
-            raise ValueError(f"mcp = {self.mcp} is not on this machine: run the server here, http://127.0.0.1:PORT/mcp")
+            raise ValueError(f"mcp={self.mcp} is not on this machine: run the server here, http://127.0.0.1:PORT/mcp")
         return self
 
 

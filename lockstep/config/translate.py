@@ -1,4 +1,4 @@
-"""Translation of settings of verl, OpenRLHF and TRL into a recipe, by foreign_settings.yaml. Every setting is accounted for."""
+"""Translates settings of verl, OpenRLHF and TRL into a recipe by foreign_settings.yaml, and reports what became of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the table foreign_settings.yaml that need more than one setting: batches, rows, graders, corrections."""
+"""Translation rules that need more than one foreign setting: batch sizes, rows, graders and the rollout correction."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class RegexVerifier(Section):
         matches = list(found.finditer(self.shown_as.replace(ANSWER, sample)))
         if ANSWER not in self.shown_as or not matches or matches[-1].group(found.groups).strip() != sample:
             raise ValueError(
-                f"pattern does not read 7 from shown_as = {self.shown_as!r} with ANSWER = 7: give a right reply's form"
+                f"pattern does not read 7 from shown_as={self.shown_as!r} with ANSWER = 7: give a right reply's form"
             )
         return self
 
@@ -127,7 +127,7 @@ class JsonVerifier(Section):
     @model_validator(mode="after")
     def _checks_something(self) -> Self:
         if not self.json_schema and not self.equal:
-            raise ValueError("json without json_schema and with equal = false would accept any JSON")
+            raise ValueError("json without json_schema and with equal=false would accept any JSON")
         return self
 
 
@@ -324,7 +324,7 @@ class CompositeVerifier(Section):
                 f"more than a right one; give {names[0]} more than {rest:g}"
             )
         if self.combine == "all" and any("weight" in part.model_fields_set for part in self.parts):
-            raise ValueError("weights have no effect with combine = all")
+            raise ValueError("weights have no effect with combine=all")
         return self
 
 

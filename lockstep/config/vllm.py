@@ -1,4 +1,4 @@
-"""Settings of the vLLM engine, and which of them contradict each other."""
+"""Settings of the vLLM engine, and a check that no two of them contradict each other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def numerics_mistake(numerics: Numerics, *, adapter: bool) -> str:
     quantised = quantised_numerics(numerics)
     if quantised and adapter:
         return (
-            f"numerics {quantised[0]} with an adapter needs rollout.engine = native: vLLM gets the adapter added into the "
+            f"numerics {quantised[0]} with an adapter needs rollout.engine=native: vLLM gets the adapter added into the "
             "weights, and the quantised sum differs from a quantised base with an adapter"
         )
     formats = sorted({numeric.split("-")[0] for numeric in quantised if numeric.endswith("w4a4")})
@@ -70,13 +70,13 @@ def numerics_mistake(numerics: Numerics, *, adapter: bool) -> str:
 def mistake_of(vllm: Vllm, longest_reply: int, temperatures: Iterable[float], *, adapter: bool) -> str:
     """Return which settings contradict each other or cannot be served; "" if none do."""
     if vllm.process == "in" and vllm.transport == "ipc":
-        return "rollout.vllm.transport = ipc needs process = own"
+        return "rollout.vllm.transport=ipc needs process=own"
     if vllm.process == "own" and vllm.transport == "view":
-        return "rollout.vllm.transport = view needs process = in: a view cannot reach into another process"
+        return "rollout.vllm.transport=view needs process=in: a view cannot reach into another process"
     if vllm.transport == "view" and adapter:
-        return "rollout.vllm.transport = view cannot carry an adapter, which is merged into a second set of weights; take copy"
+        return "rollout.vllm.transport=view cannot carry an adapter, which is merged into a second set of weights; take copy"
     if vllm.max_model_len is not None and vllm.max_model_len <= longest_reply:
-        return f"rollout.vllm.max_model_len = {vllm.max_model_len} leaves no room for a prompt with {longest_reply} new tokens"
+        return f"rollout.vllm.max_model_len={vllm.max_model_len} leaves no room for a prompt with {longest_reply} new tokens"
     for temperature in temperatures:
         if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
             return (

@@ -5,7 +5,7 @@ sources.py           files and generators → rows
 columns.py           rows → prompts and conversations; presets.py knows the columns of known data sets
 filters.py           named stages that drop rows, count them and show five
 load.py              all of that: open_rows(Data) → Rows
-overlap.py, split.py which questions two sets share; which are held out
+overlap.py, split.py questions that two sets share; the choice of held-out questions
 sets.py, build.py    the data sets of a recipe; files with a manifest
-order.py             which questions a step asks
+order.py             the questions of each step
 """

@@ -1,6 +1,6 @@
-"""Data sets as files with a manifest: sources, settings, counts and SHA-256.
+"""Writes data sets as files, with a manifest of sources, settings, counts and SHA-256.
 
-The same sources and settings give the same bytes on every machine: neither time nor place is written.
+The same sources and settings give the same bytes on every machine: no time and no machine path is written.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def split_set(
         raise DataError(
             f"the parts ask for {wanted} questions, but there are only {len(order)} different ones"
             if wanted > len(order)
-            else "only the last part can take the rest",
+            else "a part without a size takes all remaining questions, so it must be the last",
             where=loaded.set.where,
-            fix="ask for fewer" if wanted > len(order) else "put the part without a size last",
+            fix="give the parts smaller sizes" if wanted > len(order) else "put the part without a size last",
         )
     made: list[tuple[str, tuple[Prompt, ...]]] = []
     start = 0
@@ -192,7 +192,9 @@ def _write_parts(
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{format}" for name, _ in parts]
     if there := next((path for path in (*paths, folder / MANIFEST) if path.exists()), None):
-        raise DataError("this file exists already", where=str(there), fix="give another folder, or remove the file")
+        raise DataError(
+            "this output file exists already", where=str(there), fix="give another folder, or remove the file"
+        )
     outputs = []
     for path, (name, prompts) in zip(paths, parts, strict=True):
         with atomic_path(path) as temporary:
@@ -214,7 +216,9 @@ def record_of(prompt: Prompt, names: Names, *, as_text: bool) -> dict[str, objec
     }
     if clash := next((name for name in prompt.data if name in record), None):
         raise DataError(
-            f"another column is called {clash!r}", where=prompt.id, fix="list the columns to keep in keep (or none: [])"
+            f"two columns would be called {clash!r}: a kept one, and that of the question, answer or id",
+            where=prompt.id,
+            fix="set `keep` to the columns that the grader needs, without this one",
         )
     return record | {name: _plain(value) for name, value in prompt.data.items()}
 
@@ -258,5 +262,5 @@ def _write_parquet(path: Path, prompts: Sequence[Prompt], names: Names) -> None:
         raise DataError(
             f"a column has values of several types, which Parquet cannot hold: {reason}",
             where=str(path),
-            fix="give an output file that ends in .jsonl",
+            fix="give an output file that ends in .jsonl, which can hold them",
         ) from error

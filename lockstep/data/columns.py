@@ -1,4 +1,4 @@
-"""Conversion of rows to prompts and conversations by their columns; a row that does not fit says why."""
+"""Converts rows to prompts and conversations by their columns; a row that does not fit gets a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named filters: each keeps or drops a row, counts what it drops, and shows five of it."""
+"""Named filters of rows: each keeps or drops a row, counts the dropped rows, and shows five of them."""
 
 from __future__ import annotations
 
@@ -349,9 +349,9 @@ def _own(settings: PythonFilter) -> Keep:
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     if not callable(function):
         raise DataError(
-            f"the path leads to a {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=settings.path,
-            fix="give the path of a function (file.py:function)",
+            fix="give a function, written file.py:function",
         )
 
     def keep(row: Row) -> bool:
@@ -359,15 +359,15 @@ def _own(settings: PythonFilter) -> Keep:
             verdict = function(dict(row.values or {}))
         except Exception as error:
             raise DataError(
-                f"the filter fails at row {row.number}: {describe(error, file)}",
+                f"the filter function failed at row {row.number}: {describe(error, file)}",
                 where=settings.path,
-                fix="correct the function",
+                fix="correct the filter function",
             ) from error
         if not isinstance(verdict, bool):
             raise DataError(
-                f"the filter gives {verdict!r} for row {row.number}",
+                f"the filter function returned {verdict!r} for row {row.number}, neither True nor False",
                 where=settings.path,
-                fix="give True to keep, False to drop",
+                fix="return True to keep a row, False to drop it",
             )
         return verdict
 

@@ -1,4 +1,4 @@
-"""Data sets from a hub, through huggingface_hub and its cache."""
+"""Downloads data sets from the Hugging Face hub, through huggingface_hub and its cache."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ def fetch(repo: Repo, names: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _plain_errors(repo: str, revision: str | None, where: str) -> AbstractContextManager[None]:
-    return plain_errors(DATA_SET, repo, revision, f"{where} = {repo}" + (f"@{revision}" if revision else ""))
+    return plain_errors(DATA_SET, repo, revision, f"{where}={repo}" + (f"@{revision}" if revision else ""))

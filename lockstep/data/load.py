@@ -1,4 +1,4 @@
-"""Rows, prompts and conversations of a Data. Sources are streamed in their order, whatever their size."""
+"""Reads the rows, prompts and conversations that `Data` settings describe. Sources of any size are streamed, in their order."""
 
 from __future__ import annotations
 
@@ -204,16 +204,15 @@ class Rows:
         if not tally.kept:
             worst = max(stages, key=lambda stage: stage.dropped)
             raise DataError(
-                f"no row passes the filters: {tally.read} rows were read; "
-                f"the filter {worst.name} drops the most, {worst.dropped}",
+                f"no row passes the filters: of {tally.read} rows, the filter {worst.name} drops the most, {worst.dropped}",
                 where=self._place(),
-                fix=f"correct the filters; lockstep data check shows what {worst.name} drops",
+                fix=f"correct the filters; `lockstep data check` shows rows that {worst.name} drops",
             )
         if self.located.generator and self._hash not in (None, digest):
             raise DataError(
-                "the generator gives different rows the second time",
+                "the generator gave different rows when it was read a second time",
                 where=self.located.generator,
-                fix="let its rows depend on its arguments alone (seed its random numbers)",
+                fix="make the rows depend on the generator's arguments alone: seed its random numbers",
             )
         self._reading = Reading(tally.read, tally.bad, tuple(tally.problems), stages, tally.kept, whole)
         self._hash = digest
@@ -226,7 +225,7 @@ class Rows:
         shown = "\n".join(lines)
         more = "; the first reasons" if sum(count for _, count in tally.reasons.values()) < tally.bad else ""
         first = "the first " if tally.hopeless else ""
-        fix = "correct or remove these rows, or set on_bad_row: drop"
+        fix = f"correct or remove these rows, or set {self.where}.on_bad_row=drop"
         if tally.bad == tally.read:
             fix = (
                 f"set the columns of the question and the answer: {self.where}.prompt=COLUMN {self.where}.answer=COLUMN"
@@ -236,7 +235,7 @@ class Rows:
         )
 
     def _place(self) -> str:
-        return f"{self.where} = {self.origin}"
+        return f"{self.where}={self.origin}"
 
     def _raw(self) -> Iterator[Row]:
         if self.located.generator:

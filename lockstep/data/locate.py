@@ -1,4 +1,4 @@
-"""Location of a source: files on this machine (fetched from the hub if need be), or a generator."""
+"""Finds the files of a source on this machine, downloading them from the hub if necessary, or its generator."""
 
 from __future__ import annotations
 
@@ -62,13 +62,15 @@ def locate(data: Data, where: str) -> Located:
         path = Path(text).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, an unknown user's home
-        raise DataError(f"{text[:100]!r} cannot be a path: {error}", where=where, fix="correct the path") from error
+        raise DataError(f"{text[:100]!r} is not a valid path: {error}", where=where, fix="correct the path") from error
     if is_folder:
         return _of_folder(path, data, where)
     if is_file:
         if path.suffix.lower() not in FILE_SUFFIXES:
             raise DataError(
-                f"cannot read {path.suffix or 'a file without suffix'}", where=text, fix=f"use {_or(FILE_SUFFIXES)}"
+                f"files of type {path.suffix or '(no suffix)'} cannot be read",
+                where=text,
+                fix=f"give a file that ends in {_or(FILE_SUFFIXES)}",
             )
         return Located(path.stem, text, (path,), (text,), data=data)
     filled = completed(data, folder_exists=False)
@@ -90,33 +92,35 @@ def _no_such(text: str, path: Path, where: str) -> DataError:
         near = get_close_matches(wanted, beside, n=3, cutoff=0.3)
         nearest = f"; nearest: {_or([str(parent / name) for name in near])}" if near else ""
         return DataError(
-            f"{text} looks like a file but does not exist{nearest}",
+            f"there is no file {text}{nearest}",
             where=where,
-            fix=f"give a path that exists from {Path.cwd()}, or a hub file as hf://datasets/org/name/{path.name}",
+            fix=f"give an existing path, relative to {Path.cwd()}, or a hub file as hf://datasets/ORG/NAME/{path.name}",
         )
     if text.startswith((".", "/", "~")):
-        return DataError(f"there is no folder {text}", where=where, fix=f"give a path that exists from {Path.cwd()}")
+        return DataError(
+            f"there is no folder {text}", where=where, fix=f"give an existing path, relative to {Path.cwd()}"
+        )
     org, _, rest = text.partition("/")
     name, _, subset = rest.partition("/")
     if subset:
         return DataError(
-            f"{text} is not a folder, and a hub id has the form org/name",
+            f"{text} is neither a folder here nor a hub id, which has the form ORG/NAME",
             where=where,
-            fix=f"write {org}/{name} with subset: {subset}, or hf://datasets/{text} for a file in it",
+            fix=f"for a subset set source={org}/{name} and subset={subset}; for a file set source=hf://datasets/{text}",
         )
     names = {known.lower(): preset for preset, record in PRESETS.items() for known in (preset, record.source)}
     near = get_close_matches(text.lower(), names, n=1, cutoff=0.5)
     hint = f"; did you mean {names[near[0]]} ({PRESETS[names[near[0]]].source})?" if near else ""
     return DataError(
-        f"{text} is not a file or folder, and a hub id has the form org/name{hint}",
+        f"{text} is neither a file or folder here nor a hub id, which has the form ORG/NAME{hint}",
         where=where,
-        fix=f"write org/name, a path to {_or(FILE_SUFFIXES)}, file.py:function, or a preset ({', '.join(PRESETS)})",
+        fix=f"give ORG/NAME, a path to {_or(FILE_SUFFIXES)}, file.py:function, or a preset ({', '.join(PRESETS)})",
     )
 
 
 def _of_folder(path: Path, data: Data, where: str) -> Located:
     names = _files_below(path, where)
-    chosen = choose_files(names, read_card(path), data, f"{where} = {data.source}")
+    chosen = choose_files(names, read_card(path), data, f"{where}={data.source}")
     files = tuple(path / name for name in chosen)
     return Located(path.resolve().name, data.source, files, chosen, data=data)
 
@@ -126,7 +130,9 @@ def _files_below(folder: Path, where: str) -> list[str]:
 
     def unreadable(error: OSError) -> None:
         raise DataError(
-            f"this folder cannot be read: {error.strerror}", where=str(error.filename), fix="give another folder"
+            f"this folder cannot be read: {error.strerror}",
+            where=str(error.filename),
+            fix="make it readable, or give another folder",
         )
 
     names: list[str] = []
@@ -136,7 +142,9 @@ def _files_below(folder: Path, where: str) -> list[str]:
         names += [(inside / name).as_posix() for name in files if not name.startswith(".")]
         if len(names) > MOST_FILES:
             raise DataError(
-                f"{folder} holds more than {MOST_FILES:,} files", where=where, fix="give the folder with the data alone"
+                f"{folder} holds more than {MOST_FILES:,} files",
+                where=where,
+                fix="give a folder that has only the data set's files",
             )
     return sorted(names)
 
@@ -145,7 +153,7 @@ def _of_hub(data: Data, where: str) -> Located:
     from lockstep.data.hub import fetch, open_repo
 
     repo = open_repo(data.source, data.revision, where)
-    chosen = choose_files(repo.names, repo.card, data, f"{where} = {data.source}")
+    chosen = choose_files(repo.names, repo.card, data, f"{where}={data.source}")
     place = "/".join(part for part in (data.subset, data.split or "train") if part)
     origin = f"{data.source}@{repo.commit[:12]} {place}"
     name = data.preset or data.source.rpartition("/")[2].lower()
@@ -169,7 +177,7 @@ def _of_hf_path(text: str, data: Data, where: str) -> Located:
             near = get_close_matches(pattern, readable, n=3, cutoff=0.3) or readable[:3]
             nearest = f"; nearest: {_or([f'hf://datasets/{org}/{name}/{known}' for known in near])}" if near else ""
             raise DataError(
-                f"the data set has no {pattern} that is {_or(FILE_SUFFIXES)}{nearest}",
+                f"the data set has no file {pattern} of type {_or(FILE_SUFFIXES)}{nearest}",
                 where=text,
                 fix="correct the path",
             )
@@ -186,9 +194,9 @@ def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tup
     readable = sorted(name for name in names if name.lower().endswith(FILE_SUFFIXES) and _is_data(name))
     if not readable:
         raise DataError(
-            f"no {_or(FILE_SUFFIXES)} file was found",
+            f"the source has no file of type {_or(FILE_SUFFIXES)}",
             where=where,
-            fix="give a source with such a file; for a hub data set that is a loading script try revision: refs/convert/parquet",
+            fix="give a source with such a file; if the hub has only a loading script, try revision=refs/convert/parquet",
         )
     configs = _configs(card, where)
     if configs:
@@ -201,7 +209,7 @@ def choose_files(names: Sequence[str], card: str, data: Data, where: str) -> tup
         raise DataError(
             f"there is no split {split!r}{_near(split, [name for name, files in by_split.items() if files])}",
             where=where,
-            fix="set split to one that exists",
+            fix="set split to one of the data set's splits",
         )
     return by_split[split]
 
@@ -226,9 +234,9 @@ def _configs(card: str, where: str) -> Sequence[Mapping[str, object]]:
         if not re.search(r"^configs[ \t]*:", front[1], re.MULTILINE):
             return []  # a card is written by hand, and the files are there without it
         raise DataError(
-            f"the configs of its data card cannot be read: {error.mistakes[0]}",
+            f"`configs` in the data set's README.md cannot be read: {error.mistakes[0]}",
             where=where,
-            fix="give an hf:// path instead",
+            fix="name the data files themselves: source=hf://datasets/ORG/NAME/PATH",
         ) from error
     configs = tree.get("configs") if isinstance(tree, dict) else None
     found = configs if isinstance(configs, list) else []
@@ -243,13 +251,15 @@ def _config(configs: Sequence[Mapping[str, object]], subset: str | None, where: 
         subset = names[0]
     if subset is None:
         raise DataError(
-            f"the data set has {len(names)} subsets: {', '.join(names[:20])}",
+            f"the data set has {len(names)} subsets, and none was chosen: {', '.join(names[:20])}",
             where=where,
             fix="set subset to one of them",
         )
     if subset not in names:
         raise DataError(
-            f"there is no subset {subset!r}{_near(subset, names)}", where=where, fix="set subset to one that exists"
+            f"there is no subset {subset!r}{_near(subset, names)}",
+            where=where,
+            fix="set subset to one of the data set's subsets",
         )
     return configs[names.index(subset)]
 
@@ -267,7 +277,9 @@ def _patterns(config: Mapping[str, object], where: str) -> dict[str, list[str]]:
         paths = [one for one in (path if isinstance(path, list) else [path]) if isinstance(one, str)]
         if not paths:
             raise DataError(
-                "the configs of its data card cannot be read", where=where, fix="give an hf:// path instead"
+                "`configs` in the data set's README.md names no files",
+                where=where,
+                fix="name the data files themselves: source=hf://datasets/ORG/NAME/PATH",
             )
         found.setdefault(str(entry.get("split", "train")), []).extend(f"{base}/{one}" if base else one for one in paths)
     return found
@@ -286,7 +298,7 @@ def _in_subset(names: Sequence[str], subset: str | None, where: str) -> Sequence
     if not inside:
         folders = sorted({part for name in names for part in PurePosixPath(name).parts[:-1]})
         raise DataError(
-            f"there is no subset {subset!r}{_near(subset, folders)}", where=where, fix="leave subset out, or correct it"
+            f"there is no subset {subset!r}{_near(subset, folders)}", where=where, fix="correct subset, or leave it out"
         )
     return inside
 

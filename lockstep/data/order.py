@@ -1,4 +1,4 @@
-"""Questions of a step: a pure function of the step, without state to save or restore."""
+"""Chooses the questions of a step: a pure function of the step number, with no state to save or restore."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Questions that two sets share: the same text, the same except for spacing and case, or 13 words in a row.
+"""Finds questions that two sets share: the same text, the same except for spacing and case, or 13 words in a row.
 
-For the third, words are runs of letters and digits after NFKC and case folding, so punctuation does not matter; 13 is the
+For the last, words are runs of letters and digits after NFKC and case folding, so punctuation does not matter; 13 is the
 length that GPT-3's authors took (Brown et al. 2020, appendix C). A question of fewer than 13 words has no such run.
 """
 

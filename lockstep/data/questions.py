@@ -1,4 +1,4 @@
-"""The identity of a question: its text, whatever its spacing, case and Unicode form."""
+"""Decides whether two questions are the same, by hashes of their texts without differences of spacing, case and Unicode form."""
 
 from __future__ import annotations
 

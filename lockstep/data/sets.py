@@ -52,8 +52,8 @@ def sets_of(recipe: Recipe) -> tuple[DataSet, ...]:
         found = [one for at, task in tasks for one in _of_task(task, at, several=len(tasks) > 1)]
     if not found:
         raise ConfigError(
-            [f"the recipe reads no data: its task is of kind {recipe.task.kind}"],
-            fix="give a recipe with a task of kind file, one of loop sft, or a source",
+            [f"the recipe reads no data set: task.kind={recipe.task.kind}"],
+            fix="give a recipe with task.kind=file or loop=sft, or name a source of data",
         )
     return tuple(found)
 

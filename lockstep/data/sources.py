@@ -1,4 +1,4 @@
-"""Rows of files and generators, one at a time. A row that cannot be read says why; the others are still read."""
+"""Reads the rows of files and generators, one at a time. A row that cannot be read gets a reason; the others are still read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises DataError if the file is of another kind, or a parquet file is damaged.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise DataError("this is not a regular file", where=str(path), fix="write the rows into a file")
+        raise DataError(
+            "this is a pipe or device, not a regular file",
+            where=str(path),
+            fix="write the rows into a regular file",
+        )
     match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl(path)
@@ -50,9 +54,9 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from _parquet(path)
         case suffix:
             raise DataError(
-                f"cannot read {suffix or 'a file without suffix'}",
+                f"files of type {suffix or '(no suffix)'} cannot be read",
                 where=str(path),
-                fix="use .parquet, .jsonl, .json or .csv",
+                fix="give a file that ends in .parquet, .jsonl, .json or .csv",
             )
 
 
@@ -65,9 +69,9 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
     function = load_object(spec, DataError)
     if not callable(function):
         raise DataError(
-            f"the path leads to a {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=spec,
-            fix="give the path of a function (file.py:function)",
+            fix="give a function, written file.py:function",
         )
     number = 0
     try:
@@ -81,7 +85,7 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
         raise
     except Exception as error:
         raise DataError(
-            f"the generator fails after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
+            f"the generator failed after row {number}: {describe(error, file)}", where=spec, fix="correct the generator"
         ) from error
 
 
@@ -121,7 +125,9 @@ def _json(path: Path) -> Iterator[Row]:
     try:
         items = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"malformed JSON: {error}", where=str(path), fix="write or copy the file again") from error
+        raise DataError(
+            f"the file is not valid JSON: {error}", where=str(path), fix="write or copy the file again"
+        ) from error
     for number, item in enumerate(items, start=1):
         yield _object(item, number, path)
 
@@ -146,7 +152,7 @@ def _csv(path: Path) -> Iterator[Row]:
             if header is None:
                 header = fields
                 if twice := next((name for name in header if header.count(name) > 1), None):
-                    raise DataError(f"two columns are called {twice!r}", where=f"{path}:1", fix="rename one")
+                    raise DataError(f"two columns are called {twice!r}", where=f"{path}:1", fix="rename one of them")
             elif len(fields) != len(header):
                 problem = f"it has {len(fields)} fields, the header {len(header)}"
                 yield Row(number, None, problem, path, number)

@@ -1,4 +1,4 @@
-"""Held-out rows, and the proof that training does not ask them."""
+"""Chooses the held-out rows, and checks that training does not ask their questions."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def split(prompts: Sequence[Prompt], heldout: int, where: str = "") -> Split:
         first.setdefault(digest, prompt)
     if heldout >= len(first):
         raise DataError(
-            f"{heldout} questions are to be held out, but there are only {len(first)} different ones",
+            f"{heldout} questions are to be held out, which leaves none to train on: there are {len(first)} different ones",
             where=where,
-            fix="set task.heldout_rows lower, or give a file in task.heldout.id_probe",
+            fix="set task.heldout_rows lower, or give a separate file of held-out questions in task.heldout.id_probe",
         )
     chosen = sorted(first)[:heldout]
     held = set(chosen)
@@ -64,7 +64,7 @@ def refuse_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], where: st
     raise DataError(
         f"{len(pairs)} of {len(heldout)} held-out questions are also training questions: {names}",
         where=where,
-        fix="remove them from one of the two files: a score on them would not be held out",
+        fix="remove these questions from the training data or from the held-out data",
     )
 
 

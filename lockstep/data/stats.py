@@ -1,4 +1,4 @@
-"""Lengths of a data set in tokens, as the recipe's chat format renders its prompts."""
+"""Measures a data set's lengths in tokens, as the recipe's chat format renders its prompts."""
 
 from __future__ import annotations
 

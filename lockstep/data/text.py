@@ -1,4 +1,4 @@
-"""Output of `lockstep data`. Nothing in it can act on the terminal."""
+"""Prints the output of `lockstep data`, with control characters escaped."""
 
 from __future__ import annotations
 

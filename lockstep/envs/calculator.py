@@ -1,4 +1,4 @@
-"""A calculator for models: exact if possible, with bounded time and size for any input."""
+"""The built-in tool `calculator`: exact if possible, with bounded time and size for any input."""
 
 from __future__ import annotations
 

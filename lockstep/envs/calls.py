@@ -1,4 +1,4 @@
-"""Tool calls in a reply, in the formats that models use."""
+"""Parses the tool calls in a reply, in the formats that models use."""
 
 from __future__ import annotations
 

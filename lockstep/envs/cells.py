@@ -97,7 +97,7 @@ class Cells:
         self._limits = limits
         self._wanted = [str(Path(path).expanduser().absolute()) for path in readable]
         if missing := [path for path in self._wanted if not Path(path).exists()]:
-            raise TaskError(f"there is no {missing[0]}", where="task.readable", fix="correct the path")
+            raise TaskError(f"the path {missing[0]} does not exist", where="task.readable", fix="correct the path")
         program = str(Path(shutil.which(command[0]) or command[0]).absolute())
         self._wanted += [
             program,
@@ -107,9 +107,9 @@ class Cells:
         own = [hop for path in (*self._wanted, *_pythons(program)) for hop in _links(path)]
         if taken := [path for path in own if path in cell.OWN]:
             raise TaskError(
-                f"{taken[0]} is a folder that the sandbox makes itself",
+                f"{taken[0]} cannot be shown to programs: the sandbox makes a folder of this name itself",
                 where="task.readable",
-                fix="list the files and folders in it that are needed",
+                fix="list the files and folders inside it that programs need",
             )
         self._shown = outermost((*system, *own))
         self._try()
@@ -145,7 +145,7 @@ class Cells:
             process.kill()
             process.wait()
             why = json.loads(said)["error"] if said else "it ended while it was prepared"
-            raise OSError(f"the sandbox does not start: {why}")
+            raise OSError(f"the sandbox did not start: {why}")
         return Running(process, ours, socket.socket(fileno=passed[0]))
 
     def _try(self) -> None:
@@ -166,16 +166,16 @@ class Cells:
             status = running.wait(START_SECONDS, socket.socket.close)
             log = (folder / "log").read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
             if status != 0:
-                raise _refused(f"the sandbox does not work, status {status}: {log[-1][:300]}")
+                raise _refused(f"a trial of the sandbox ended with status {status}: {log[-1][:300]}")
             wrong = json.loads((folder / "output").read_text())
         if wrong:
-            fix = "give a path that every user may read (chmod a+rX): as root, programs run as a user of their own"
+            fix = "let every user read the path (chmod a+rX): if root starts the run, programs run as another user"
             raise TaskError(f"the sandbox failed a check: {wrong[0]}", where="task.isolation", fix=fix)
 
 
 def _refused(what: str) -> TaskError:
     fix = (
-        "run as root or where user namespaces are allowed (docs/agents.md, Sandbox), or set isolation: none and run all of it "
+        "run as root or where user namespaces are allowed (docs/agents.md, Sandbox), or set task.isolation=none and run Lockstep "
         "in a container"
     )
     return TaskError(what, where="task.isolation", fix=fix)

@@ -1,7 +1,7 @@
 """Runs a command that is killed when the process that started it ends: python die_with_parent.py COMMAND…
 
-It is started as a session leader with a pipe as standard input. When the pipe or the command ends, it writes out the last
-output of the command, and kills it with all processes that it has started.
+This process is a session leader whose standard input is a pipe from its parent. When the pipe closes or the command ends, it
+writes the command's last output, and kills the command with all processes that this has started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A built-in environment: guess a hidden number from hints."""
+"""A built-in environment: the policy guesses a hidden number from hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments that can be played in words (https://gymnasium.farama.org)."""
+"""Gymnasium environments (https://gymnasium.farama.org) whose actions and observations can be written as text."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
         found = load_object(settings.env)
         if not callable(found):
             raise TaskError(
-                "the path does not lead to a class", where=settings.env, fix="give a class with reset and step"
+                "the path does not name a class",
+                where=settings.env,
+                fix="give a class with the methods reset and step, written file.py:Class",
             )
         factory = found
     else:
@@ -104,25 +106,25 @@ def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
 def _check(env: Any, settings: schema.GymnasiumTask) -> None:
     from gymnasium.spaces import Box, Discrete, Text
 
-    where, action, seen = f"task.env = {settings.env}", env.action_space, env.observation_space
+    where, action, seen = f"task.env={settings.env}", env.action_space, env.observation_space
     if not isinstance(action, Discrete | Text):
         raise TaskError(
-            f"the environment's actions are {action}, neither text nor a choice",
+            f"the environment's action space is {action}, but a reply can give only Text or Discrete actions",
             where=where,
-            fix="wrap the environment",
+            fix="wrap the environment so that its action space is Text or Discrete",
         )
     if isinstance(action, Discrete) and settings.actions and len(settings.actions) != action.n:
         raise TaskError(
             f"the environment has {action.n} actions, but task.actions names {len(settings.actions)}",
             where=where,
-            fix="list one name for each action",
+            fix="list one name for each action in task.actions",
         )
     shown = getattr(env.unwrapped, "render_mode", None) == "ansi"
     if not shown and isinstance(seen, Box) and len(seen.shape) > 1:
         raise TaskError(
-            f"the environment's observations are arrays of shape {seen.shape}, not words",
+            f"the environment's observations are arrays of shape {seen.shape}, which a model cannot read as text",
             where=where,
-            fix="set task.settings.render_mode=ansi if it has that, or wrap the environment",
+            fix="set task.settings.render_mode=ansi if the environment has it, or wrap it to return text",
         )
 
 
@@ -140,6 +142,6 @@ def _gymnasium() -> Any:
         import gymnasium
     except ImportError as error:
         raise TaskError(
-            "gymnasium is not installed", where="task.kind = gymnasium", fix="pip install 'lockstep-rl[envs]'"
+            "gymnasium is not installed", where="task.kind=gymnasium", fix="pip install 'lockstep-rl[envs]'"
         ) from error
     return gymnasium

@@ -1,4 +1,4 @@
-"""Turns a task's settings into a function from a prompt to its environment. Runs in the environments' processes; no torch."""
+"""Turns a task's settings into a function from a prompt to its environment. It runs in environment processes, without torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def env_maker(settings: tasks.Task) -> Make:
             | tasks.MixedTask()
             | tasks.NoTask()
         ):
-            raise TaskError("tasks of this kind have no environment", where=f"task.kind = {settings.kind}", fix=DEFECT)
+            raise TaskError("tasks of this kind have no environment", where=f"task.kind={settings.kind}", fix=DEFECT)
         case _:
             assert_never(settings)
 
@@ -109,7 +109,7 @@ def _own(settings: tasks.EnvTask) -> Make:
     def make(prompt: Prompt) -> Env:
         env = task.env(prompt)
         if env is None:
-            raise TaskError("env(prompt) returned None", where=settings.path, fix="give an Env for every prompt")
+            raise TaskError("env(prompt) returned None", where=settings.path, fix="return an Env for every prompt")
         return env
 
     return make

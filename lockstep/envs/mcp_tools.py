@@ -1,7 +1,7 @@
-"""Tools of an MCP server (https://modelcontextprotocol.io), by the official client. It is imported where a recipe names one.
+"""Tools of an MCP server (https://modelcontextprotocol.io), called through the official client, the optional package `mcp`.
 
-Each process that calls a tool has a server of its own, started at its first call: a server keeps the state of one episode, and
-is ended with it, with the episode's limits of time and memory.
+Each process that calls a tool starts its own server at its first call. So a server keeps the state of one episode, has the
+episode's limits of time and memory, and ends with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class McpServer:
             raise
         except Exception as error:
             raise TaskError(
-                f"the MCP server gives no list of tools: {_cause(error)}",
+                f"the MCP server did not list its tools: {_cause(error)}",
                 where=self._where,
                 fix="start the server by hand to see why; it must speak MCP on its standard output and print nothing else there",
             ) from error
@@ -56,9 +56,9 @@ class McpServer:
         if missing := sorted(set(wanted or ()) - {tool.name for tool in tools}):
             names = ", ".join(tool.name for tool in tools) or "none"
             raise TaskError(
-                f"the server has no tool {missing[0]}; it has {names}",
+                f"the MCP server has no tool {missing[0]}; its tools are: {names}",
                 where=self._where,
-                fix="correct the names in `only`",
+                fix="correct the names of tools in `only`",
             )
         return [tool for tool in tools if wanted is None or tool.name in wanted]
 
@@ -112,7 +112,9 @@ def _portal(where: str) -> AbstractContextManager[BlockingPortal]:
         from anyio.from_thread import start_blocking_portal
     except ImportError as error:
         raise TaskError(
-            f"tools of an MCP server need the package mcp: {error}", where=where, fix="pip install 'lockstep-rl[mcp]'"
+            f"tools of an MCP server need the package mcp, which cannot be imported: {error}",
+            where=where,
+            fix="pip install 'lockstep-rl[mcp]'",
         ) from error
     return start_blocking_portal()
 

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): each episode has a WebSocket to the server."""
+"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): each episode has its own WebSocket to the server."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class OpenEnv:
                     return self._observed(answer)
                 if time.monotonic() > until:
                     raise TaskError(
-                        f"no session was free for {FREED_SECONDS:g} s: {answer['data'].get('message')}",
+                        f"the server had no free session for {FREED_SECONDS:g} s: {answer['data'].get('message')}",
                         where=self._address,
-                        fix="set task.sessions to what the server allows, or have it allow more (max_concurrent_envs)",
+                        fix="lower task.sessions to the number that the server allows, or raise its max_concurrent_envs",
                     )
             self._open.close()
             self._socket = None
@@ -110,10 +110,10 @@ class OpenEnv:
             answer = json.loads(self._socket.recv())
         except (OSError, WebSocketException) as error:
             what = f"the connection to the server broke: {type(error).__name__} {error}"
-            raise _BrokeError(what, where=self._address, fix="see what the server printed") from error
+            raise _BrokeError(what, where=self._address, fix="look for the cause in the server's own output") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise TaskError(
-                "the server's answer has no field data",
+                "the server's answer has no field `data`, as OpenEnv's have",
                 where=self._address,
                 fix="give the address of an OpenEnv server",
             )
@@ -123,7 +123,11 @@ class OpenEnv:
         data: dict[str, Any] = answer["data"]
         if answer.get("type") != "observation" or not isinstance(data.get("observation"), dict):
             why = f"{_code(answer) or answer.get('type')}: {data.get('message', '')}"
-            raise TaskError(f"the environment failed: {why}", where=self._address, fix="see what the server printed")
+            raise TaskError(
+                f"the environment failed: {why}",
+                where=self._address,
+                fix="look for the cause in the server's own output",
+            )
         return data
 
     def _said(self, data: Mapping[str, Any]) -> str:
@@ -131,9 +135,9 @@ class OpenEnv:
         if field is not None:
             if field not in seen:
                 raise TaskError(
-                    f"the observation has {', '.join(seen)}, no {field}",
+                    f"the observation has no field {field}; its fields are: {', '.join(seen)}",
                     where="task.observation",
-                    fix="correct task.observation",
+                    fix="set task.observation to one of these fields",
                 )
             return _text(seen[field])
         for name in ("metadata", "reward", "done"):
@@ -180,7 +184,7 @@ def openenv_maker(settings: schema.OpenEnvTask) -> Callable[[], OpenEnv]:
         import websockets.sync.client  # noqa: F401 - here, so that no episode imports it again
     except ImportError as error:
         raise TaskError(
-            "websockets is not installed", where="task.kind = openenv", fix="pip install 'lockstep-rl[openenv]'"
+            "websockets is not installed", where="task.kind=openenv", fix="pip install 'lockstep-rl[openenv]'"
         ) from error
     if settings.url is not None:
         address = settings.url.rstrip("/")
@@ -202,10 +206,10 @@ def _field(named: str | None, action: Mapping[str, Any], address: str) -> str:
     if field == JSON or (field in properties and set(required) <= {field}):
         return field
     raise TaskError(
-        f"a reply cannot be {f'its {named}' if named else 'the action'}: the action has {', '.join(properties)} and "
+        f"a reply cannot be {f'the field {named} alone' if named else 'an action'}: an action has {', '.join(properties)} and "
         f"requires {', '.join(required) or 'nothing'}",
         where=f"task.action, {address}",
-        fix="set task.action to the one text field that the server needs, or to json",
+        fix="set task.action to the only field that the server requires, or to json: a reply is then the whole action",
     )
 
 
@@ -216,26 +220,26 @@ def _action_schema(address: str, seconds: float) -> dict[str, Any]:
         action = answer.raise_for_status().json()["action"]
         if isinstance(action, dict):
             return action
-        why = "the server's schema of the action is no object"
+        why = "its action schema is not a JSON object"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     raise TaskError(
-        f"no server of OpenEnv answers there ({why})",
-        where=f"task.url = {address}",
-        fix="start the server, or give task.command to have the run start it",
+        f"no OpenEnv server answers at this address ({why})",
+        where=f"task.url={address}",
+        fix="start the server, or set task.command so that the run starts it",
     )
 
 
 def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
     """Start the command, and return its address and schema of actions when it answers."""
     assert settings.command is not None
-    where = f"task.command = {settings.command}"
+    where = f"task.command={settings.command}"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     program, *arguments = [part.replace("{port}", str(port)) for part in shlex.split(settings.command)]
     found = shutil.which(Path(program).expanduser())
     if found is None:
-        raise TaskError(f"there is no program {program}", where=where, fix="correct its path")
+        raise TaskError(f"there is no program {program}", where=where, fix="correct the program's path")
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     process = subprocess.Popen(
         [sys.executable, "-P", str(die_with_parent.__file__), found, *arguments],
@@ -255,7 +259,7 @@ def _started(settings: schema.OpenEnvTask) -> tuple[str, dict[str, Any]]:
                 raise TaskError(
                     f"the server {what}; it printed: {said[-500:] or 'nothing'}",
                     where=where,
-                    fix="start the server by hand to see why; it must listen on 127.0.0.1 at {port}",
+                    fix="start the server by hand to see why; it must listen on 127.0.0.1, at the port that replaces {port}",
                 ) from error
         time.sleep(0.1)
 

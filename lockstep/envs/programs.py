@@ -1,4 +1,4 @@
-"""Programs that play an episode by themselves, talking to the run's endpoint: one process for each episode."""
+"""Runs a user's agent program for each episode, in its own process; it gets replies from the run's HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -240,13 +240,13 @@ def outcome_of(output: str, result: str) -> Outcome:
 def _whole(command: Sequence[str]) -> list[str]:
     """Return a command that works in any folder: names of files that are here become whole paths. Raises TaskError."""
     if not command:
-        raise TaskError("the command is empty", where="task.command", fix="give a program")
+        raise TaskError("the command is empty", where="task.command", fix="give the program to run for each episode")
     if shutil.which(command[0]) is None:
         raise TaskError(
             f"there is no program {command[0]}", where="task.command", fix="correct the command, or install the program"
         )
     if missing := [part for part in command[1:] if part.endswith((".py", ".sh", ".js")) and not Path(part).exists()]:
-        raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct the command")
+        raise TaskError(f"there is no file {missing[0]}", where="task.command", fix="correct this path in the command")
     return [str(Path(part).absolute()) if "/" in part and Path(part).exists() else part for part in _here(command)]
 
 

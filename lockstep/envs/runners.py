@@ -1,4 +1,4 @@
-"""Runners of environments: in this process for fast built-in ones, else one process per episode, which can be killed."""
+"""Runs environments: fast built-in ones in this process, all others in one process per episode, which can be killed."""
 
 from __future__ import annotations
 
@@ -114,6 +114,8 @@ class ProcessRunner:
     def __init__(self, settings: BaseModel, seconds: float, most: int = MOST) -> None:
         """Start the process with the task's settings; `most` episodes run at a time. Raises TaskError if it cannot."""
         arguments = {"settings": settings.model_dump_json()}
+        code = (f"task.{key}={getattr(settings, key)}" for key in ("path", "env", "kind") if hasattr(settings, key))
+        self._where = next(code, "task")
         self._work = Work(worker.__name__, arguments, "task", seconds, stateful=True, max_answer=LARGEST)
         self._seconds, self._most = seconds, most
         self._open: dict[str, _Episode] = {}
@@ -174,9 +176,9 @@ class ProcessRunner:
         except Gone:
             template.end()
             raise TaskError(
-                f"the process for the task's environments ended while it imported their code, or took over {START_SECONDS:g} s",
-                where="task",
-                fix="run the file with python to see why; import less at its top level",
+                f"the process for environments ended while it imported the task's code, or needed more than {START_SECONDS:g} s",
+                where=self._where,
+                fix="import the task's code in Python to see why; import less at the top level of its file",
             ) from None
         except BaseException:
             template.end()

@@ -93,14 +93,16 @@ def random_move(text: str, numbers: random.Random) -> str:
 
 def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
     """Return a function that makes the game. Raises TaskError for a missing game, or one for more than two players."""
-    ta, where = _textarena(), f"task.game = {settings.game}"
+    ta, where = _textarena(), f"task.game={settings.game}"
     name = _raw_name(settings.game, ta.envs.registration.ENV_REGISTRY, where)
     opponent: Opponent = random_move
     if settings.opponent != "random":
         found = load_object(settings.opponent)
         if not callable(found):
             raise TaskError(
-                "the path does not lead to a function", where=settings.opponent, fix="define it as (text, numbers)"
+                "the path does not name a function",
+                where=settings.opponent,
+                fix="give a function with the parameters (text, numbers), written file.py:function",
             )
         opponent = found
 
@@ -122,7 +124,7 @@ def _players(ta: Any, name: str, settings: schema.TextArenaTask, where: str) -> 
         else:
             return players
     raise TaskError(
-        f"the game starts neither with one nor with two players: {refused}", where=where, fix="choose another game"
+        f"the game can be started with neither one nor two players: {refused}", where=where, fix="choose another game"
     )
 
 
@@ -134,7 +136,7 @@ def _raw_name(game: str, registry: Any, where: str) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(game, [known for known in registry if not known.endswith(("-raw", "-train"))], n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "see textarena.envs.registration"
+    hint = f"did you mean {' or '.join(near)}?" if near else "textarena.envs.registration.ENV_REGISTRY lists the games"
     raise TaskError(f"TextArena has no game {game!r}", where=where, fix=hint)
 
 
@@ -143,6 +145,6 @@ def _textarena() -> Any:
         import textarena
     except ImportError as error:
         raise TaskError(
-            "textarena is not installed", where="task.kind = textarena", fix="pip install 'lockstep-rl[envs]'"
+            "textarena is not installed", where="task.kind=textarena", fix="pip install 'lockstep-rl[envs]'"
         ) from error
     return textarena

@@ -1,4 +1,4 @@
-"""An episode with tools: calls get their results, a reply without a call is the answer."""
+"""The environment of episodes with tools: it answers tool calls with results; a reply without a call is the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: Python functions that replies may call, with the schema that tells the model how."""
+"""Tools: Python functions that replies may call, with the JSON schemas that the model is shown."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def build_tool(settings: schema.Tool) -> Tool:
         found, file = load_object(settings.path), Path(settings.path.rpartition(":")[0]).expanduser()
         if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
             raise TaskError(
-                "the path does not lead to a plain function",
+                "the path does not name a plain function",
                 where=settings.path,
-                fix="give a function that is defined with def",
+                fix="give a function that is defined with def, written file.py:function",
             )
         function = found
     summary, described = _docstring(function)
@@ -160,13 +160,17 @@ def _model_of(function: Callable[..., object], described: Mapping[str, str], whe
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
         raise TaskError(
-            f"the tool's annotations cannot be read: {error}", where=where, fix="import what they name"
+            f"the tool's annotations cannot be read: {error}",
+            where=where,
+            fix="import the names that the annotations use",
         ) from error
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TaskError(
-                f"the parameter {parameter} cannot be given by name", where=where, fix="give each argument a name"
+                f"the tool's parameter {parameter} cannot be given by name",
+                where=where,
+                fix="replace *args, **kwargs and positional-only parameters by named ones",
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints.get(name, str), Field(default, description=described.get(name)))
@@ -194,7 +198,9 @@ def _by_schema(parameters: Mapping[str, Any], where: str) -> Check:
         jsonschema.Draft202012Validator.check_schema(dict(parameters))
     except jsonschema.SchemaError as error:
         raise TaskError(
-            f"the tool's parameters are not a JSON schema: {error.message}", where=where, fix="correct it"
+            f"the tool's parameters are not a JSON schema: {error.message}",
+            where=where,
+            fix="correct the schema of the tool's parameters",
         ) from error
     validator = jsonschema.Draft202012Validator(dict(parameters))
 

@@ -1,11 +1,11 @@
 """The program that plays a verifiers environment, started by verifiers_env.py with the Python of that environment.
 
-It imports nothing of Lockstep.
+It imports no module of Lockstep.
 
     python verifiers_driver.py '{"env": {…}, "paths": […], "size": 100}'
 
-It writes a line of JSON with the tasks, then reads lines {"start": key, "task": index, "base_url": …, "api_key": …} or
-{"stop": key}, and writes a line for each episode that ends. It ends with its standard input.
+It first writes a line of JSON with the tasks. Then it reads lines {"start": key, "task": index, "base_url": …, "api_key": …} or
+{"stop": key}, and writes a line for each episode that ends. It ends when its standard input closes.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ class VerifiersPrograms:
     def __init__(self, settings: schema.VerifiersTask) -> None:
         """Start it and read the tasks. Raises TaskError if its Python, the package or the environment is missing."""
         self._settings = settings
-        self._where = f"task.env = {settings.env}"
+        self._where = f"task.env={settings.env}"
         self.log: Path | None = None
         self._lock = threading.Lock()
         """Guards everything below."""
@@ -81,7 +81,9 @@ class VerifiersPrograms:
         python = shutil.which(str(Path(self._settings.python).expanduser()))
         if python is None:
             raise TaskError(
-                f"there is no Python at {self._settings.python}", where="task.python", fix="correct task.python"
+                f"there is no Python interpreter at {self._settings.python}",
+                where="task.python",
+                fix="correct task.python",
             )
         settings, log = (
             json.dumps(_driven(self._settings)),
@@ -96,7 +98,7 @@ class VerifiersPrograms:
         assert process.stdout is not None
         first = process.stdout.readline()
         watch.cancel()
-        found: dict[str, Any] = {"refused": "its process ended while it loaded, or took too long"}
+        found: dict[str, Any] = {"refused": "its process ended while loading, or needed too long"}
         try:
             found = json.loads(first) if first else found
         except ValueError:
@@ -106,7 +108,7 @@ class VerifiersPrograms:
             raise TaskError(
                 f"the environment cannot be loaded: {found['refused']}"[:1000],
                 where=self._where,
-                fix=f"install it and verifiers where task.python = {self._settings.python} finds them",
+                fix=f"install the environment and the package verifiers for task.python={self._settings.python}",
             )
         self._process = process
         threading.Thread(target=self._read, args=(process,), name="lockstep-verifiers", daemon=True).start()

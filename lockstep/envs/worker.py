@@ -1,6 +1,6 @@
-"""One episode's environment in a process of its own, forked from one that has imported the task's code without torch.
+"""Serves one episode's environment in its own process, forked from one that has imported the task's code without torch.
 
-A process that hangs, dies or grows is ended alone, and its random numbers are its own.
+If one process hangs, dies or uses too much memory, only its episode ends. Each has its own random numbers.
 """
 
 from __future__ import annotations

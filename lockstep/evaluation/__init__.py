@@ -1,1 +1,1 @@
-"""Evaluation: its steps and conditions, intervals, and comparisons."""
+"""Evaluation: its steps, conditions, estimates and intervals, and comparisons of scores."""

@@ -1,4 +1,4 @@
-"""Alarms about a score: replies that were cut off, not read, or the same where they should differ."""
+"""Warnings about a score: replies cut off, replies without a readable answer, or the same replies as another score."""
 
 from __future__ import annotations
 

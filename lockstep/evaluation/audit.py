@@ -1,4 +1,4 @@
-"""Wrong replies for a person to read: was the answer wrong, or was it read wrongly? A score cannot be better than its parser."""
+"""Chooses wrong replies for a person to read: is the answer wrong, or did the verifier read it wrongly?"""
 
 from __future__ import annotations
 

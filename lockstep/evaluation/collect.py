@@ -1,4 +1,4 @@
-"""Score files that a user names: a file, a run or a folder of them. Reads only the part that a comparison needs."""
+"""Finds the score files that a user names by a file, a run or a folder. Reads only the part that a comparison needs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def records_of(name: str) -> list[Record]:
         raise EvaluationError(
             f"there are no scores{at}",
             where=str(path),
-            fix="give a score's file, a run that was evaluated, or their folder",
+            fix="give a score file, a run that was evaluated, or a folder of score files",
         )
     return found
 
@@ -81,7 +81,8 @@ def base_and_last(records: Sequence[Record]) -> list[Pair]:
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
     if not pairs:
         raise EvaluationError(
-            "a base score and a later one are needed to compare", fix="give two scores, runs or folders"
+            "there is no base score (step 0) with a later score of the same task and mode to compare it with",
+            fix="evaluate the run's base and a later step, or give two scores, runs or folders",
         )
     return pairs
 
@@ -109,7 +110,7 @@ def pair(before: Sequence[Record], after: Sequence[Record], *, by_step: bool = F
         a, b = before[0].brief.score.conditions, after[0].brief.score.conditions
         raise EvaluationError(
             f"the two sides have no task and mode in common; their first scores differ in {differences(a, b)}",
-            where="compare",
+            where=f"{before[0].path} and {after[0].path}",
             fix="give two score files to compare them anyway",
         )
     return [Pair(left[key], right[key]) for key in common]
@@ -134,9 +135,9 @@ def _by_key(records: Sequence[Record], *, by_step: bool) -> dict[tuple[object, .
 def _two(one: Record, other: Record) -> EvaluationError:
     step = f" at step {one.brief.score.step}" if one.brief.score.step == other.brief.score.step else ""
     return EvaluationError(
-        f"{one.path} and {other.path} are both scores of mode {one.key[1]} of {one.key[0]}{step}",
-        where="compare",
-        fix="give the file that is meant" if step else "give the file that is meant, or a step: FOLDER@STEP",
+        f"there are two scores of mode {one.key[1]} of {one.key[0]}{step}",
+        where=f"{one.path} and {other.path}",
+        fix="give only the file to compare" if step else "give only the file to compare, or one step: FOLDER@STEP",
     )
 
 

@@ -1,4 +1,4 @@
-"""One score against another, item by item: did it change, by how much, could that be chance, and can it be believed?"""
+"""Compares two scores item by item: the difference, its interval, a significance test, and warnings."""
 
 from __future__ import annotations
 
@@ -93,20 +93,24 @@ def compare(
     mismatched = tuple(comparable(a, b))
     if mismatched and not allow_mismatch:
         raise EvaluationError(
-            f"conditions differ, so the difference would say nothing about the weights: {differences(a, b)}"
+            f"the conditions differ, so the scores' difference would say nothing about the weights: {differences(a, b)}"
             + (
                 ""
                 if first.score.items == second.score.items
                 else f"; {first.score.items} items against {second.score.items}"
             ),
-            where="compare",
-            fix="evaluate both the same way, or pass --allow-mismatch and report the mismatch with the result",
+            where=_sources(first, second),
+            fix="evaluate both under the same conditions, or pass --allow-mismatch and report the mismatch with the result",
         )
     name = estimate or first.marks.names[0]
     left, right = _values(first, name), _values(second, name)
     common = [id for id in left if id in right]
     if not common:
-        raise EvaluationError("the two scores have no scored item in common", where="compare", fix="use the same items")
+        raise EvaluationError(
+            "the two evaluations have no scored item in common",
+            where=_sources(first, second),
+            fix="evaluate both on the same held-out items (task, role and number)",
+        )
     before, after = [left[id] for id in common], [right[id] for id in common]
     difference = paired_difference(before, after)
     texts, changed = _changed_texts(first, second)
@@ -176,14 +180,18 @@ def _shown(value: object) -> str:
     return repr(value) if value in ("", None) or (isinstance(value, str) and value != value.strip()) else str(value)
 
 
+def _sources(first: Brief, second: Brief) -> str:
+    return f"{first.score.source or 'first score'} and {second.score.source or 'second score'}"
+
+
 def _values(brief: Brief, name: str) -> dict[str, float]:
     try:
         return brief.values(name)
     except KeyError:
         raise EvaluationError(
-            f"a score of {brief.score.conditions.mode} has no {name}; it has {', '.join(brief.marks.names)}",
-            where="compare",
-            fix="compare what both have",
+            f"the score of mode {brief.score.conditions.mode} has no estimate {name}; it has {', '.join(brief.marks.names)}",
+            where=brief.score.source or "comparison of two scores",
+            fix="compare an estimate that both scores have",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Estimates from an item's replies: avg@n, pass@k and maj@n are three numbers, each with its own estimator and error."""
+"""Computes avg@n, pass@k and maj@n from the replies to each item, each with its own estimator and standard error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def item_values(results: Sequence[ItemResult], name: str) -> dict[str, float | N
             texts = all(result.extracted is None for result in results)
             return {id: majority(replies, by_text=texts) for id, replies in items.items()}
         case _:
-            raise EvaluationError(f"there is no estimate called {name}", fix="use avg@n, pass@k or maj@n")
+            raise EvaluationError(f"there is no estimate called {name}", fix="use avg@N, pass@K or maj@N")
 
 
 def pass_at(n: int, right: int, k: int) -> float:
@@ -46,7 +46,7 @@ def pass_at(n: int, right: int, k: int) -> float:
         raise EvaluationError(
             f"pass@{k} cannot be estimated from {n} samples, {right} of them right",
             where="pass@k",
-            fix="draw at least k samples",
+            fix=f"draw at least {k} samples of each item",
         )
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
@@ -82,7 +82,7 @@ def estimate(results: Sequence[ItemResult], name: str, samples: int) -> Estimate
         raise EvaluationError(
             f"no item has enough scored replies for {name}",
             where="evaluation",
-            fix="check the verifier, or use a lower k",
+            fix="find out why replies are unscored, draw more samples, or use a lower k",
         )
     se = standard_error_of_mean(values)
     interval = wilson(round(sum(values)), len(values)) if samples == 1 else bootstrap_mean(values)

@@ -1,4 +1,4 @@
-"""Gates of a run: what it said beforehand that it would be judged by, at which steps."""
+"""Evaluates the gates of a run: pass criteria that its recipe declares before training, checked at declared steps."""
 
 from __future__ import annotations
 

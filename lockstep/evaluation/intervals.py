@@ -1,4 +1,4 @@
-"""Uncertainty of an accuracy, or of a difference of two. Pure functions; resampling is seeded by its arguments alone."""
+"""Confidence intervals and tests of an accuracy, or of a difference of two. Pure functions; resampling is seeded by arguments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
     """
     if n <= 0 or not 0 <= correct <= n:
         raise EvaluationError(
-            f"{correct} correct of {n} is not a proportion", where="wilson", fix="count at least one item"
+            f"there is no interval for {correct} correct replies of {n}",
+            where="wilson",
+            fix="pass n of at least 1, and correct from 0 to n",
         )
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p, z2 = correct / n, z * z
@@ -115,9 +117,9 @@ def paired_difference(
     """
     if len(base) != len(trained):
         raise EvaluationError(
-            f"{len(base)} items on one side, {len(trained)} on the other",
+            f"the two evaluations have different numbers of items: {len(base)} and {len(trained)}",
             where="paired difference",
-            fix="give both sides the same items",
+            fix="pass the values of the same items, in the same order",
         )
     left, right = _array(base), _array(trained)
     d = right - left
@@ -194,7 +196,7 @@ def standard_error_of_mean(values: Sequence[float]) -> float:
 def item_points(n: int) -> float:
     """Return the weight of one item, in percentage points. Example: 200 items: 0.5."""
     if n <= 0:
-        raise EvaluationError("the evaluation has no items", where="item points", fix="count at least one item")
+        raise EvaluationError("the evaluation has no items", where="item points", fix="evaluate at least one item")
     return 100 / n
 
 
@@ -251,7 +253,11 @@ def resolution(n: int, changing: float = 0.2) -> str:
 def _array(values: Sequence[float] | Floats) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
-        raise EvaluationError("a mean needs finite values, at least one", where="evaluation", fix="drop unscored items")
+        raise EvaluationError(
+            "a mean needs at least one value, and only finite values",
+            where="evaluation",
+            fix="leave out unscored items",
+        )
     return array
 
 

@@ -1,6 +1,6 @@
-"""Tasks of lm-eval as held-out sets: its prompts, filters and metrics, our engine, weights proof, intervals and paired tests.
+"""Evaluates tasks of lm-eval: with its prompts, filters and metrics, and with our engine, proof of weights and intervals.
 
-The package `lm-eval` is an extra; it is imported when a recipe names such a task.
+The package `lm-eval` is an optional dependency; it is imported when a recipe names such a task.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
         raise EvaluationError(
             f"lm-eval cannot load the task: {type(error).__name__}: {str(error)[:500]}",
             where=f"{where}, {path}",
-            fix="try it with `lm-eval run`, and give it local data (dataset_path: json, dataset_kwargs: {data_files: …})",
+            fix="try the task with `lm-eval run`; its data must be local (dataset_path: json, dataset_kwargs: {data_files: …})",
         ) from error
     if task.OUTPUT_TYPE not in LISTED:
         raise EvaluationError(
-            f"the task's output_type is {task.OUTPUT_TYPE}, which cannot be measured",
+            f"tasks of output_type {task.OUTPUT_TYPE} cannot be evaluated",
             where=where,
-            fix=f"choose a task of type {' or '.join(LISTED)}",
+            fix=f"choose a task of output_type {' or '.join(LISTED)}",
         )
     metrics, filters = list(task.aggregation()), list(_filters(task))
     metric, chosen = settings.metric or metrics[0], settings.filter or filters[0]
     for name, known in ((metric, metrics), (chosen, filters)):
         if name not in known:
             raise EvaluationError(
-                f"the task has no metric or filter {name!r}", where=where, fix=f"take one of {', '.join(known)}"
+                f"the task has no metric or filter {name!r}", where=where, fix=f"choose one of {', '.join(known)}"
             )
     return LmEvalTask(settings, task, metric, chosen, _digest(task, lm_eval.__version__))
 
@@ -138,9 +138,9 @@ def evaluate_task(
         raise
     except Exception as error:  # the task's own filters and metrics
         raise EvaluationError(
-            f"lm-eval fails: {type(error).__name__}: {str(error)[:500]}",
+            f"lm-eval failed in this task: {type(error).__name__}: {str(error)[:500]}",
             where=f"eval.lm_eval, {task.settings.name}",
-            fix="correct the task",
+            fix="correct the task's YAML file, or the functions that it names",
         ) from error
     require_proof(engine, proof)
     samples = [one for rows in found["samples"].values() for one in rows if one["filter"] == task.filter]
@@ -154,7 +154,7 @@ def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, b
     value = float(sample[task.metric])
     if value not in (0.0, 1.0):
         raise EvaluationError(
-            f"{task.metric} of item {sample['doc_id']} is {value:g}, so it is neither right nor wrong",
+            f"the metric {task.metric} of item {sample['doc_id']} is {value:g}, neither 0 nor 1",
             where=f"eval.lm_eval, {task.settings.name}",
             fix="set metric to one that is 0 or 1 for each item, such as acc or exact_match",
         )

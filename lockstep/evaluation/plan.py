@@ -1,4 +1,4 @@
-"""The evaluation plan of a recipe: the steps after which it evaluates, and the conditions of each score, also in words."""
+"""The evaluation plan of a recipe: the steps after which it evaluates, and the conditions of each score, also as text."""
 
 from __future__ import annotations
 

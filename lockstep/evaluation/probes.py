@@ -1,4 +1,4 @@
-"""Probes to make before an expensive run: do replies have the format, and is there anything to learn from?"""
+"""Checks before an expensive run: how many replies have the answer format, and how many groups have right and wrong replies."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ class FormatProbe:
 def probe_format(results: Sequence[ItemResult]) -> FormatProbe:
     """Measure the format. Raises EvaluationError without replies, or for a verifier that does not report what it read."""
     if not results:
-        raise EvaluationError("there are no replies to probe", where="format", fix="probe at least one item")
+        raise EvaluationError(
+            "there are no replies whose format could be measured", where="probe format", fix="set --items to 1 or more"
+        )
     boxes = any(r.boxed is not None for r in results)
     if not boxes and not any(r.method or r.extracted is not None for r in results):
         raise EvaluationError(
             "the verifier reports neither boxes nor the answer that it read, so there is no format to measure",
-            where="format",
-            fix="let it give `extracted`, or the metric `boxed`, or probe with a built-in verifier",
+            where="probe format",
+            fix="let the verifier return Grade.extracted or the metric `boxed`, or use a built-in verifier",
         )
     good = [r for r in results if (r.boxed if boxes else r.extracted is not None)]
     complete = [r for r in results if not r.truncated]
@@ -131,12 +133,18 @@ def probe_headroom(results: Sequence[ItemResult], samples: int) -> Headroom:
     """Measure the headroom. Raises EvaluationError below two samples per item, or if no item has all samples scored."""
     if samples < 2:
         raise EvaluationError(
-            "headroom needs at least 2 samples per question", where="headroom", fix="set --samples to 8 or more"
+            "headroom needs at least 2 samples of each question",
+            where="probe headroom",
+            fix="set --samples to 8 or more",
         )
     marks = [[bool(r.correct) for r in replies if r.correct is not None] for replies in by_item(results).values()]
     full = [one for one in marks if len(one) == samples]
     if not full:
-        raise EvaluationError("no item has all its samples scored", where="headroom", fix="check the verifier")
+        raise EvaluationError(
+            "each question has a sample that the verifier could not score",
+            where="probe headroom",
+            fix="correct the verifier, so that it scores all replies",
+        )
     sizes = sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), samples})
     return Headroom(
         samples=samples,
@@ -187,6 +195,6 @@ def advise(probe: Headroom, group: int) -> list[str]:
             f"(never solved {probe.never:.0%}, always {probe.always:.0%}), or turn on algorithm.dynamic_sampling"
         ]
     if now is not None and now < MIXED:
-        return [f"samples_per_prompt = {group} gives {now:.0%} mixed groups; {enough} would give {mixed[enough]:.0%}"]
+        return [f"samples_per_prompt={group} gives {now:.0%} mixed groups; {enough} would give {mixed[enough]:.0%}"]
     share = f" ({now:.0%} mixed)" if now is not None else ""
-    return [f"the difficulty fits: samples_per_prompt = {group}{share} is enough, {enough} is the smallest that is"]
+    return [f"the difficulty fits: samples_per_prompt={group}{share} is enough, {enough} is the smallest that is"]

@@ -1,6 +1,6 @@
-"""Scores on disk, the part of them that a comparison reads, and the check that they may be compared.
+"""Writes and reads score files, and checks that two scores may be compared.
 
-A record is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
+A score file is one JSON document of four lines, so that a thousand can be compared without reading every reply's text:
 
     {"format": "lockstep.score", "version": 2, "sha256": "…of the three lines below…",
     "score": {conditions, numbers, proof},
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.codec import CodecError, from_json, to_json
-from lockstep.errors import EvaluationError
+from lockstep.errors import DEFECT, EvaluationError
 from lockstep.evaluation.brief import Brief, Marks, brief_of, default_estimate, marks_of
 from lockstep.evaluation.estimates import estimate
 from lockstep.track.files import write_atomic
@@ -46,7 +46,10 @@ class _Parts:
 def score_path(run_dir: Path, step: int, mode: str) -> Path:
     """Return the path of a run's score at a step and a mode's name. Example: scores/step_000020_greedy.json"""
     if step < 0 or not re.fullmatch(r"[a-z0-9_.@-]+", mode):
-        raise EvaluationError(f"no file name for step {step} and mode {mode!r}", fix="use the mode's name")
+        raise EvaluationError(
+            f"a score of step {step} and mode {mode!r} has no file name",
+            fix="give a step of 0 or more, and the name of a mode of the recipe",
+        )
     return run_dir / "scores" / f"step_{step:06d}_{mode}.json"
 
 
@@ -61,7 +64,7 @@ def write_score(path: Path, score: Score) -> None:
         parts = [json.dumps(part, allow_nan=False) for part in (fields, to_json(marks_of(score)), results)]
     except ValueError as error:
         raise EvaluationError(
-            f"a score holds a number that is not finite: {error}", where=str(path), fix="report how it was measured"
+            f"the score has a number that is not finite: {error}", where=str(path), fix=DEFECT
         ) from error
     body = '"score": {},\n"brief": {},\n"results": {}}}\n'.format(*parts)
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -125,7 +128,11 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise EvaluationError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
+        raise EvaluationError(
+            f"the score file cannot be read: {error.strerror}",
+            where=str(path),
+            fix="give the path of a score file that you may read",
+        ) from error
 
 
 def _parts(raw: bytes, path: Path) -> _Parts | None:
@@ -157,7 +164,7 @@ def _older(raw: bytes, path: Path) -> Score:
         raise EvaluationError(
             f"this score record has version {body.get('version')!r}, but this Lockstep reads versions 1 and {VERSION}",
             where=str(path),
-            fix="use the Lockstep that wrote it, or evaluate again",
+            fix="use the version of Lockstep that wrote the record, or evaluate again",
         )
     text = json.dumps(body.get("score"), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -203,5 +210,5 @@ def _foreign(path: Path, why: str) -> EvaluationError:
     return EvaluationError(
         f"this is not a score record: {why}",
         where=str(path),
-        fix="give a file that Lockstep wrote into a run's scores folder; if this file is there, move it away",
+        fix="give a file that Lockstep wrote into a run's folder `scores`; if this one is there, move it out",
     )

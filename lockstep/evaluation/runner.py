@@ -1,4 +1,4 @@
-"""One evaluation: held-out prompts in, a score with all its conditions out. It never trains and keeps no state."""
+"""Runs one evaluation: from held-out prompts to a score with all its conditions. It never trains and keeps no state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def evaluate(
         raise EvaluationError(
             f"none of the {len(results)} replies could be scored; the first reason: {graded[0][1].error or 'no reason given'}",
             where=f"task {conditions.task}, mode {conditions.mode}",
-            fix="correct the verifier or its data as the reason says",
+            fix="correct the verifier or the questions, as this reason says",
         )
     seconds = time.perf_counter() - started
     workers = workers_of(engine)
@@ -98,20 +98,20 @@ def require_proof(engine: RolloutEngine, proof: Proof) -> None:
         raise StaleWeightsError(
             f"the proof of version {proof.version} failed ({names}), so it is not known which weights a score would measure",
             where="evaluation",
-            fix="push the weights again; if the proof fails again, report it with events.jsonl",
+            fix="push the weights to the engine again; if the proof fails again, report it with the run's events.jsonl",
         )
     if proof.version != engine.version:
         raise StaleWeightsError(
-            f"the engine has version {engine.version}, the proof is of version {proof.version}",
+            f"the engine has weights of version {engine.version}, but the proof is for version {proof.version}",
             where="evaluation",
-            fix="push the learner's weights and use the proof that push returns",
+            fix="push the learner's weights, and pass the proof that push returns",
         )
     noise = engine.forward.noise
     if noise is not None:
         raise StaleWeightsError(
-            f"the engine computes with noise of sigma {noise.sigma:g} on {len(noise.targets)} norms",
+            f"noise of sigma {noise.sigma:g} is still applied to {len(noise.targets)} normalisation weights of the engine",
             where="evaluation",
-            fix="remove the noise (set_forward) before evaluating; a score is never of noisy weights",
+            fix="remove the noise before the evaluation (engine.set_forward)",
         )
 
 
@@ -122,7 +122,7 @@ def require_numerics(engine: RolloutEngine, label: str) -> None:
         raise EvaluationError(
             f"the score would be labelled {label}, but the engine computes in {computed or 'the precision of the weights'}",
             where="numerics.eval",
-            fix="set the engine's numerics first (set_forward)",
+            fix="set the engine's numerics before the evaluation (engine.set_forward)",
         )
 
 
@@ -135,16 +135,18 @@ def heldout_items(task: BuiltTask, plan: EvalPlan) -> Sequence[Prompt]:
     prompts = task.batch(0, plan.items) if train else task.heldout(plan.role, plan.items)
     if len(prompts) != plan.items:
         raise EvaluationError(
-            f"{plan.items} items of {plan.role} were requested, but the task has {len(prompts)}",
+            f"{plan.items} items of {plan.role} were requested, but the task gave {len(prompts)}",
             where=f"task {task.name}",
-            fix=f"set eval.items={len(prompts)} (of `lockstep eval`: --items {len(prompts)})"
+            fix=f"set eval.items={len(prompts)} (in `lockstep eval`: --items {len(prompts)})"
             if prompts
             else f"give the task held-out items for {plan.role}",
         )
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise EvaluationError(f"item {prompt.id} occurs twice", where=f"task {task.name}", fix="make ids unique")
+            raise EvaluationError(
+                f"two items have the id {prompt.id}", where=f"task {task.name}", fix="give each item an id of its own"
+            )
         seen.add(prompt.id)
     return prompts
 

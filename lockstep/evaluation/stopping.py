@@ -1,4 +1,4 @@
-"""Rules that stop a run by its evaluations, and a check that training and evaluation diverge. Pure functions."""
+"""Rules that stop a run early by its scores, and a check for training reward that rises while scores fall. Pure functions."""
 
 from __future__ import annotations
 

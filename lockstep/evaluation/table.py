@@ -1,4 +1,4 @@
-"""The table that compares scores of the base with those of the trained model."""
+"""The table that compares scores of the base model with those of the trained model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def comparison_table(base: Sequence[Score], trained: Sequence[Score], allow_mism
     if alone := sorted(set(left) ^ set(right)):
         names = ", ".join(f"{mode} of {task}" for task, mode in alone)
         raise EvaluationError(
-            f"only one side has a score of {names}", where="comparison", fix="evaluate both in the same modes"
+            f"only one of the two sides has a score of {names}",
+            where="comparison of scores",
+            fix="evaluate both sides on the same tasks and in the same modes",
         )
     return [
         Row(task, mode, score, right[task, mode], compare(score, right[task, mode], allow_mismatch))
@@ -121,7 +123,9 @@ def _by_mode(scores: Sequence[Score], side: str) -> dict[tuple[str, str], Score]
         key = (score.conditions.task, score.conditions.mode)
         if key in found:
             raise EvaluationError(
-                f"there are two {side} scores of {key[1]} of {key[0]}", where="comparison", fix="choose one checkpoint"
+                f"there are two {side} scores of mode {key[1]} of {key[0]}",
+                where="comparison of scores",
+                fix="give the scores of one checkpoint only",
             )
         found[key] = score
     return found

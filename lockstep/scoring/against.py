@@ -1,4 +1,4 @@
-"""Comparison of new scores with stored ones: an export with its run, or a score with the best of the same items and mode."""
+"""Compares new scores with stored ones: an export with its run, or a score with the best one of the same items and mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stored_by(name: str) -> list[Record]:
     """Return the last scores of RUN, or those of RUN@STEP. Raises EvaluationError if there are none."""
     found = newest([record for record in records_of(name) if record.brief.score.step])
     if not found or not is_run(found[0].path.parents[1]):
-        what = "this is no run directory with scores of trained weights"
+        what = "this is not a run directory with scores of trained weights"
         raise EvaluationError(what, where=f"--against {name}", fix="give a run that was evaluated, such as runs/mine")
     return found
 
@@ -52,7 +52,7 @@ def require_same(outcome: Outcome, stored: Sequence[Record], limit: int) -> list
                 beyond.append(lines[-1])
     if beyond or not any(line.startswith("against") for line in lines):
         what = "; ".join(beyond or lines) or "no stored score has the same items and mode"
-        fix = "look at numerics, template and merged weights: `lockstep probe`, or take the same device and threads"
+        fix = "check numerics, chat template and merged weights; evaluate both on the same device with the same threads"
         raise EvaluationError(what, where=f"--against {stored[0].path.parents[1]}", fix=fix)
     return lines
 

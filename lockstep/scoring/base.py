@@ -1,4 +1,4 @@
-"""Proof that an evaluation measures the base that the run began from."""
+"""Checks that an evaluation measures the base model that the run began from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_own_base(target: Target, session: Session, proof: Proof) -> None:
     if (found := base_fingerprint(session, proof)) != began:
         without = ", or evaluate it without its base (--no-base)" if target.checkpoint is not None else ""
         raise EvaluationError(
-            f"{target.recipe.model.path} has weights {found}; the run began from {began}",
+            f"the weights of {target.recipe.model.path} have the fingerprint {found}, but the run began from {began}",
             where=str(target.run),
-            fix=f"give the model that it was trained from as model.path{without}",
+            fix=f"set model.path to the model that the run began from{without}",
         )

@@ -1,4 +1,4 @@
-"""The learner of an evaluation, which never trains."""
+"""A learner for evaluations: it gives log-probabilities and weights, but refuses to train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FrozenLearner:
         return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise LearnerError("an evaluation never trains", fix=DEFECT)
+        raise LearnerError("the learner of an evaluation never trains", fix=DEFECT)
 
     def weights(self) -> WeightStream:
         require_clean(self.model, "the weights of an evaluation")

@@ -1,4 +1,4 @@
-"""The entry of a run in the notes of a folder: filled in from what the run recorded, with room for what was learnt."""
+"""Writes a run's entry into the notes file of its folder: recorded facts, with room for the user's conclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score the targets that a user names: their sets and modes, optionally the base of each. It never trains."""
+"""Scores the targets that a user names, in all their sets and modes, and optionally the base of each. It never trains."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"the score cannot be written: {error.strerror}"
-        raise EvaluationError(what, where=str(path), fix="give a folder with --out") from error
+        raise EvaluationError(what, where=str(path), fix="give a folder that can be written: --out DIR") from error
 
 
 def file_name(target: Target, mode: str, step: int, *, base: bool = False) -> str:

@@ -5,7 +5,7 @@
     session.prove()               the base's weights in the engine → Proof
     session.read(checkpoint), session.prove_saved(…)    a checkpoint's weights, checked against their record → Proof
 
-Importing this loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -132,13 +132,17 @@ def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
         raise CheckpointError(
             "the run has no checkpoint yet",
             where=str(run),
-            fix=f"wait for the first (save.every = {trained.save.every}), or take its base with --step 0",
+            fix=f"wait for the first checkpoint (save.every={trained.save.every}), or give its base: --step 0",
         )
     try:
         return open_checkpoint(run, step, allow_fallback=step is None)
     except CorruptCheckpointError as error:
         others = ", ".join(str(info.step) for info in list_checkpoints(run) if info.complete and info.step != step)
-        fix = f"choose another with --step: {others}" if others else "there is no other: train the run again"
+        fix = (
+            f"give another checkpoint with --step: {others}"
+            if others
+            else "no other checkpoint exists: train the run again"
+        )
         raise CorruptCheckpointError(error.what, where=error.where, fix=fix) from error
 
 
@@ -168,7 +172,7 @@ def _of_adapter(
         notes.append(f"the adapter is in {found.path}")
     began = asked.warm_start  # a base that was trained before; only our own adapters record whether it is theirs
     if began and not (found.path / "adapter_base.json").is_file():
-        notes.append(f"warm_start = {began} is not used: {name} does not say that it was made for those weights")
+        notes.append(f"warm_start={began} is not used: {name} does not say that it was made for those weights")
         began = None
     if began:  # its adapters are in the folder; their base may have been trained before them
         from lockstep.build.warm_start import base_checkpoint
@@ -188,13 +192,15 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         what = f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task"
         raise ConfigError([what], fix=_NEEDS)
     if step:
-        raise ConfigError([f"--step {step}: {name} is a model, which has no steps"], fix="leave --step out")
+        raise ConfigError(
+            [f"--step {step} is not possible: {name} is a model, which has no steps"], fix="leave --step out"
+        )
     named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     if asked.model.path not in (named.path, name):
-        what = f"model.path = {asked.model.path}, but the target is the model {name}"
-        raise ConfigError([what], fix="leave model.path out, or make it the target")
+        what = f"model.path={asked.model.path} is not possible: the target is the model {name}"
+        raise ConfigError([what], fix="leave model.path out, or give that model as the target")
     began = asked.warm_start  # trained weights, which would replace the model's own
-    notes = (f"warm_start = {began} is not used: these are the weights of {name} itself",) if began else ()
+    notes = (f"warm_start={began} is not used: these are the weights of {name} itself",) if began else ()
     asked = asked.model_copy(update={"adapter": NoAdapter(), "warm_start": None})
     if named.path == name:
         return Target(name, asked, 0, notes=notes)
@@ -214,7 +220,9 @@ _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
 
 def _refuse_step(name: str, step: int | None) -> None:
     if step is not None:
-        raise ConfigError([f"--step {step}: {name} is one checkpoint already"], fix="give the run, or leave --step out")
+        raise ConfigError(
+            [f"--step {step} is not possible: {name} has only one step"], fix="give the run, or leave --step out"
+        )
 
 
 def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:
@@ -302,9 +310,9 @@ def require_saved(proof: Proof, saved: Saved) -> Proof:
     """Return a proof. Raises EvaluationError if it is not of these weights."""
     if proof.fingerprint != saved.fingerprint:
         raise EvaluationError(
-            f"the engine has weights {proof.fingerprint}, the checkpoint is {saved.fingerprint}",
+            f"the engine's weights have the fingerprint {proof.fingerprint}, but the checkpoint's have {saved.fingerprint}",
             where=f"version {saved.version}",
-            fix=f"the weights in memory are not those that were read; {DEFECT}",
+            fix=DEFECT,
         )
     return proof
 
@@ -319,14 +327,14 @@ def read_checkpoint(policy: Policy, info: CheckpointInfo) -> Saved:
     weights, state = read_weights(info)
     meta: Any = state.meta
     if meta["numerics"] != policy.numerics:
-        _misfit(info, f"was saved in {meta['numerics']}, the model was loaded in {policy.numerics}")
+        _misfit(info, f"was saved in {meta['numerics']}, but the model was loaded in {policy.numerics}")
     weights = adopt(policy, weights)
     own = dict(named_weights(policy.model))
     if strange := sorted(weights.keys() - own.keys()):
         _misfit(info, f"has {len(strange)} tensors that the model lacks, such as {strange[0]}")
     found = fingerprint(iter((own | weights).items())).combined
     if found != meta["fingerprint"]:
-        _misfit(info, f"had weights {meta['fingerprint']} when it was saved; with this model they are {found}")
+        _misfit(info, f"had the fingerprint {meta['fingerprint']} when it was saved, but has {found} with this model")
     return Saved(weights, meta["counters"]["version"], found)
 
 
@@ -350,10 +358,10 @@ def read_adapter_folder(policy: Policy, found: AdapterTarget) -> Saved:
     if odd := sorted(weights.keys() ^ wanted) or sorted(n for n in wanted if weights[n].shape != own[n].shape):
         side = "has" if odd[0] in weights else "lacks"
         raise EvaluationError(
-            f"the adapter does not fit the model: it {side} {odd[0]}"
+            f"the adapter does not fit the model: it {side} the tensor {odd[0]}"
             + (f" and {len(odd) - 1} more" if odd[1:] else ""),
             where=str(found.path),
-            fix="give the base that it was made for as model.path; nothing was evaluated",
+            fix="set model.path to the base that the adapter was made for; nothing was evaluated",
         )
     placed = {name: tensor.to(own[name].dtype) for name, tensor in weights.items()}
     return Saved(placed, 1, fingerprint(iter((own | placed).items())).combined, note)

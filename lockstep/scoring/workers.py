@@ -1,4 +1,4 @@
-"""An evaluation on several workers: each holds the whole weights and an engine, and the driver has no model."""
+"""Runs an evaluation on several workers: each has all the weights and an engine; the driver has no model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of tasks, drawing a batch, and checking the references."""
+"""The base class of tasks, the choice of a batch, and a test that the verifier accepts the reference answers."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class NoQuestions(BuiltTask):
 
     def _refusal(self) -> TaskError:
         return TaskError(
-            "this run has no task, so there is nothing to ask and to grade",
-            where="task.kind = none",
-            fix="give a recipe that has one with --recipe",
+            "the recipe has no task, so there are no questions to sample or evaluate",
+            where="task.kind=none",
+            fix="give a recipe that has a task: --recipe RECIPE",
         )
 
 
@@ -152,7 +152,7 @@ def draw_batch(pool: Sequence[Prompt], step: int, size: int, seed: int, where: s
     """Return the different prompts of a step; see data.order. Raises TaskError if the pool is smaller than the batch."""
     if size > len(pool):
         raise TaskError(
-            f"a step needs {size} different questions, but there are only {len(pool)} to train on",
+            f"a step needs {size} different questions, but the task has only {len(pool)} for training",
             where=where,
             fix=f"set prompts_per_step={len(pool)} or lower, or give the task more questions",
         )
@@ -184,13 +184,13 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
         raise TaskError(
             f"the verifier cannot grade {len(found)} of {asked} questions; the first:\n{lines}",
             where=where,
-            fix="correct the grader" if own else "use another task.verifier, or correct the answers",
+            fix="correct the grader" if own else "use another task.verifier, or correct the reference answers",
         )
     if own and tried and not any(applies(verifier.grade(prompts[index], "")) for index in tried):
         raise TaskError(
-            f"every reward function returns None for {len(tried)} of {len(tried)} questions",
+            f"every reward function returned None for each of the {len(tried)} questions that were tried",
             where=where,
-            fix="choose the functions that score these rows, or give the rows the columns that they read",
+            fix="choose reward functions that apply to these rows, or add the columns that the functions read to the rows",
         )
 
 
@@ -212,9 +212,9 @@ def first_heldout(
     pool = pools[role]
     if size > len(pool):
         raise TaskError(
-            f"{size} held-out {what} were asked for, {role} has {len(pool)}",
+            f"{size} held-out {what} were requested, but {role} has only {len(pool)}",
             where=where,
-            fix=f"set eval.items={len(pool)} (of `lockstep eval`: --items {len(pool)})",
+            fix=f"set eval.items={len(pool)} or lower (in `lockstep eval`: --items {len(pool)})",
         )
     return pool[:size]
 
@@ -223,5 +223,7 @@ def no_such_role(role: str, has: Sequence[str], where: str) -> NoReturn:
     """Raise TaskError for a held-out role that the task does not have."""
     names = ", ".join(has) or "none"
     raise TaskError(
-        f"the task has no held-out questions for {role}; it has {names}", where=where, fix="use one of these"
+        f"the task has no held-out questions for {role}; its roles are: {names}",
+        where=where,
+        fix="evaluate on one of its roles",
     )

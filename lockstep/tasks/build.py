@@ -1,4 +1,4 @@
-"""Build a task from its settings."""
+"""Builds a task from its settings."""
 
 from __future__ import annotations
 

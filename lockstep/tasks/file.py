@@ -1,4 +1,4 @@
-"""Questions and answers from a data set as a task."""
+"""The task `file`: questions and answers from a data set."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _near_notes(
     if not found.ngram:
         return []
     pairs = "; ".join(f"{held} and {trained}" for trained, held in found.pairs)
-    what = f"{found.ngram} of {found.items} held-out questions for {role} have {NGRAM} words in a row in common with training"
+    what = f"{found.ngram} of {found.items} held-out questions for {role} share {NGRAM} words in a row with a training question"
     if settings.near_overlap == "refuse":
-        fix = "drop them by a filter (kind: not_in, match: ngram), or set task.near_overlap: warn"
+        fix = "drop these questions with the filter {kind: not_in, match: ngram}, or set task.near_overlap=warn"
         raise DataError(f"{what}: {pairs}", where=f"task {name}", fix=fix)
     return [f"{name}: warning: {what}: {pairs}"]

@@ -1,7 +1,7 @@
-"""Different questions from a reasoning-gym generator, on one side of a fixed split of all questions.
+"""Generates different questions with reasoning-gym, all for training or all held out.
 
-The side of a question is a bit of its hash, so a held-out question is held out in every run, whatever the seeds, and
-even a data set of 200 possible questions has two sides without a question in common.
+A bit of a question's hash decides whether it is held out. So a held-out question is held out in every run, whatever the
+seeds, and training never asks it, even if the data set has only 200 possible questions.
 """
 
 from __future__ import annotations
@@ -85,19 +85,25 @@ def check_source(settings: schema.ReasoningGymTask) -> Source:
     if name not in DATASETS:
         raise TaskError(f"reasoning-gym has no data set {name!r}", where=where, fix=_nearest(name, list(DATASETS)))
     if name in UNSEEDED:
-        raise TaskError(f"{name} gives different questions for the same seed", where=where, fix="use another data set")
+        raise TaskError(
+            f"the data set {name} cannot be used: it gives different questions for the same seed",
+            where=where,
+            fix="use another data set",
+        )
     if name in HASH_SEEDED and sys.flags.hash_randomization:
         raise TaskError(
-            f"{name} gives different questions in each process",
+            f"the data set {name} gives different questions in each process, unless Python's hash seed is fixed",
             where=where,
-            fix="set PYTHONHASHSEED=0 in the environment",
+            fix="start lockstep with the environment variable PYTHONHASHSEED=0",
         )
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key in settings.settings:
         if key in ("seed", "size"):
-            raise TaskError(f"{key} is not a setting here", where=f"task.settings.{key}", fix=f"set task.{key}")
+            raise TaskError(f"{key} may not be set here", where=f"task.settings.{key}", fix=f"set task.{key} instead")
         if key not in known:
-            raise TaskError(f"{name} has no setting {key!r}", where=f"task.settings.{key}", fix=_nearest(key, known))
+            raise TaskError(
+                f"the data set {name} has no setting {key!r}", where=f"task.settings.{key}", fix=_nearest(key, known)
+            )
     return Source(name, json.dumps(settings.settings, sort_keys=True))
 
 
@@ -108,22 +114,22 @@ def draw(source: Source, stream: str, side: Side, want: int, seconds: float = IT
     `stream` names the seeds: other streams draw in another order. A smaller `want` gives the first questions of a larger one.
     Raises TaskError if the generator refuses its settings, fails, hangs, or gives a question without a single answer.
     """
-    where = f"task.dataset = {source.dataset}"
+    where = f"task.dataset={source.dataset}"
     try:
         return run_watched(lambda alive: _draw(source, stream, side, want, alive), seconds)
     except HungError as error:
         raise TaskError(
-            f"reasoning-gym made no question in {seconds:g} s with the settings {source.settings}",
+            f"reasoning-gym generated no question within {seconds:g} s with the settings {source.settings}",
             where=where,
-            fix="change task.settings: there may be no such question (base_conversion between equal bases never ends)",
+            fix="change task.settings: with some values no question exists, and reasoning-gym searches for one forever",
         ) from error
     except (TaskError, MachineError):
         raise
     except Exception as error:
         raise TaskError(
-            f"reasoning-gym fails with the settings {source.settings}: {type(error).__name__}: {error}",
+            f"reasoning-gym failed with the settings {source.settings}: {type(error).__name__}: {error}",
             where=where,
-            fix="change task.settings",
+            fix="correct task.settings",
         ) from error
 
 
@@ -187,9 +193,9 @@ def _answer(dataset: str, item: dict[str, Any]) -> str:
         answer = json.dumps(answer)
     if not isinstance(answer, str):
         raise TaskError(
-            f"the data set's questions have no right answer to test the grader with (the reference is {answer!r})",
-            where=f"task.dataset = {dataset}",
-            fix="use another data set, or a task of your own (kind: python)",
+            f"the data set has a question without a right answer to test the grader with (its answer is {answer!r})",
+            where=f"task.dataset={dataset}",
+            fix="use another data set, or write a task of your own (task.kind=python)",
         )
     return answer
 

@@ -1,4 +1,4 @@
-"""Several tasks in one run: shares by weight, each task's questions in its own order, curricula by solve rate."""
+"""The task `mixed`: several tasks in one run, with shares by weight, and curricula by solve rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of several turns: their prompts, and the runners of their environments."""
+"""Tasks whose prompts start episodes of several turns in an environment."""
 
 from __future__ import annotations
 
@@ -255,9 +255,9 @@ class SeededEpisodes(BuiltTask):
         first = self._openings(seeds)
         if self._openings(seeds[:1]) != first[:1]:
             raise TaskError(
-                "the environment starts differently with the same seed",
+                "the environment started two episodes with the same seed differently",
                 where=self._where,
-                fix="draw all its random numbers from the seed",
+                fix="draw all random numbers of the environment from the seed",
             )
         return first
 
@@ -274,12 +274,12 @@ class SeededEpisodes(BuiltTask):
                 prompt = by_key[key]
                 if isinstance(said, Fault) or said.done or not said.observation:
                     why = (
-                        said.why
-                        if isinstance(said, Fault)
-                        else "the environment has no opening text, or ends immediately"
+                        said.why if isinstance(said, Fault) else "the first turn of an episode has no text, or ends it"
                     )
                     raise TaskError(
-                        why, where=f"{self._where}, seed {prompt.data[SEED]}", fix="correct the environment"
+                        why,
+                        where=f"{self._where}, seed {prompt.data[SEED]}",
+                        fix="correct the environment",
                     )
                 found[key] = replace(prompt, messages=said.observation)
         return [found[key] for key in by_key]
@@ -321,9 +321,13 @@ def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisod
     task = made_with(made, settings)
     for method in ("batch", "heldout", "grade"):
         if not callable(getattr(task, method, None)):
-            raise TaskError(f"the task has no method {method}", where=settings.path, fix="see lockstep.types.EnvTask")
+            raise TaskError(
+                f"the task's class has no method {method}",
+                where=settings.path,
+                fix=f"define {method} as lockstep.types.EnvTask has it",
+            )
     if not isinstance(getattr(task, "name", None), str) or not cast(Any, task).name:
-        raise TaskError("the task has no name", where=settings.path, fix='give it one: self.name = "my_task"')
+        raise TaskError("the task has no name", where=settings.path, fix='set one in its class: self.name = "my_task"')
     return OwnEpisodes(cast(EnvTask, task), settings)
 
 

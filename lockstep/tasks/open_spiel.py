@@ -1,4 +1,4 @@
-"""OpenSpiel cases as a task: different states of each, on two sides that share none."""
+"""The task `open_spiel`: different states of each game case; no state is both trained on and held out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.workers.pool import Answered, Outcome
 
 ROLE = "id_probe"
 GARBAGE = "lorem ipsum dolor sit amet"
-_WHERE = "task.kind = open_spiel"
+_WHERE = "task.kind=open_spiel"
 
 
 class SpielStates(BuiltTask):
@@ -132,8 +132,8 @@ class SpielStates(BuiltTask):
         most = len(drawn.histories) * (1 if side is Side.TRAIN else len(self.cases))
         raised = "" if drawn.complete and s.max_random_steps >= _longest(case) else ", or raise task.max_random_steps"
         raise TaskError(
-            f"{want} states of it are needed {'to train on' if side is Side.TRAIN else 'held out'}, but on this side "
-            f"there are {number} within {s.max_random_steps} random moves",
+            f"{want} states of this case are needed for {'training' if side is Side.TRAIN else 'evaluation'}, but there are only "
+            f"{number} within {s.max_random_steps} random moves",
             where=f"{_WHERE}, case {case.name}",
             fix=f"set {setting}={most} or lower{raised}"
             if most
@@ -232,7 +232,7 @@ def _refuse_hidden(case: Case) -> None:
     game: Any = load(case.game)
     if game.get_type().information != pyspiel().GameType.Information.PERFECT_INFORMATION:
         raise TaskError(
-            "the opponent mcts would see the hidden information of this game",
+            "the opponent mcts cannot play this game: it would see hidden information",
             where=f"{_WHERE}, case {case.name}",
-            fix="choose random or a function of your own",
+            fix="set task.opponent=random, or to a function of your own (file.py:function)",
         )

@@ -56,17 +56,23 @@ class UserTask(VerifiedTask):
             raise
         except Exception as error:
             raise TaskError(
-                f"the task fails: {describe(error, self._file)}", where=where, fix="correct the task"
+                f"the task's method failed: {describe(error, self._file)}", where=where, fix="correct the method"
             ) from error
         strange = next((item for item in prompts if not isinstance(item, Prompt)), None)
         if strange is not None:
             raise TaskError(
-                f"the task gives a {type(strange).__name__}", where=where, fix="give lockstep.types.Prompt objects"
+                f"the task returned an object of type {type(strange).__name__}, not a Prompt",
+                where=where,
+                fix="return lockstep.types.Prompt objects",
             )
         if len(prompts) != size:
-            raise TaskError(f"the task gives {len(prompts)} prompts", where=where, fix=f"give {size}")
+            raise TaskError(
+                f"the task returned {len(prompts)} prompts, but {size} were requested",
+                where=where,
+                fix=f"return {size} prompts",
+            )
         if len({prompt.id for prompt in prompts}) < size:
-            raise TaskError("two of the prompts have the same id", where=where, fix="give each question one id")
+            raise TaskError("two of the prompts have the same id", where=where, fix="give each prompt an id of its own")
         for prompt in prompts:
             check_sendable(prompt, where)
         return prompts
@@ -78,9 +84,9 @@ class UserTask(VerifiedTask):
             digest = self._digest(prompt)
             if digest in others:
                 raise TaskError(
-                    f"the question {prompt.id} was {verb} as {others[digest]}",
+                    f"the question {prompt.id} is also {verb}, as {others[digest]}",
                     where=str(self._file),
-                    fix="let batch and heldout never give the same question",
+                    fix="change the task so that batch and heldout never return the same question",
                 )
             mine[digest] = prompt.id
 
@@ -103,12 +109,12 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
         function = getattr(task, method, None)
         if not callable(function):
             raise TaskError(
-                f"the task has no method {method}",
+                f"the task's class has no method {method}",
                 where=settings.path,
                 fix=f"define {method}(self, {', '.join(parameters)})",
             )
         check_call(function, parameters, f"{settings.path}.{method}")
     if not isinstance(getattr(task, "name", None), str) or not task.name:
-        raise TaskError("the task has no name", where=settings.path, fix=f"give it one: {_EXAMPLE}")
+        raise TaskError("the task has no name", where=settings.path, fix=f"set one in its class: {_EXAMPLE}")
     file = Path(settings.path.rpartition(":")[0]).expanduser()
     return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))

@@ -1,4 +1,4 @@
-"""A procedural data set of reasoning-gym (https://github.com/open-thought/reasoning-gym) as a task."""
+"""The task `reasoning_gym`: questions that reasoning-gym (https://github.com/open-thought/reasoning-gym) generates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReasoningGym(VerifiedTask):
         self.name = settings.dataset
         self._settings = settings
         self._seed = seed
-        self._where = f"task.dataset = {settings.dataset}"
+        self._where = f"task.dataset={settings.dataset}"
         self._source = check_source(settings)
         self._first = draw(self._source, "heldout", Side.HELDOUT, _FIRST).prompts
         self.verifier, self._graded_by = self._grader(self._first)
@@ -52,10 +52,10 @@ class ReasoningGym(VerifiedTask):
         check_references(self.verifier, found, self._where)
         if len(found) < size and not (found and self._settings.repeat_heldout):
             raise TaskError(
-                f"{size} held-out questions were asked for, but these settings give only {len(found)} different ones",
+                f"{size} held-out questions were requested, but these settings give only {len(found)} different ones",
                 where=self._where,
-                fix=f"set eval.items={len(found)} (`lockstep eval`: --items), or task.settings that allow more, or "
-                "task.repeat_heldout=true",
+                fix=f"set eval.items={len(found)} (in `lockstep eval`: --items {len(found)}), or task.settings that allow more, "
+                "or task.repeat_heldout=true",
             )
         return tuple(_again(found[i % len(found)], i // len(found)) for i in range(size))
 

@@ -1,4 +1,4 @@
-"""The tasks of a verifiers environment as prompts; the environment plays and grades them itself."""
+"""The task `verifiers`: prompts of an environment of the package verifiers, which runs and grades the episodes itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class VerifiersEnvTask(BuiltTask):
         ]
         if len(rows) <= settings.heldout_rows:
             raise TaskError(
-                f"the environment has {len(rows)} tasks, too few to hold out {settings.heldout_rows}",
-                where=f"task.env = {settings.env}",
+                f"the environment has {len(rows)} tasks; holding out {settings.heldout_rows} would leave none to train on",
+                where=f"task.env={settings.env}",
                 fix="set task.heldout_rows lower",
             )
         parts = split(rows, settings.heldout_rows, where=settings.env)

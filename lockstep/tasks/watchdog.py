@@ -1,4 +1,4 @@
-"""Runs code that may never return."""
+"""Runs code that may never return, and raises an error when it makes no progress for too long."""
 
 from __future__ import annotations
 
@@ -59,5 +59,7 @@ def run_watched(work: Callable[[Alive], T], seconds: float) -> T:
 
 
 def _no_room() -> MachineError:
-    fix = "free memory, or raise the limits on address space and processes (ulimit -v, ulimit -u)"
-    return MachineError("no thread can be started: out of memory, address space or processes", fix=fix)
+    fix = "free memory, or raise the limits of address space and processes (ulimit -v, ulimit -u)"
+    return MachineError(
+        "no thread can be started: memory, address space or the number of processes is used up", fix=fix
+    )

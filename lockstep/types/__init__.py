@@ -1,6 +1,6 @@
-"""The nouns of Lockstep; import them from here. No logic beyond small properties; importing this loads no torch.
+"""Records and interfaces that all parts of Lockstep share; import them from here. Importing this does not import torch.
 
-Data flows through `rollout`, `serving`, `training`, `weights` (how an engine computes, and the proof of sync) and `evaluation`;
+Data flows through `rollout`, `serving`, `training`, `weights` (settings of the engine, and the proof of sync) and `evaluation`;
 `protocols` holds the interfaces that pass it on.
 
 Shape suffixes used here and everywhere: T tokens (packed end to end), N sequences, P prompts, G samples of one prompt, V

@@ -1,4 +1,4 @@
-"""Scores, and everything that they depend on."""
+"""Scores, and the conditions that they depend on."""
 
 from __future__ import annotations
 

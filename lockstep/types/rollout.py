@@ -1,4 +1,4 @@
-"""Records from a task's prompt to graded completions."""
+"""Records of sampling: a task's prompt, requests, completions, grades and groups."""
 
 from __future__ import annotations
 

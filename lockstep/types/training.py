@@ -1,4 +1,4 @@
-"""Sequences with their advantages, and the records that losses and the learner exchange."""
+"""Records of training: sequences with advantages, and the inputs and outputs of losses and the learner."""
 
 from __future__ import annotations
 

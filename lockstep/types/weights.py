@@ -1,4 +1,4 @@
-"""Settings of an engine's forward pass, facts about a learner, and the proof that their weights are equal."""
+"""Settings of an engine's forward pass, facts about a learner, and the proof that both have the same weights."""
 
 from __future__ import annotations
 

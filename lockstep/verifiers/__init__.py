@@ -1,1 +1,1 @@
-"""Pure graders: a prompt and a reply in, a Grade out. They never raise for a bad answer, and never give 0 for an error."""
+"""Verifiers: each turns a prompt and a reply into a Grade. A bad answer never raises, and an error is never a reward of 0."""

@@ -1,4 +1,4 @@
-"""The interface of verifiers, and the grades that the built-in ones give."""
+"""The interface of verifiers, and helpers that make the grades of the built-in ones."""
 
 from __future__ import annotations
 

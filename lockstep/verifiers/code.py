@@ -82,7 +82,11 @@ class Code:
         self.pool = WorkerPool(work, settings.workers)
         outcome = self.pool.call(None)
         if not isinstance(outcome, Answered):
-            raise TaskError(f"a worker does not start: {outcome.error}", where=WHERE, fix="see above what it printed")
+            raise TaskError(
+                f"the worker that runs programs did not start: {outcome.error}",
+                where=WHERE,
+                fix="read the worker's output above, and remove the cause of its error",
+            )
         self.missing = tuple(outcome.value["missing"])
         """Measures that the isolation lacks, with the reasons."""
         lines = f"programs run in a sandbox: {', '.join(outcome.value['in_force'])}"

@@ -1,7 +1,7 @@
-"""Grades programs in a worker: runs them against tests in sandboxes, and compares plain values here.
+"""Grades programs in a worker: runs them against tests in sandboxes, and compares their outputs in the worker itself.
 
-The expected answers never enter a program's sandbox. However a program ends, its score is 0 or 1; only what the program cannot
-have caused leaves it unscored.
+The expected answers never enter a program's sandbox. However a program ends, its reward is 0 or 1; it is unscored only after
+an error that the program cannot have caused.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def load(settings: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         missing = (*sandbox.missing, *found)
     except (SandboxError, TimeOut) as error:
         raise TaskError(
-            f"the sandbox does not start: {error}", where=WHERE, fix="see docs/verifiers.md, Sandbox"
+            f"the sandbox did not start: {error}", where=WHERE, fix="follow docs/verifiers.md, section Sandbox"
         ) from error
     if missing and settings["strict"]:
         raise TaskError(
-            f"programs cannot be isolated here: {'; '.join(missing)}",
+            f"this machine cannot isolate programs: {'; '.join(missing)}",
             where=f"{WHERE}, isolation",
-            fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation: best_effort",
+            fix="run as root or where user namespaces are allowed (docs/verifiers.md, Sandbox), or set isolation=best_effort",
         )
     judge = Judge(
         sandbox, settings["wall_seconds"], settings["output_bytes"], settings["tolerance"], limits.cpu_seconds

@@ -1,4 +1,4 @@
-"""Several verifiers together, such that no wrong reply scores more than a right one."""
+"""Combines several verifiers so that no wrong reply gets a higher reward than a right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question to an OpenAI-compatible chat endpoint, asked again when that may help, within a bounded time."""
+"""Sends one question to an OpenAI-compatible chat endpoint, with retries within a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier `math`: an answer as a number or the same text at once; else, if it is simple enough, by computer algebra."""
+"""The verifier `math`: compares answers as numbers or as text, and by computer algebra only if neither decides."""
 
 from __future__ import annotations
 

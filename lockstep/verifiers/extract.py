@@ -1,7 +1,7 @@
-r"""The answer of a reply: its last balanced \boxed{…}, else what the fallback reads.
+r"""Extracts the answer from a reply: its last balanced \boxed{…}, else what the fallback reads.
 
-Everything is one pass over at most REGION characters, found by plain substring search: time grows linearly with the
-reply, whatever it holds. No regular expressions.
+It is one pass over at most REGION characters, with plain substring search and no regular expressions: time grows linearly
+with the reply, whatever it holds.
 """
 
 from __future__ import annotations

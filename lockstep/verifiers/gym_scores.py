@@ -1,6 +1,6 @@
 """Grades by a reasoning-gym data set's own score function: for questions with several right answers, or answers of many lines.
 
-Some of these functions evaluate the answer. Such an answer must first be written in a small grammar; what is not is wrong, and
+Some of these functions evaluate the answer as Python. An answer to these must fit a small grammar; any other is wrong, and
 reaches no score function. Every score is then computed in a sandbox, in a fresh process that can run no code made from text
 (gym_worker.py).
 """
@@ -130,9 +130,9 @@ class Scorer:
                     self._sandbox = Sandbox(LIMITS, paths=package_folders(), module=gym_worker.__name__)
                 except SandboxError as error:
                     raise TaskError(
-                        f"the sandbox for reasoning-gym's score functions does not start: {error}",
+                        f"the sandbox for reasoning-gym's score functions did not start: {error}",
                         where="task.scoring",
-                        fix="see docs/verifiers.md, Sandbox",
+                        fix="follow docs/verifiers.md, section Sandbox",
                     ) from error
             return self._sandbox
 

@@ -1,4 +1,4 @@
-"""The verifier `judge`: a language model gives a score. What it cannot be asked is unscored, never 0."""
+"""The verifier `judge`: a language model gives the reward. A reply without a verdict is unscored, never 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Judge:
             raise TaskError(
                 f"the environment variable {settings.key_env} is not set",
                 where="verifier judge, key_env",
-                fix=f"export {settings.key_env}=…, or leave key_env out if the endpoint wants no key",
+                fix=f"export {settings.key_env}=KEY, or leave task.verifier.key_env out if the endpoint needs no key",
             )
         self.workers = settings.workers
         self._endpoint = ChatEndpoint(

@@ -1,4 +1,4 @@
-"""A cache of the verdicts of the verifier `judge`, so that no reply is judged twice."""
+"""Caches the verdicts of the verifier `judge`, so that no reply is judged twice."""
 
 from __future__ import annotations
 

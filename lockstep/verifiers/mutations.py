@@ -1,6 +1,6 @@
-r"""Replies whose verdict is known: the reference as a right reply gives it, and twenty wrong ones, by kind of verifier.
+r"""Builds replies with a known verdict to test a verifier: the right answer, and twenty wrong ones made from it.
 
-Each wrong answer is one that differs from the reference by construction, and that a faulty grader has been seen to accept: a
+Each wrong answer differs from the reference by construction, and is of a form that faulty graders have accepted: a
 digit more or less, the sign, the reciprocal, two answers at once, a list around it, the reference as a part of something longer.
 """
 

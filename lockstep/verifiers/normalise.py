@@ -1,6 +1,6 @@
-r"""Answers as exact numbers, and text in a form that can be compared. The table of cases is in docs/verifiers.md.
+r"""Converts answers to exact numbers, and text to a normalised form. The table of cases is in docs/verifiers.md.
 
-A number is what this grammar spells, after plain() has removed the wrapping; anything else is not a number. Units,
+plain() removes the wrapping; what is left is a number only if it fits this grammar. Units,
 currencies, mixed numbers and expressions are never guessed.
 
     value      = [sign] magnitude ["%" | "\%"]

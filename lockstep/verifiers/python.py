@@ -1,4 +1,4 @@
-"""User-defined graders: def grade(prompt, reply) in a Python file, or a method of a task, called in killable processes."""
+"""Runs user-defined graders, def grade(prompt, reply) in a Python file or a task's method, in processes that it can kill."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def load_callable(spec: str) -> Callable[..., Any]:
     function = load_object(spec)
     if not callable(function):
         raise TaskError(
-            f"the path leads to a {type(function).__name__}, not a function",
+            f"the path names an object of type {type(function).__name__}, not a function",
             where=spec,
-            fix="give the path of a function (file.py:function)",
+            fix="give a function, written file.py:function",
         )
     return function
 
@@ -117,7 +117,9 @@ def load_method(spec: str, arguments: Mapping[str, Any]) -> UserGrade:
     """`grade` of an object of `file.py:Class`. Raises TaskError if it cannot be made, or not be called as (prompt, reply)."""
     function = getattr(make_object(load_class(spec), arguments, spec), "grade", None)
     if not callable(function):
-        raise TaskError("the object has no method grade", where=spec, fix="define grade(self, prompt, reply)")
+        raise TaskError(
+            "the class has no method grade", where=spec, fix="define grade(self, prompt, reply) in the class"
+        )
     check_call(function, ("prompt", "reply"), f"{spec}.grade")
     return cast(UserGrade, function)
 
@@ -127,9 +129,9 @@ def load_class(spec: str) -> type:
     made = load_object(spec)
     if not inspect.isclass(made):
         raise TaskError(
-            f"the path leads to a {type(made).__name__}, not a class",
+            f"the path names an object of type {type(made).__name__}, not a class",
             where=spec,
-            fix="give the path of a class (file.py:Class)",
+            fix="give a class, written file.py:Class",
         )
     return made
 
@@ -142,7 +144,7 @@ def make_object(
         return made(**arguments)
     except Exception as error:
         why = describe(error, Path(spec.rpartition(":")[0]).expanduser())
-        raise TaskError(f"the object cannot be made with {dict(arguments)}: {why}", where=spec, fix=fix) from error
+        raise TaskError(f"the call with the settings {dict(arguments)} failed: {why}", where=spec, fix=fix) from error
 
 
 def check_sendable(prompt: Prompt, where: str) -> None:
@@ -151,16 +153,20 @@ def check_sendable(prompt: Prompt, where: str) -> None:
         dumps(prompt)
     except TypeError as error:
         raise TaskError(
-            f"the prompt {prompt.id} cannot be given to the processes that grade: {error}",
+            f"the prompt {prompt.id} cannot be sent to the processes that grade: {error}",
             where=where,
-            fix="put text, numbers, lists, dictionaries, dates or bytes into its data, and make the rest of them in grade",
+            fix="put only text, numbers, lists, dictionaries, dates or bytes into Prompt.data; build all other objects in grade",
         ) from error
 
 
 def check_call(function: Callable[..., object], arguments: tuple[str, ...], where: str) -> None:
     """Raise TaskError unless the function takes exactly these positional arguments and is not async."""
     if inspect.iscoroutinefunction(function):
-        raise TaskError("the function is async, but its result is used at once", where=where, fix="define it with def")
+        raise TaskError(
+            "the function is async, but it is called without await",
+            where=where,
+            fix="define it with def, not async def",
+        )
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)
@@ -168,7 +174,7 @@ def check_call(function: Callable[..., object], arguments: tuple[str, ...], wher
         raise TaskError(
             f"the function takes {signature}, but is called with {len(arguments)} positional arguments: {error}",
             where=where,
-            fix=f"define it as ({', '.join(arguments)})",
+            fix=f"define it with the parameters ({', '.join(arguments)})",
         ) from error
 
 

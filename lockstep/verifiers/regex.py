@@ -1,4 +1,4 @@
-"""Answers found by a pattern, and references that are patterns; in RE2, whose time is linear in the text."""
+"""The verifier `regex`: extracts answers by a pattern, or matches replies with one; RE2 keeps the time linear in the text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Regex:
         try:
             pattern = compile_pattern(prompt.answer, f"the reference answer of {shown(prompt.id)}")
         except TaskError as error:
-            return unscored(f"{error.where} is no pattern: {error.what}")
+            return unscored(f"{error.where}: {error.what}")
         answer = read_answer(reply, "last_line")
         matches = bool(answer.text) and pattern.fullmatch(_storable(answer.text or "")) is not None
         return verdict(answer, matches)
@@ -74,7 +74,11 @@ def compile_pattern(pattern: str, where: str) -> Any:
         return re2.compile(_storable(pattern), options)
     except re2.error as error:
         reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
-        raise TaskError(reason, where=where, fix="use RE2 syntax: no backreferences, no lookaround") from error
+        raise TaskError(
+            f"the pattern is not valid: {reason}",
+            where=where,
+            fix="write the pattern in RE2 syntax: no backreferences, no lookaround",
+        ) from error
 
 
 def _storable(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Rewards written for the package verifiers (https://github.com/primeintellect-ai/verifiers): a Rubric of its versions 0.1.12
-to 0.3, or a Task of verifiers.v1 (0.2 and later), scored by the package's own code. It is imported in a worker alone."""
+"""Runs rewards written for the package verifiers (https://github.com/primeintellect-ai/verifiers): a Rubric of versions 0.1.12
+to 0.3, or a Task of verifiers.v1 (0.2 and later). The package's own code computes them; only a worker process imports it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(path: str, settings: Mapping[str, Any]) -> Callable[[Any], list[Grade]]
         raise TaskError(
             "the package verifiers is not installed in this Python",
             where=path,
-            fix='pip install verifiers (for a vf.Rubric: "verifiers>=0.1.12,<0.4")',
+            fix='pip install verifiers; for a vf.Rubric pip install "verifiers>=0.1.12,<0.4"',
         )
     found: Any = load_object(path)
     is_task = inspect.isclass(found) and callable(getattr(found, "data_type", None))
@@ -58,13 +58,15 @@ def load(path: str, settings: Mapping[str, Any]) -> Callable[[Any], list[Grade]]
 def _rubric_score(found: Any, settings: Mapping[str, Any], path: str) -> Score:
     """Return the scoring by a Rubric: an object, or what makes one, or an environment that has one."""
     if inspect.isclass(found) or inspect.isfunction(found):
-        found = make_object(found, settings, path, "correct verifier.settings; give a Rubric, not one of its functions")
+        found = make_object(
+            found, settings, path, "correct task.verifier.settings; give a Rubric, not one of its functions"
+        )
     rubric = getattr(found, "rubric", found)
     if not callable(getattr(rubric, "score_group", None)):
         raise TaskError(
-            f"the path leads to a {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task",
+            f"the path names an object of type {type(rubric).__name__}, neither a vf.Rubric nor a vf.Task",
             where=path,
-            fix="give the path of one of these",
+            fix="give a vf.Rubric or a vf.Task, written file.py:name",
         )
     _watch(rubric)
     together = any(rubric._is_group_func(function) for function in rubric._get_reward_funcs())
@@ -135,14 +137,18 @@ def _task_score(made: Any, path: str) -> Score:
     blank = made(data_type.model_construct())
     rewards = blank.hooks("reward")
     if not rewards:
-        raise TaskError("the task has no reward", where=path, fix="mark a method with @vf.reward")
+        raise TaskError(
+            "the vf.Task has no reward method",
+            where=path,
+            fix="decorate the method that returns the reward with @vf.reward",
+        )
     for hook in (*rewards, *blank.hooks("metric")):
         runtime = inspect.signature(hook).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
             raise TaskError(
-                f"{hook.__name__} needs a runtime, which a reply does not have",
+                f"{hook.__name__} needs a runtime, but a verifier has only the reply",
                 where=path,
-                fix="train on its taskset: task={kind: verifiers, env: …}",
+                fix="train on the whole environment instead: task={kind: verifiers, env: NAME}",
             )
 
     async def scored(reply: tuple[Prompt, str]) -> list[Grade]:

@@ -1,7 +1,7 @@
-r"""Limits of expressions that are handed to computer algebra, checked in time linear in the text.
+r"""Rejects expressions that are too large for computer algebra, in time linear in the text.
 
-The limits lie far above the answers of contest and textbook problems. What is beyond them would be stopped by the worker's
-limits too; to know it beforehand saves the time and the process.
+The limits lie far above the answers of contest and textbook problems. The worker's own limits would stop a larger expression
+too, but at the cost of that time and of the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that a verifier accepts the right answer and only that: before a run and during it, with real prompts."""
+"""Tests that a verifier accepts the right answer and no wrong one: before a run and during it, with the task's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier `json`: a JSON value that fits a schema, and equals the reference."""
+"""The verifier `json`: checks that an answer is a JSON value that fits a schema and equals the reference."""
 
 from __future__ import annotations
 
@@ -157,5 +157,5 @@ def check_schema(wanted: dict[str, Any]) -> None:
         raise TaskError(
             f"the value is not a JSON Schema: {error.message}",
             where="verifier json, json_schema",
-            fix="correct json_schema",
+            fix="correct task.verifier.json_schema",
         ) from error

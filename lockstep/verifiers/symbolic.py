@@ -1,8 +1,8 @@
-"""The second stage of the verifier `math`: are two LaTeX expressions equal? By math-verify, in a worker with limits.
+"""The second stage of the verifier `math`: decides with math-verify, in a limited worker, whether LaTeX expressions are equal.
 
 https://github.com/huggingface/Math-Verify. Only its LaTeX reader is used: its reader for plain text evaluates Python.
 Text for sympy is parsed by no_eval.py.
-Its own time limits are alarms, which work in no thread but the main one; they are off, the worker's limits hold instead.
+Its own time limits are alarm signals, which work only in the main thread; they are off, and the worker's limits hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reward functions written for TRL's GRPOTrainer (https://huggingface.co/docs/trl), called as TRL 1.16 calls them."""
+"""Calls reward functions written for TRL's GRPOTrainer (https://huggingface.co/docs/trl) as TRL 1.16 calls them."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def _load(path: str) -> Reward:
     for name, parameter in inspect.signature(function).parameters.items():
         if name in TRAINER_ONLY and parameter.default is inspect.Parameter.empty:
             raise TaskError(
-                f"the function needs {name}, which only TRL's trainer has; "
-                "here a grade depends on the prompt and the replies alone",
+                f"the reward function requires the argument {name}, which only TRL's trainer can give; "
+                "here a reward depends on the prompt and the replies alone",
                 where=path,
-                fix=f"give {name} a default, or remove it",
+                fix=f"give the parameter {name} a default, or remove it",
             )
     return function
 

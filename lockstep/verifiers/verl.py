@@ -1,4 +1,4 @@
-"""A reward function written for verl (https://verl.readthedocs.io): compute_score, called as verl's reward manager calls it."""
+"""Calls a reward function written for verl (https://verl.readthedocs.io), compute_score, as verl's reward manager does."""
 
 from __future__ import annotations
 

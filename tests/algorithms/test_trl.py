@@ -363,5 +363,5 @@ def test_difference_rloo_takes_the_divergence_of_the_reply_from_its_reward():
     shaped: list[float | None] = [r - 0.1 * k for r, k in zip(rewards, spent, strict=True)]
     theirs = Rloo(given, beta=0.1).advantages(list(rewards), 3)
     assert theirs == pytest.approx(advantages(shaped, 3, kind="rloo"), abs=1e-12)
-    with pytest.raises(ValueError, match=r"kl\.placement = reward"):
+    with pytest.raises(ValueError, match=r"kl\.placement=reward"):
         recipe({"kind": "rloo", "kl": {"coef": 0.1, "placement": "reward"}})

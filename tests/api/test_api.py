@@ -55,7 +55,7 @@ def test_a_recipe_from_settings_is_that_of_the_command_line():
 def test_mistakes_in_settings_are_all_named_with_the_nearest_names():
     with pytest.raises(ConfigError) as caught:
         lockstep.recipe("quickstart", stepz=3, optimizer__learning=2)
-    assert any("stepz = 3: no such setting; did you mean steps?" in line for line in caught.value.mistakes)
+    assert any("stepz=3: no such setting; did you mean steps?" in line for line in caught.value.mistakes)
     assert any("optimizer.learning" in line for line in caught.value.mistakes)
     with pytest.raises(ConfigError, match="does not say which questions"):
         lockstep.train(lockstep.Recipe())

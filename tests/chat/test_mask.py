@@ -97,5 +97,5 @@ def test_a_chat_without_a_final_reply_is_refused() -> None:
 def test_generation_blocks_that_do_not_match_the_turns_are_refused() -> None:
     unmarked = CHATML_GENERATION.replace("message['role'] == 'assistant' %}", "message['content'] == 'never' %}")
     assert unmarked != CHATML_GENERATION
-    with pytest.raises(ChatError, match="marks 0 spans by generation blocks for 1"):
+    with pytest.raises(ChatError, match=r"marks 0 spans with {% generation %}, but the chat has 1 assistant"):
         ChatFormat(chatml(unmarked), Chat()).trained_mask([u("q"), a("7")])

@@ -69,7 +69,7 @@ def test_a_run_alone_is_its_base_against_its_last_score(run: Path, said: Said) -
     assert "B run at step 40" in out
     (run / "scores" / "step_000000_greedy.json").unlink()
     code, _, err = said("compare", run)
-    assert (code, "a base score and a later one" in err) == (7, True)
+    assert (code, "there is no base score (step 0)" in err) == (7, True)
 
 
 def test_items_are_listed_with_what_was_read(tmp_path: Path, said: Said) -> None:
@@ -151,7 +151,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, said: Said) -> None:
         (["NONE", "RUN"], 7, "there are no scores"),
         (["DAMAGED", "RUN"], 7, "damaged.json: the record's checksum"),
         (["FOREIGN", "RUN"], 7, "foreign.json: this is not a score record"),
-        (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no pass@8; it has pass@1"),
+        (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no estimate pass@8; it has pass@1"),
     ],
 )
 def test_mistakes_end_with_their_code(

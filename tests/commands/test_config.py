@@ -55,8 +55,8 @@ def test_check_prints_every_mistake_and_exits_2(capsys: pytest.CaptureFixture[st
     assert captured.out == ""
     assert captured.err == (
         "lockstep: 2 mistakes in smoke stepz=7 optimizer.lr=-1:\n"
-        "  optimizer.lr = -1: must be at least 0\n"
-        "  stepz = 7: no such setting; did you mean steps?\n"
+        "  optimizer.lr=-1: must be at least 0\n"
+        "  stepz=7: no such setting; did you mean steps?\n"
     )
 
 

@@ -150,10 +150,10 @@ def test_lists_and_wrong_targets(tmp_path: Path, told: Told) -> None:
     assert "gsm8k: openai/gsm8k main/train" in text
     code, text = told("data", "check", tmp_path / "trian.jsonl")
     assert code == 4
-    assert "looks like a file but does not exist" in text
+    assert "there is no file" in text
     code, text = told("data", "check", "smoke")
     assert code == 2
-    assert "the recipe reads no data: its task is of kind reasoning_gym" in text
+    assert "the recipe reads no data set: task.kind=reasoning_gym" in text
     code, text = told("data", "check", "https://huggingface.co/datasets/openai/gsm8k")
     assert code == 2
     assert "write the hub id openai/gsm8k" in text

@@ -133,7 +133,7 @@ def test_another_base_is_refused_before_anything_is_measured(run: Path, tmp_path
     before = sorted((run / "scores").rglob("*"))
     code, out, err = said("eval", str(run), "--set", f"model.path={tmp_path}/other")
     assert (code, out) == (7, "")
-    assert "with this model they are" in err
+    assert "when it was saved, but has" in err
     assert "Traceback" not in err
     assert sorted((run / "scores").rglob("*")) == before
 
@@ -237,7 +237,7 @@ def test_a_damaged_newest_checkpoint_is_named(run: Path, said: Said) -> None:
         (["RUN", "eval.itemz=3"], 2, "did you mean eval.items?"),
         (["eval.items=3"], 2, "no target was given"),
         (["RUN", "--step", "9"], 6, "no checkpoint of step 9; the saved steps are 1, 2, 3"),
-        (["RUN", "--items", "400"], 4, "400 held-out questions were asked for, id_probe has 8"),
+        (["RUN", "--items", "400"], 4, "400 held-out questions were requested, but id_probe has only 8"),
         (["MODEL"], 2, "needs --recipe"),
     ],
 )

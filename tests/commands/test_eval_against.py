@@ -31,7 +31,7 @@ def test_an_export_is_compared_with_what_its_run_stored(
     code, _, err = said("eval", tmp_path / "out", *words)
     assert (code, f"{len(flipped)} of {len(flipped)} marks differ (at most 2)" in err) == (7, True)
     code, _, err = said("eval", base, "--against", tmp_path / "scores", "--recipe", run / "recipe.yaml")
-    assert (code, "no run directory" in err) == (7, True)
+    assert (code, "not a run directory" in err) == (7, True)
 
 
 def test_the_best_known_score_stands_beside(

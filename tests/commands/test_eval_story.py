@@ -154,7 +154,7 @@ def an_engine_that_was_not_synced_is_refused(
         session.prove_saved(saved)
     assert "lora_B: stale" in str(caught.value)
     assert "probe: mean |Δ log-probability|" in str(caught.value)
-    with pytest.raises(StaleWeightsError, match=f"the engine has version {saved.version}, the proof is of version 0"):
+    with pytest.raises(StaleWeightsError, match=f"weights of version {saved.version}, but the proof is for version 0"):
         require_proof(session.engine, base)  # nor does the base's proof stand for it
     session.engine.version = 0  # and an engine that was never told of the checkpoint at all
     with pytest.raises(SyncError, match=f"engine 0, learner {saved.version}"):

@@ -75,7 +75,7 @@ def test_two_scores_of_step_0_are_not_taken_for_base_and_trained(
         said("eval", folder, "--recipe", *words(tmp_path, model), "--out", tmp_path / "out", "--mode", "greedy")[0] == 0
     )
     code, _, err = said("compare", tmp_path / "out")
-    assert (code, "are both scores of mode greedy" in err) == (7, True)
+    assert (code, "there are two scores of mode greedy" in err) == (7, True)
     base, trained = sorted((tmp_path / "out").iterdir())
     code, out, _ = said("compare", base, trained)
     assert code == 0

@@ -131,7 +131,7 @@ def test_supervised_fine_tuning_without_a_task_asks_nothing(tmp_path: Path, tiny
     code, out = told("rollouts", run)
     assert (code, "a supervised run samples no replies in training" in out) == (6, True)
     code, out = told("eval", run)
-    assert (code, "this run has no task" in out) == (4, True)
+    assert (code, "the recipe has no task" in out) == (4, True)
 
 
 def test_an_option_that_is_a_setting_is_told_its_form(told: Told) -> None:

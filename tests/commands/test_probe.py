@@ -46,7 +46,7 @@ def test_what_was_passed_over_is_said(recipe: list[str], tiny_model_dir: Path, s
     asked = [*recipe, "warm_start=runs/gone"]
     code, out, _ = said("probe", "format", tiny_model_dir, "--items", "8", "--recipe", *asked)
     assert code == 0
-    assert out.startswith("warning: warm_start = runs/gone is not used: ")
+    assert out.startswith("warning: warm_start=runs/gone is not used: ")
 
 
 def test_headroom_draws_groups_as_training_would(

@@ -137,7 +137,7 @@ def test_settings_of_a_kind_may_come_before_it() -> None:
 
 def test_a_mistake_does_not_vanish_with_the_old_variant(tmp_path: Path) -> None:
     file = write(tmp_path, "adapter: {kind: lora, rnak: 4}\n")
-    assert "adapter.rnak = 4: no such setting" in mistakes(file, "adapter.kind=none")[0]
+    assert "adapter.rnak=4: no such setting" in mistakes(file, "adapter.kind=none")[0]
 
 
 def test_an_override_that_a_later_argument_drops_is_an_error() -> None:
@@ -170,16 +170,16 @@ def test_built_in_recipes_load_by_name() -> None:
 
 def test_numbers_and_texts_are_not_mixed_up() -> None:
     assert load(["optimizer.lr=1"]).optimizer.lr == 1.0
-    assert mistakes('steps="5"') == ['steps = "5": must be a whole number']
-    assert mistakes("steps=5.0") == ["steps = 5.0: must be a whole number"]
-    assert mistakes("steps=true") == ["steps = true: must be a whole number"]
-    assert mistakes("optimizer.lr=true") == ["optimizer.lr = true: must be a number"]
+    assert mistakes('steps="5"') == ['steps="5": must be a whole number']
+    assert mistakes("steps=5.0") == ["steps=5.0: must be a whole number"]
+    assert mistakes("steps=true") == ["steps=true: must be a whole number"]
+    assert mistakes("optimizer.lr=true") == ["optimizer.lr=true: must be a number"]
     assert mistakes("algorithm.advantage.std_ddof=true") == [
-        "algorithm.advantage.std_ddof = true: must be a whole number"
+        "algorithm.advantage.std_ddof=true: must be a whole number"
     ]
-    assert mistakes("update.share_prompts=1") == ["update.share_prompts = 1: must be true or false"]
+    assert mistakes("update.share_prompts=1") == ["update.share_prompts=1: must be true or false"]
     assert mistakes("model.revision=1234567") == [
-        "model.revision = 1234567: must be text; put it in quotes: '\"1234567\"'"
+        "model.revision=1234567: must be text; put it in quotes: '\"1234567\"'"
     ]
 
 
@@ -288,7 +288,7 @@ def test_supervised_fine_tuning_without_a_task_measures_its_validation_loss_alon
     recipe = load_run(sft)
     assert (recipe.task.kind, recipe.eval.enabled, recipe.eval.every) == ("none", False, 5)
     assert load_mapping(parse(dump(recipe), "").value) == recipe
-    with pytest.raises(ConfigError, match="there is no task"):
+    with pytest.raises(ConfigError, match="the recipe has no task"):
         load_run([*sft, "eval.enabled=true"])
-    with pytest.raises(ConfigError, match=r"task\.kind = none has no questions"):
+    with pytest.raises(ConfigError, match=r"task\.kind=none has no questions"):
         load_run(["task=none"])

@@ -35,14 +35,14 @@ health: {warn_unscored: 0.5}
 """)
     assert mistakes(str(file), "eval.items=0", "samples_per_prompt=1") == [
         f"{file}:10: steps: written twice, first in line 1",
-        f'{file}:1: steps = "many": must be a whole number',
-        f'{file}:7: adapter.kind = "lorra": must be none or lora or peft; did you mean lora?',
-        f"{file}:5: rollout.lr = 1: no such setting; did you mean optimizer.lr or algorithm.critic.lr?",
-        f"{file}:4: optimizer.eps = 0: must be above 0",
-        f"{file}:3: optimizer.lrr = 3e-06: no such setting; did you mean optimizer.lr?",
-        f'{file}:9: sync.transport = "share": must be shared or copy; did you mean shared?',
-        "eval.items = 0: must be at least 1",
-        "samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2",
+        f'{file}:1: steps="many": must be a whole number',
+        f'{file}:7: adapter.kind="lorra": must be none or lora or peft; did you mean lora?',
+        f"{file}:5: rollout.lr=1: no such setting; did you mean optimizer.lr or algorithm.critic.lr?",
+        f"{file}:4: optimizer.eps=0: must be above 0",
+        f"{file}:3: optimizer.lrr=3e-06: no such setting; did you mean optimizer.lr?",
+        f'{file}:9: sync.transport="share": must be shared or copy; did you mean shared?',
+        "eval.items=0: must be at least 1",
+        "samples_per_prompt=1: grpo compares the samples of a prompt and needs at least 2",
         f"{file}:11: health.warn_unscored is above health.max_unscored: the warning could never come first",
     ]
 
@@ -121,8 +121,8 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["algorithm.correction={kind: mis, low: -0.5}"], "algorithm.correction.low = -0.5: must be at least 0"),
-        (["algorithm.correction={kind: mis, low: 3, high: 2}"], "low = 3 is above high = 2: nothing would be kept"),
+        (["algorithm.correction={kind: mis, low: -0.5}"], "algorithm.correction.low=-0.5: must be at least 0"),
+        (["algorithm.correction={kind: mis, low: 3, high: 2}"], "low=3 is above high=2: nothing would be kept"),
         (
             ["algorithm.correction={kind: mis, low: 1.5}"],
             "the band [1.5, 5] leaves out w = 1, the weight of equal policies",
@@ -133,22 +133,22 @@ def test_names_of_algorithm_settings_elsewhere_lead_here(name: str, ours: str) -
         ),
         (
             ["samples_per_prompt=1"],
-            "samples_per_prompt = 1: grpo compares the samples of a prompt and needs at least 2",
+            "samples_per_prompt=1: grpo compares the samples of a prompt and needs at least 2",
         ),
-        (["algorithm.kind=rloo", "samples_per_prompt=1"], "samples_per_prompt = 1: rloo compares"),
-        (["algorithm.kind=dapo", "samples_per_prompt=1"], "samples_per_prompt = 1: dapo compares"),
+        (["algorithm.kind=rloo", "samples_per_prompt=1"], "samples_per_prompt=1: rloo compares"),
+        (["algorithm.kind=dapo", "samples_per_prompt=1"], "samples_per_prompt=1: dapo compares"),
         (["algorithm.kind=reinforce_pp_baseline", "samples_per_prompt=1"], "reinforce_pp_baseline compares"),
-        (["algorithm.kind=ppo", "algorithm.critic=null"], "advantage.kind = gae needs a critic: set algorithm.critic"),
+        (["algorithm.kind=ppo", "algorithm.critic=null"], "advantage.kind=gae needs a critic: set algorithm.critic"),
         (["algorithm.critic={}"], "the critic would not be used: advantage.kind is group, only gae reads values"),
         (
             ["algorithm.kl={coef: 0.1, estimator: k1}"],
             "the KL estimator k1 gives no gradient on average when used in the loss",
         ),
         (["algorithm.kl.target=0.1"], "a target needs a coef above 0 to start from"),
-        (["algorithm.kl={coef: 0.1, placement: reward}"], "kl.placement = reward needs per-token rewards"),
+        (["algorithm.kl={coef: 0.1, placement: reward}"], "kl.placement=reward needs per-token rewards"),
         (["algorithm.old_logprobs=rollout", "algorithm.correction.kind=tis"], "a correction would apply it twice"),
-        (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1: must be above 1"),
-        (["algorithm.loss={kind: cispo, weight_cap: 0.5}"], "algorithm.loss.weight_cap = 0.5: must be at least 1"),
+        (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip=1: must be above 1"),
+        (["algorithm.loss={kind: cispo, weight_cap: 0.5}"], "algorithm.loss.weight_cap=0.5: must be at least 1"),
     ],
 )
 def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[str], reason: str) -> None:
@@ -162,15 +162,15 @@ def test_objectives_that_make_no_sense_are_refused_with_the_reason(args: list[st
     [
         (
             ["loop=sft", "sft={data: {source: rows.jsonl}}", "prompts_per_step=7"],
-            "prompts_per_step applies to loop = rl only",
+            "prompts_per_step applies to loop=rl only",
         ),
         (
             ["loop=sft", "sft={data: rows.jsonl}", "samples_per_prompt=7"],
-            "samples_per_prompt applies to loop = rl only",
+            "samples_per_prompt applies to loop=rl only",
         ),
         (
             ["loop=sft", "sft={data: {source: rows.jsonl}}", "update.epochs=7"],
-            "update.epochs applies to loop = rl only",
+            "update.epochs applies to loop=rl only",
         ),
         (["adapter={kind: lora, base: nf4}", "numerics.train=nvfp4-w4a4"], "nvfp4-w4a4 quantises linear layers, which"),
         (["adapter={kind: lora, base: nf4}", "numerics.eval=mxfp4-w4a16"], "has packed in 4 bits already"),
@@ -194,18 +194,18 @@ def test_paths_have_no_variant_tags_even_if_a_key_is_called_like_one() -> None:
 
 def test_alternatives_of_a_value_are_one_mistake() -> None:
     assert mistakes("adapter={kind: lora, targets: 5}") == [
-        "adapter.targets = 5: must be auto or all-linear or attention or must be a list"
+        "adapter.targets=5: must be auto or all-linear or attention or must be a list"
     ]
 
 
 def test_a_kind_that_does_not_exist_names_those_that_do() -> None:
-    assert mistakes("adapter=lorra") == ['adapter = "lorra": must be none or lora or peft; did you mean lora?']
+    assert mistakes("adapter=lorra") == ['adapter="lorra": must be none or lora or peft; did you mean lora?']
     assert mistakes("algorithm=gpro")[0].endswith("; did you mean gspo or grpo?")
 
 
 def test_a_path_without_a_name_is_told_its_form() -> None:
     (line,) = mistakes("task={kind: python, path: own.py}")
-    assert line == 'task.path = "own.py": must be file.py:NAME, with the name of the function or class in that file'
+    assert line == 'task.path="own.py": must be file.py:NAME, with the name of the function or class in that file'
 
 
 def test_required_settings_are_named() -> None:
@@ -226,7 +226,7 @@ def test_every_broken_rule_is_reported_not_only_the_first() -> None:
 
 
 def test_rules_that_read_a_broken_setting_are_not_judged() -> None:
-    assert mistakes("steps=x", "optimizer.warmup_steps=60") == ['steps = "x": must be a whole number']
+    assert mistakes("steps=x", "optimizer.warmup_steps=60") == ['steps="x": must be a whole number']
     assert len(mistakes("steps=x", "samples_per_prompt=1")) == 2
 
 
@@ -264,10 +264,10 @@ class Extended(Recipe):
 def test_kinds_of_mistakes_that_the_schema_does_not_have_yet() -> None:
     with pytest.raises(ConfigError) as caught:
         load_mapping({"other": {}, "even": 3}, Extended)
-    assert caught.value.mistakes == ["other.kind: required", "even = 3: input should be a multiple of 2"]
+    assert caught.value.mistakes == ["other.kind: required", "even=3: input should be a multiple of 2"]
     with pytest.raises(ConfigError) as caught:
         load_mapping({"steps": 13, "even": 3, "other": {"kind": "numeric"}, "seed": -1}, Extended)
-    assert [line.split()[0] for line in caught.value.mistakes] == ["seed", "even"]
+    assert [line.partition("=")[0] for line in caught.value.mistakes] == ["seed", "even"]
 
 
 def test_a_bug_in_a_rule_is_no_mistake_of_the_user() -> None:
@@ -283,14 +283,14 @@ def test_a_whole_number_too_large_for_a_float() -> None:
 
 def test_a_filter_of_a_list_is_named_with_its_number() -> None:
     start = "task={kind: file, data: {source: a, filters: [{kind: distinct}, "
-    assert mistakes(start + "{kind: amog}]}}")[0].startswith('task.data.filters.1.kind = "amog": must be among or ')
+    assert mistakes(start + "{kind: amog}]}}")[0].startswith('task.data.filters.1.kind="amog": must be among or ')
     assert mistakes(start + "{kind: amog}]}}")[0].endswith("did you mean among or not_among?")
     assert mistakes(start + "{knd: among}]}}") == [
-        'task.data.filters.1.knd = "among": no such setting; did you mean task.data.filters.1.kind?'
+        'task.data.filters.1.knd="among": no such setting; did you mean task.data.filters.1.kind?'
     ]
     assert mistakes(start + "{kind: among, colums: [a], values: [1]}]}}") == [
         "task.data.filters.1.columns: required",
-        'task.data.filters.1.colums = ["a"]: no such setting; did you mean task.data.filters.1.columns?',
+        'task.data.filters.1.colums=["a"]: no such setting; did you mean task.data.filters.1.columns?',
     ]
 
 
@@ -300,18 +300,18 @@ def test_a_source_of_the_wrong_form_names_the_right_one() -> None:
 
 
 def test_a_run_takes_one_gpu_unless_its_placement_asks_for_more():
-    assert mistakes("device=cuda:1") == ['device = "cuda:1": must be auto or cpu or cuda; did you mean cuda?']
-    assert mistakes("gpus=2") == ["gpus = 2: no such setting; did you mean placement.gpus?"]
+    assert mistakes("device=cuda:1") == ['device="cuda:1": must be auto or cpu or cuda; did you mean cuda?']
+    assert mistakes("gpus=2") == ["gpus=2: no such setting; did you mean placement.gpus?"]
 
 
 def test_what_workers_cannot_run_is_refused():
     place = "placement={kind: colocated, gpus: 2}"
     for setting, named in (
-        ("rollout.engine=vllm", "rollout.engine = vllm"),
-        ("sync.transport=copy", "sync.transport = copy"),
+        ("rollout.engine=vllm", "rollout.engine=vllm"),
+        ("sync.transport=copy", "sync.transport=copy"),
     ):
         (line,) = mistakes(place, setting)
-        assert f"{named} does not run with placement.kind = colocated yet; take local" in line
+        assert f"{named} does not run with placement.kind=colocated yet; take local" in line
     assert mistakes("placement.gpus=0", "placement.kind=colocated") != []
 
 

@@ -56,6 +56,6 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], reason: s
 
 
 def test_plain_precisions_are_the_models():
-    with pytest.raises(ValidationError, match=r"model.dtype = fp32"):
+    with pytest.raises(ValidationError, match=r"model.dtype=fp32"):
         Recipe.model_validate({"numerics": {"eval": "bf16"}, "model": {"dtype": "fp32"}})
     assert Recipe.model_validate({"numerics": {"eval": "bf16"}}).numerics.plain_named == "bf16"

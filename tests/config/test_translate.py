@@ -236,11 +236,11 @@ def test_yaml_and_json_and_options_are_the_same(tmp_path: Path, system: System) 
 def test_what_cannot_be_a_recipe_is_said(tmp_path: Path, printed: Printed) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m verl.x data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=3\n")
-    assert "update.samples_per_update = 3 does not divide" in printed("config", "translate", path, code=2)
+    assert "update.samples_per_update=3 does not divide" in printed("config", "translate", path, code=2)
     path.write_text("echo hello\n")
     with pytest.raises(ConfigError, match="no settings found"):
         read_settings(path)
-    with pytest.raises(ConfigError, match="no setting that shows whether it is of verl"):
+    with pytest.raises(ConfigError, match="no setting in the file shows whether it was written for verl"):
         system_of("steps: 3")
 
 

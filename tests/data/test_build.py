@@ -113,11 +113,11 @@ def test_an_evaluation_set_that_training_has_is_not_built(tmp_path: Path) -> Non
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     loaded = a_set(tmp_path / "a.jsonl", sums(50))
     split_set(loaded, PARTS, tmp_path / "out")
-    with pytest.raises(DataError, match="this file exists already"):
+    with pytest.raises(DataError, match="this output file exists already"):
         split_set(loaded, PARTS, tmp_path / "out")
     with pytest.raises(DataError, match="the parts ask for 60 questions, but there are only 50 different ones"):
         split_set(loaded, [Part("a", 60)], tmp_path / "other")
-    with pytest.raises(DataError, match="only the last part can take the rest"):
+    with pytest.raises(DataError, match="so it must be the last"):
         split_set(loaded, PARTS[::-1], tmp_path / "other")
 
 
@@ -133,5 +133,5 @@ def test_columns_that_json_has_no_form_for(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "out" / "train.jsonl").read_text())
     assert row == {"id": "1", "prompt": "a", "answer": "1", "score": None, "raw": "b'\\xff'", "deep": [{"x": None}]}
     clash = a_set(tmp_path / "b.jsonl", [{"question": "q", "answer": 1, "prompt": "other"}], prompt="question")
-    with pytest.raises(DataError, match="another column is called 'prompt'"):
+    with pytest.raises(DataError, match="two columns would be called 'prompt'"):
         build([clash], tmp_path / "clash")

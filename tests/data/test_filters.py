@@ -111,9 +111,9 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
     )
     rows = answers(0, 1, 2)
     assert kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:even"}) == [1, 3]
-    with pytest.raises(DataError, match="the filter gives 'yes' for row 1"):
+    with pytest.raises(DataError, match="the filter function returned 'yes' for row 1"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:wrong"})
-    with pytest.raises(DataError, match=r"the filter fails at row 1: KeyError: 'x' \(.*own.py:6\)"):
+    with pytest.raises(DataError, match=r"the filter function failed at row 1: KeyError: 'x' \(.*own.py:6\)"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:fails"})
     with pytest.raises(LockstepError, match="did you mean even"):
         kept(tmp_path, rows, {"kind": "python", "path": f"{tmp_path}/own.py:evn"})
@@ -146,9 +146,7 @@ def test_each_stage_counts_what_reached_it_and_shows_five(tmp_path: Path) -> Non
 
 
 def test_filters_that_leave_nothing_say_which(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match="no row passes the filters: 3 rows were read; the filter none drops the most, 3"
-    ):
+    with pytest.raises(DataError, match="no row passes the filters: of 3 rows, the filter none drops the most, 3"):
         kept(tmp_path, answers(1, 2, 3), {"kind": "integer_answer", "name": "none", "low": 9})
 
 

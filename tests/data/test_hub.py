@@ -114,7 +114,7 @@ def test_a_data_set_without_a_card_is_read_by_the_names_of_its_files(hub: Hub, t
     [
         ("org/nothing", "no file or folder of this name, and the hub has no such data set"),
         ("org/gated", "access to this data set is gated\n  to fix: accept the terms on http://127.0.0.1"),
-        ("org/script", "no .parquet, .jsonl, .json or .csv file was found"),
+        ("org/script", "the source has no file of type .parquet, .jsonl, .json or .csv"),
     ],
 )
 def test_what_cannot_be_had_says_why(hub: Hub, tmp_path: Path, source: str, said: str) -> None:

@@ -97,12 +97,12 @@ def test_a_generator(tmp_path: Path) -> None:
     assert [row.number for row in rows] == [1, 2], "it can be read again"
     impure = opened(f"{tmp_path}/own.py:impure")
     impure.prompts()
-    assert "the generator gives different rows the second time" in refusal(impure)
-    assert "the generator fails after row 1: KeyError" in refusal(opened(f"{tmp_path}/own.py:broken"))
+    assert "the generator gave different rows when it was read a second time" in refusal(impure)
+    assert "the generator failed after row 1: KeyError" in refusal(opened(f"{tmp_path}/own.py:broken"))
     assert "own.py:1: a mapping of columns is expected, this is a number" in refusal(
         opened(f"{tmp_path}/own.py:strange")
     )
-    assert "the path leads to a int, not a function" in refusal(opened(f"{tmp_path}/own.py:three"))
+    assert "the path names an object of type int, not a function" in refusal(opened(f"{tmp_path}/own.py:three"))
     assert "did you mean numbers?" in refusal(opened(f"{tmp_path}/own.py:number"))
     assert "missing 1 required positional argument: 'top'" in refusal(opened(f"{tmp_path}/own.py:numbers"))
 

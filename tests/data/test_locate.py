@@ -69,16 +69,19 @@ def test_what_does_not_exist_names_the_nearest(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "notes.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert "trian.jsonl looks like a file but does not exist; nearest: train.jsonl" in problem("trian.jsonl")
+    assert "there is no file trian.jsonl; nearest: train.jsonl" in problem("trian.jsonl")
     assert "nearest: train.jsonl" in problem("train.parquet")
-    assert "looks like a file but does not exist" in problem("no/such/folder/a.jsonl")
+    assert "there is no file no/such/folder/a.jsonl" in problem("no/such/folder/a.jsonl")
     assert "there is no folder ./nowhere" in problem("./nowhere")
-    assert "a hub id has the form org/name; did you mean gsm8k (openai/gsm8k)?" in problem("gsm8")
-    assert "a hub id has the form org/name; did you mean aime-2024" in problem("AIME_2024")
+    assert "a hub id, which has the form ORG/NAME; did you mean gsm8k (openai/gsm8k)?" in problem("gsm8")
+    assert "a hub id, which has the form ORG/NAME; did you mean aime-2024" in problem("AIME_2024")
     said = problem("openai/gsm8k/main")
-    assert "a hub id has the form org/name" in said
-    assert "write openai/gsm8k with subset: main, or hf://datasets/openai/gsm8k/main for a file in it" in said
-    assert "cannot read .txt" in problem("notes.txt")
+    assert "a hub id, which has the form ORG/NAME" in said
+    assert (
+        "for a subset set source=openai/gsm8k and subset=main; for a file set source=hf://datasets/openai/gsm8k/main"
+        in said
+    )
+    assert "files of type .txt cannot be read" in problem("notes.txt")
     assert "there is no such file" in problem_of_rows("own.py:rows")
 
 
@@ -103,7 +106,7 @@ def test_a_folder_laid_out_like_a_hub_data_set(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: easy\n  data_files: main/*\n- config_name: all\n  data_files:\n"
         "  - split: train\n    path: ['main/train*', 'hard/*']\n---\n"
     )
-    assert "the data set has 2 subsets: easy, all" in problem(str(folder))
+    assert "the data set has 2 subsets, and none was chosen: easy, all" in problem(str(folder))
     assert locate(Data(source=str(folder), subset="all"), "d").labels == ("hard/train-0.jsonl", "main/train-0.jsonl")
     assert locate(Data(source=str(folder), subset="easy"), "d").labels == ("main/test-0.jsonl", "main/train-0.jsonl")
 
@@ -135,7 +138,9 @@ LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
 )
 def test_configs_of_a_card_that_cannot_be_read_are_refused(front: str) -> None:
     """With other files in their place the run would train on other data; aliases unfold into gigabytes."""
-    with pytest.raises(DataError, match=r"configs of its data card cannot be read: README\.md:\d+: (.|\n)* hf://"):
+    with pytest.raises(
+        DataError, match=r"`configs` in the data set's README.md cannot be read: README\.md:\d+: (.|\n)*source=hf://"
+    ):
         choose_files(["main/train.jsonl"], f"---\n{front}\n---\n", Data(source="a/b"), "data")
 
 
@@ -145,5 +150,5 @@ def test_the_card_of_many_empty_lines_is_read_at_once() -> None:
 
 def test_a_pipe_among_data_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"train\.jsonl: this is not a regular file"):
+    with pytest.raises(DataError, match=r"train\.jsonl: this is a pipe or device, not a regular file"):
         open_rows(Data(source=str(tmp_path)), where="data").prompts()

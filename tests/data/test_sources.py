@@ -153,10 +153,11 @@ def test_damaged_parquet_is_named(tmp_path):
 
 def test_missing_foreign_and_empty_files(tmp_path):
     write(tmp_path / "train.jsonl", "")
-    assert f"does not exist; nearest: {tmp_path / 'train.jsonl'}" in problems(tmp_path / "trian.jsonl")
+    assert f"trian.jsonl; nearest: {tmp_path / 'train.jsonl'}" in problems(tmp_path / "trian.jsonl")
     assert "the source has no rows" in problems(tmp_path / "train.jsonl")
     write(tmp_path / "train.txt", "prompt,answer")
-    assert "cannot read .txt\n  to fix: use .parquet, .jsonl, .json or .csv" in problems(tmp_path / "train.txt")
+    fix = "give a file that ends in .parquet, .jsonl, .json or .csv"
+    assert f"files of type .txt cannot be read\n  to fix: {fix}" in problems(tmp_path / "train.txt")
 
 
 def test_rows_are_read_one_at_a_time(tmp_path):

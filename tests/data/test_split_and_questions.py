@@ -59,7 +59,8 @@ def test_repeats_of_a_held_out_question_do_not_train():
 
 def test_split_needs_something_to_train_on():
     with pytest.raises(
-        DataError, match=r"rows.jsonl: 100 questions are to be held out, but there are only 100 different"
+        DataError,
+        match=r"rows.jsonl: 100 questions are to be held out, which leaves none to train on: there are 100 different",
     ):
         split([*PROMPTS, *PROMPTS], 100, where="rows.jsonl")
     assert len(split(PROMPTS, 0).train) == 100

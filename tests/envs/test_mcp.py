@@ -128,9 +128,9 @@ def test_a_server_that_hangs_costs_its_own_episode_and_is_killed(server: Path) -
 
 
 def test_a_server_that_cannot_be_used_is_named_before_the_run(server: Path) -> None:
-    with pytest.raises(TaskError, match=r"no tool sing; it has fail, hang, note, shout|no tool sing; it has note"):
+    with pytest.raises(TaskError, match=r"no tool sing; its tools are: (fail|note)"):
         build_tools([named(server, only=["note", "sing"])])
-    with pytest.raises(TaskError, match="the MCP server gives no list of tools"):
+    with pytest.raises(TaskError, match="the MCP server did not list its tools"):
         build_tools([schema.McpServer(mcp=f"{sys.executable} -c 'raise SystemExit(3)'")])
     with pytest.raises(ValueError, match="is not on this machine"):
         schema.McpServer(mcp="https://example.org/mcp")

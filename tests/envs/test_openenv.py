@@ -226,7 +226,7 @@ def test_a_session_that_is_freed_late_is_waited_for_and_one_that_never_is_is_sai
         fake.sessions = 0
     one = openenv.OpenEnv(settings(fake), fake.url, "text", "")
     monkeypatch.setattr(openenv, "FREED_SECONDS", 0.3)
-    with pytest.raises(TaskError, match=r"no session was free for 0\.3 s: no room\n.*task\.sessions"):
+    with pytest.raises(TaskError, match=r"the server had no free session for 0\.3 s: no room\n.*task\.sessions"):
         one.start(1)
 
 
@@ -239,9 +239,9 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
             time.sleep(0.01)
         assert not fake.open, f"a session is still open after {caught.value}"
 
-    refused("cannot be its word: the action has text, metadata and requires text", action="word")
-    refused(r"the observation has text, metadata, no board", observation="board")
-    refused("no server of OpenEnv answers there .*404", url=f"{fake.url}/elsewhere")
+    refused("cannot be the field word alone: an action has text, metadata and requires text", action="word")
+    refused(r"the observation has no field board; its fields are: text, metadata", observation="board")
+    refused("no OpenEnv server answers at this address .*404", url=f"{fake.url}/elsewhere")
     refused("there is no program nowhere", url=None, command="nowhere")
     refused(
         r"the server ended; it printed: .*no such port",
@@ -251,14 +251,14 @@ def test_what_cannot_be_played_is_refused_before_the_run(fake: Fake, tmp_path: P
     refused("does not answer on port", url=None, command="sleep 60", start_seconds=0.5)
     assert not [p for p in psutil.Process().children(recursive=True) if "sleep" in p.name()]
     fake.seeded = False
-    refused("starts differently with the same seed")
+    refused("two episodes with the same seed differently")
     fake.action = {"properties": {"row": {"type": "integer"}, "text": {"type": "string"}}, "required": ["row", "text"]}
-    refused("cannot be its text", action="text")
+    refused("cannot be the field text alone", action="text")
     fake.action = {"properties": {"row": {"type": "integer"}}, "required": ["row"]}
-    refused("cannot be the action: the action has row")
+    refused("cannot be an action: an action has row")
     gone = "task={kind: openenv, url: 'http://127.0.0.1:9'}"
     checks = start_checks(load(["smoke", f"model.path={tiny_model_dir}", f"runs_dir={tmp_path}", gone]))
-    assert any(check.verdict == "fail" and "no server of OpenEnv answers" in check.found for check in checks)
+    assert any(check.verdict == "fail" and "no OpenEnv server answers" in check.found for check in checks)
     for wrong in (
         "",
         "url: 'http://127.0.0.1:9', command: a",

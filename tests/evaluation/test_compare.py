@@ -184,9 +184,9 @@ def test_other_numbers_of_items_are_said_when_scores_are_refused() -> None:
 
 def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:
     one = score([True])
-    with pytest.raises(EvaluationError, match="only one side has a score of greedy of sums"):
+    with pytest.raises(EvaluationError, match="only one of the two sides has a score of greedy of sums"):
         comparison_table([one], [])
-    with pytest.raises(EvaluationError, match="two trained scores of greedy"):
+    with pytest.raises(EvaluationError, match="two trained scores of mode greedy"):
         comparison_table([one], [one, one])
 
 
@@ -250,7 +250,7 @@ def test_each_estimate_is_compared_by_its_own_values() -> None:
     )
     assert compare(a, b).difference == pytest.approx(0.25)
     assert compare(a, b, estimate="pass@4").difference == pytest.approx(-0.5)
-    with pytest.raises(EvaluationError, match="has no maj@4; it has avg@4, pass@4"):
+    with pytest.raises(EvaluationError, match="has no estimate maj@4; it has avg@4, pass@4"):
         compare(a, b, estimate="maj@4")
 
 

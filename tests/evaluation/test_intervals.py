@@ -56,7 +56,7 @@ def test_wilson_covers_the_truth_as_often_as_it_says() -> None:
 
 @pytest.mark.parametrize(("correct", "n"), [(0, 0), (-1, 3), (4, 3)])
 def test_wilson_refuses_what_is_no_share(correct: int, n: int) -> None:
-    with pytest.raises(EvaluationError, match="not a proportion"):
+    with pytest.raises(EvaluationError, match="there is no interval for"):
         wilson(correct, n)
 
 
@@ -130,7 +130,7 @@ def test_bootstrap_equals_one_that_draws_items_by_index() -> None:
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0, math.inf]])
 def test_means_of_nothing_or_of_nan_are_refused(values: list[float]) -> None:
-    with pytest.raises(EvaluationError, match="finite values"):
+    with pytest.raises(EvaluationError, match="only finite values"):
         bootstrap_mean(values)
 
 
@@ -197,7 +197,7 @@ def test_paired_difference_is_antisymmetric() -> None:
 
 
 def test_lists_of_other_lengths_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="2 items on one side, 1 on the other"):
+    with pytest.raises(EvaluationError, match="different numbers of items: 2 and 1"):
         paired_difference([1.0, 0.0], [1.0])
 
 

@@ -84,7 +84,7 @@ def test_headroom_by_hand() -> None:
     assert (probe.never, probe.always) == (0.25, 0.25)
     lines = headroom_lines(probe, 4)
     assert "headroom: 31.2 points from pass@1 to pass@4" in lines
-    assert lines[-1].startswith("advice: the difficulty fits: samples_per_prompt = 4 (50% mixed)")
+    assert lines[-1].startswith("advice: the difficulty fits: samples_per_prompt=4 (50% mixed)")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_headroom_by_hand() -> None:
     [
         (0.01, 8, "easier questions"),
         (0.97, 8, "harder questions"),
-        (0.3, 2, "samples_per_prompt = 2 gives"),
+        (0.3, 2, "samples_per_prompt=2 gives"),
         (0.5, 8, "the difficulty fits"),
     ],
 )

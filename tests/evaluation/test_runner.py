@@ -159,7 +159,7 @@ FAILED_PROBE = Probe(tokens=8, mean=0.2, p99=0.5, max=0.9, tolerance=1e-4)
     [
         ({"mismatched": ("model.layers.0.mlp.up_proj.weight: differs",)}, "up_proj.weight: differs"),
         ({"probe": FAILED_PROBE}, "log-probability probe"),
-        ({"version": 2}, "the engine has version 3, the proof is of version 2"),
+        ({"version": 2}, "the engine has weights of version 3, but the proof is for version 2"),
     ],
 )
 def test_nothing_is_sampled_without_a_proof(changes: dict[str, object], says: str) -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_sampled_without_a_proof(changes: dict[str, object], says: st
 def test_nothing_is_sampled_with_noise_on_the_weights() -> None:
     engine = TableEngine(CHAT, always_right)
     engine.set_forward(Forward(noise=NormNoise(0.01, 1, ("model.norm.weight",), (1.0,))))
-    with pytest.raises(StaleWeightsError, match=r"noise of sigma 0\.01 on 1 norms"):
+    with pytest.raises(StaleWeightsError, match=r"noise of sigma 0\.01 is still applied to 1 norm"):
         run(engine)
     assert engine.asked == []
     engine.set_forward(Forward("mxfp4-w4a4"))
@@ -198,7 +198,7 @@ def test_weights_that_change_during_an_evaluation_are_noticed() -> None:
         run(Swapping(CHAT, always_right))
     late = Swapping(CHAT, always_right)
     late.swap_at = 19  # after the last reply was sampled
-    with pytest.raises(StaleWeightsError, match="the engine has version 4"):
+    with pytest.raises(StaleWeightsError, match="the engine has weights of version 4"):
         run(late)
 
 
@@ -237,9 +237,9 @@ def test_every_request_is_answered_exactly_once(kind: type[TableEngine], says: s
 
 def test_too_few_items_are_refused_with_the_number_there_is() -> None:
     plan = dataclasses.replace(PLAN, items=150)
-    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, but the task has 100") as caught:
+    with pytest.raises(EvaluationError, match="150 items of id_probe were requested, but the task gave 100") as caught:
         run(TableEngine(CHAT, always_right), GREEDY, plan)
-    assert caught.value.fix == "set eval.items=100 (of `lockstep eval`: --items 100)"
+    assert caught.value.fix == "set eval.items=100 (in `lockstep eval`: --items 100)"
 
 
 class Twins(Sums):
@@ -248,7 +248,7 @@ class Twins(Sums):
 
 
 def test_items_of_one_id_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="item same occurs twice"):
+    with pytest.raises(EvaluationError, match="two items have the id same"):
         evaluate(TableEngine(CHAT, always_right), Twins(), CHAT, GREEDY, PLAN, PROOF, step=0)
 
 

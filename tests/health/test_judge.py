@@ -280,7 +280,7 @@ def test_a_rule_that_stops_speaks_at_every_step_that_breaks_it() -> None:
     ("override", "message"),
     [
         ("health.clipping.steps=1", "one bad step must not stop a run; set steps to 2 or more"),
-        ("health.grad_spike.within=2", "steps = 3 cannot be reached within 2 steps"),
+        ("health.grad_spike.within=2", "steps=3 cannot be reached within 2 steps"),
         ("health.cliping=off", "did you mean health.clipping?"),
         ("health.clipping=of", "did you mean off?"),
         ("health.clipping.limit=-1", "must be at least 0"),

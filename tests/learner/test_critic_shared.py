@@ -147,11 +147,9 @@ def test_the_policys_schedule_spans_its_own_updates_and_the_critics_all():
 
 
 def test_a_warm_up_that_leaves_the_policy_no_step_is_refused():
-    with pytest.raises(ValidationError, match=r"warmup_steps = 20 leaves the policy no step: the run has 20"):
+    with pytest.raises(ValidationError, match=r"warmup_steps=20 leaves the policy no step: the run has 20"):
         recipe(critic={"warmup_steps": 20})
-    with pytest.raises(
-        ValidationError, match=r"optimizer\.warmup_steps = 15 never ends: the run has 15 optimizer steps"
-    ):
+    with pytest.raises(ValidationError, match=r"optimizer\.warmup_steps=15 never ends: the run has 15 optimizer steps"):
         recipe(critic={"warmup_steps": 5}, optimizer={"kind": "adamw", "warmup_steps": 15})
 
 

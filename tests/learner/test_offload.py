@@ -166,9 +166,9 @@ def test_owners_of_several_ranks_keep_their_part_in_main_memory(name: str, monke
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["device=cpu"], "device = cpu has none"),
+        (["device=cpu"], "device=cpu has none"),
         (["adapter.kind=lora"], "of lora the state is small"),
-        (["optimizer={kind: python, path: own.py:Own, offload: cpu}"], "optimizer.kind = python may need all"),
+        (["optimizer={kind: python, path: own.py:Own, offload: cpu}"], "optimizer.kind=python may need all"),
     ],
 )
 def test_what_offload_would_not_help_is_refused_with_the_reason(words: list[str], reason: str) -> None:

@@ -232,7 +232,7 @@ def test_a_recipe_without_a_kind_has_adamw():
     assert load(["optimizer={kind: muon, lr: 1e-3}"]).optimizer == Muon(lr=1e-3)
     with pytest.raises(ConfigError, match="momentum"):
         load(["optimizer={kind: adamw, momentum: 0.9}"])
-    with pytest.raises(ConfigError, match="decay_share applies to schedule = wsd only"):
+    with pytest.raises(ConfigError, match="decay_share applies to schedule=wsd only"):
         load(["optimizer.decay_share=0.5"])
     with pytest.raises(ConfigError, match="min_lr_ratio has no effect on a constant schedule"):
         load(["optimizer.min_lr_ratio=0.5"])

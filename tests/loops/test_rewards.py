@@ -143,7 +143,7 @@ def test_data_check_grades_whole_rows(tmp_path: Path, capsys: pytest.CaptureFixt
     ("function", "why"),
     [
         ("too_few", "too_few returned 1 rewards for 4 completions"),
-        ("never", "every reward function returns None for 20 of 20 questions"),
+        ("never", "every reward function returned None for each of the 20 questions"),
         ("without_kwargs", "unexpected keyword argument"),
     ],
 )

@@ -235,9 +235,9 @@ def test_what_is_no_opponent_is_refused_before_anything_is_loaded(tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_mode": "game", "opponent": "adapter"}, "opponent = adapter needs an adapter: set rival.path"),
-        ({"reward_mode": "game", "rival": {"path": "x"}}, "opponent = random is not adapter: rival has no effect"),
-        ({"rival": {"path": "x"}}, "rival applies to reward_mode = game"),
+        ({"reward_mode": "game", "opponent": "adapter"}, "opponent=adapter needs an adapter: set rival.path"),
+        ({"reward_mode": "game", "rival": {"path": "x"}}, "opponent=random is not adapter: rival has no effect"),
+        ({"rival": {"path": "x"}}, "rival applies to reward_mode=game"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -278,11 +278,11 @@ def test_too_few_rows_are_said_so(tmp_path: Path, tiny_model_dir: Path):
     ("overrides", "match"),
     [
         (["loop=sft"], "needs section sft"),
-        (["sft={data: rows.jsonl}"], "section sft has no effect with loop = rl"),
+        (["sft={data: rows.jsonl}"], "section sft has no effect with loop=rl"),
         (["loop=sft", "sft={validation_rows: 3}"], "neither data nor rollouts is set"),
         (["loop=sft", "sft={data: rows.jsonl, rollouts: {run: runs/a}}"], "data and rollouts are both set"),
-        (["loop=sft", "sft={data: rows.jsonl}", "update.epochs=2"], "update.epochs applies to loop = rl only"),
-        (["loop=sft", "sft={data: rows.jsonl}", "algorithm.kl.coef=0.1"], "algorithm applies to loop = rl only"),
+        (["loop=sft", "sft={data: rows.jsonl}", "update.epochs=2"], "update.epochs applies to loop=rl only"),
+        (["loop=sft", "sft={data: rows.jsonl}", "algorithm.kl.coef=0.1"], "algorithm applies to loop=rl only"),
     ],
 )
 def test_mistakes_of_the_recipe(overrides: list[str], match: str):

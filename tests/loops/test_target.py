@@ -102,7 +102,7 @@ def test_a_warm_start_belongs_to_the_run_and_to_no_model(
         assert "is not used" in target.notes[0]
         assert target.recipe_model is None or target.recipe_model.warm_start is None
     assert build_eval_session(find_target(str(model), warm).recipe).prove().fingerprint == base
-    with pytest.raises(ConfigError, match="but the target is the model"):
+    with pytest.raises(ConfigError, match="is not possible: the target is the model"):
         find_target(str(model), warm, ["model.path=org/name"])
     adapter = tmp_path / "peft"  # of another program: nothing says that it was made for the warm start's weights
     adapter.mkdir()
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note_but_never_taken(lora: R
     for name, step in ((str(run), 3), (str(run / "checkpoints" / "step_000003"), None)):
         with pytest.raises(CorruptCheckpointError, match=r"adapter_model\.safetensors") as caught:
             find_target(name, step=step)
-        assert caught.value.fix == "choose another with --step: 1, 2"
+        assert caught.value.fix == "give another checkpoint with --step: 1, 2"
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -178,13 +178,13 @@ def test_both_forward_passes_agree(lora: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["adapter.alpha=8"], "had weights .* with this model they are"),
-        (["adapter.rank=8"], "had weights .* with this model they are"),
+        (["adapter.alpha=8"], "had the fingerprint .* but has .* with this model"),
+        (["adapter.rank=8"], "had the fingerprint .* but has .* with this model"),
         (
             ["adapter.targets=[q_proj]"],
             "has 24 tensors that the model lacks, such as model.layers.0.mlp.down_proj.lora_A",
         ),
-        (["model.dtype=bf16"], "was saved in fp32, the model was loaded in bf16"),
+        (["model.dtype=bf16"], "was saved in fp32, but the model was loaded in bf16"),
     ],
 )
 def test_a_model_that_is_not_the_one_trained_is_refused(lora: RunDirectory, overrides: list[str], reason: str) -> None:
@@ -199,7 +199,7 @@ def test_another_base_under_the_adapter_is_refused(lora: RunDirectory, tmp_path:
     write_tiny_model(tmp_path, seed=1)
     target = find_target(str(lora.path), overrides=[f"model.path={tmp_path}"])
     assert target.checkpoint is not None
-    with pytest.raises(EvaluationError, match="with this model they are"):
+    with pytest.raises(EvaluationError, match="when it was saved, but has"):
         build_eval_session(target.recipe).read(target.checkpoint)
 
 

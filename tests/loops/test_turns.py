@@ -112,7 +112,7 @@ def test_a_mix_with_a_curriculum_resumes_to_the_bit(tmp_path: Path, tiny_model_d
 
 def test_credit_by_turn_needs_an_advantage_that_reads_it(tmp_path: Path, tiny_model_dir: Path) -> None:
     task = {**GUESS, "turns": {**GUESS["turns"], "credit": "turn"}}  # type: ignore[dict-item]
-    with pytest.raises(Exception, match=r"credit = turn would have no effect"):
+    with pytest.raises(Exception, match=r"credit=turn would have no effect"):
         recipe(tmp_path, tiny_model_dir, task)
     run = start_run(
         recipe(tmp_path, tiny_model_dir, task, "algorithm.kind=reinforce_pp", "algorithm.kl.coef=0", "steps=1")

@@ -131,7 +131,7 @@ def test_a_run_on_a_packed_base_resumes_to_the_bit(tiny_model_dir: Path, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"init": "pissa"}, "init = pissa is made from weights in full precision"),
+        ({"init": "pissa"}, "init=pissa is made from weights in full precision"),
         ({"dora": True}, "dora is made from weights in full precision"),
     ],
     ids=str,

@@ -228,7 +228,7 @@ def test_epochs_are_the_horizon_of_a_run(tiny_model_dir: Path, tmp_path: Path, p
     assert load([str(run.recipe_path)]).steps == 4
     with pytest.raises(RefusedError, match="short_horizon"):
         start_run(load([*args, "steps=50", "name=other"]))
-    assert "task.kind = reasoning_gym has no fixed number: set steps" in printed("plan", "smoke", "epochs=2", code=2)
+    assert "task.kind=reasoning_gym has no fixed number: set steps" in printed("plan", "smoke", "epochs=2", code=2)
 
 
 @pytest.mark.parametrize("lie", [{"hidden_size": "64"}, {"max_position_embeddings": None}, {"hidden_size": -4}])

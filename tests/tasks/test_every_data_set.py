@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 UNUSABLE = {
-    "boxnet": "no right answer to test the grader with",
-    "rush_hour": "no right answer to test the grader with",
+    "boxnet": "without a right answer to test the grader with",
+    "rush_hour": "without a right answer to test the grader with",
     "game_of_life_halting": "garbage",
     "codeio": "gives different questions for the same seed",
     "composite": "gives different questions for the same seed",
     "knight_swap": "gives different questions for the same seed",
     "list_functions": "gives different questions for the same seed",
-    "futoshiki": "reasoning-gym made no question in",
+    "futoshiki": "reasoning-gym generated no question within",
 }
 """futoshiki takes more than 20 s for a question where the machine is busy, and is usable elsewhere."""
 CHECK = """

@@ -86,16 +86,18 @@ def test_overlap_is_refused(tmp_path):
 
 def test_too_few_rows_are_errors(tmp_path):
     path = write(tmp_path / "sums.jsonl", sums(range(50)))
-    with pytest.raises(DataError, match="200 questions are to be held out, but there are only 50"):
+    with pytest.raises(
+        DataError, match="200 questions are to be held out, which leaves none to train on: there are 50"
+    ):
         build(path)
     task = build(path, heldout_rows=10)
-    with pytest.raises(TaskError, match="200 held-out questions were asked for, id_probe has 10"):
+    with pytest.raises(TaskError, match="200 held-out questions were requested, but id_probe has only 10"):
         task.heldout("id_probe", 200)
-    with pytest.raises(TaskError, match="there are only 40 to train on"):
+    with pytest.raises(TaskError, match="the task has only 40 for training"):
         task.batch(0, 41)
-    with pytest.raises(TaskError, match="no held-out questions for sanity; it has id_probe"):
+    with pytest.raises(TaskError, match="no held-out questions for sanity; its roles are: id_probe"):
         task.heldout("sanity", 1)
-    with pytest.raises(TaskError, match="no held-out questions for id_probe; it has none"):
+    with pytest.raises(TaskError, match="no held-out questions for id_probe; its roles are: none"):
         build(path, heldout_rows=0).heldout("id_probe", 1)
 
 
@@ -156,7 +158,7 @@ def test_held_out_questions_that_share_thirteen_words(tmp_path):
     words = " ".join(f"w{n}" for n in range(20))
     path = write(tmp_path / "sums.jsonl", [*sums(range(20)), (f"First: {words}", 1)])
     probe = write(tmp_path / "probe.jsonl", [*sums(range(100, 104)), (f"Second: {words}", 2)])
-    near = "1 of 5 held-out questions for id_probe have 13 words in a row in common with training"
+    near = "1 of 5 held-out questions for id_probe share 13 words in a row with a training question"
     task = build(path, heldout={"id_probe": str(probe)})
     assert task.notes[-1] == f"sums: warning: {near}: sums@id_probe/5 and sums/21"
     with pytest.raises(DataError, match=near):

@@ -87,12 +87,12 @@ def settings(dataset: str = "chain_sum", **values: object) -> schema.ReasoningGy
         ),
         (
             settings(min_term=2),
-            "task.settings.min_term: chain_sum has no setting 'min_term'\n  to fix: did you mean min_terms",
+            "task.settings.min_term: the data set chain_sum has no setting 'min_term'\n  to fix: did you mean min_terms",
         ),
         (settings(zzz=2), "it has allow_negation, max_digits"),
-        (settings(size=2), "task.settings.size: size is not a setting here\n  to fix: set task.size"),
+        (settings(size=2), "task.settings.size: size may not be set here\n  to fix: set task.size instead"),
         (settings(seed=2), "to fix: set task.seed"),
-        (settings("codeio"), "codeio gives different questions for the same seed"),
+        (settings("codeio"), "codeio cannot be used: it gives different questions for the same seed"),
     ],
 )
 def test_wrong_names(task, message):
@@ -103,12 +103,12 @@ def test_wrong_names(task, message):
 
 @pytest.mark.parametrize("values", [{"min_terms": 0}, {"min_terms": "two"}, {"min_terms": 5, "max_terms": 2}])
 def test_settings_that_the_generator_refuses(values):
-    with pytest.raises(TaskError, match="reasoning-gym fails with the settings"):
+    with pytest.raises(TaskError, match="reasoning-gym failed with the settings"):
         draw(check_source(settings(**values)), "x", Side.TRAIN, 1)
 
 
 def test_questions_without_a_right_answer():
-    with pytest.raises(TaskError, match="the data set's questions have no right answer to test the grader with"):
+    with pytest.raises(TaskError, match="the data set has a question without a right answer to test the grader with"):
         draw(Source("rush_hour", "{}"), "x", Side.TRAIN, 1)
 
 
@@ -142,7 +142,9 @@ except Exception as error:
 """
     result = python(code, "random", timeout=600)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("TaskError task.dataset = base_conversion: reasoning-gym made no question in 1 s")
+    assert result.stdout.startswith(
+        "TaskError task.dataset=base_conversion: reasoning-gym generated no question within 1 s"
+    )
 
 
 def test_data_sets_that_follow_the_hash_seed_are_refused_and_still_need_to_be():

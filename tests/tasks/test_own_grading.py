@@ -141,7 +141,7 @@ def test_a_class_that_cannot_be_made_where_it_grades_is_refused_at_once(tmp_path
     with pytest.raises(TaskError, match="the licence allows one object") as error:
         built(tmp_path, once=str(tmp_path / "taken"))
     assert f"{tmp_path}/own.py:Mine" in str(error.value)
-    with pytest.raises(TaskError, match=r"the object cannot be made with .*RuntimeError: no display"):
+    with pytest.raises(TaskError, match=r"the call with the settings .* failed: RuntimeError: no display"):
         built(tmp_path, "OnlyHere")
 
 

@@ -61,7 +61,11 @@ def test_the_settings_win_over_the_runs_seed(tmp_path):
     [
         ("class Doubling", "class Doublings", "did you mean Doublings?"),
         ('name = "doubling"', "pass", "the task has no name"),
-        ("def heldout", "def held_out", "the task has no method heldout\n  to fix: define heldout(self, role, size)"),
+        (
+            "def heldout",
+            "def held_out",
+            "the task's class has no method heldout\n  to fix: define heldout(self, role, size)",
+        ),
         (
             "def batch(self, step, size)",
             "def batch(self, step)",
@@ -71,9 +75,9 @@ def test_the_settings_win_over_the_runs_seed(tmp_path):
         (
             "self.top, self.seed = top, seed",
             "raise ValueError('no')",
-            "the object cannot be made with {'seed': 0}: ValueError: no",
+            "the call with the settings {'seed': 0} failed: ValueError: no",
         ),
-        ("class Doubling:", "def Doubling():", "the path leads to a function, not a class"),
+        ("class Doubling:", "def Doubling():", "the path names an object of type function, not a class"),
     ],
 )
 def test_refused_when_it_is_built(tmp_path, old, new, message):
@@ -92,8 +96,8 @@ def test_unknown_settings_are_refused(tmp_path):
     ("body", "message"),
     [
         ("return [self.ask(0)] * size", "two of the prompts have the same id"),
-        ("return [self.ask(0)]", "the task gives 1 prompts\n  to fix: give 3"),
-        ("return ['2 * 2 ='] * size", "the task gives a str"),
+        ("return [self.ask(0)]", "the task returned 1 prompts, but 3 were requested\n  to fix: return 3 prompts"),
+        ("return ['2 * 2 ='] * size", "the task returned an object of type str"),
         ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("return [self.ask(i / 0) for i in range(size)]", "ZeroDivisionError: division by zero ({file}:14)"),
         ("yield self.ask(1)\n        raise KeyError('gone')", "KeyError: 'gone'"),
@@ -111,11 +115,11 @@ def test_held_out_questions_in_training_are_refused(tmp_path):
     code = GOOD.replace("self.ask(self.top + i)", "self.ask(i)")
     task = build(tmp_path, code)
     task.heldout("id_probe", 3)
-    with pytest.raises(TaskError, match="the question double/0 was held out as double/0"):
+    with pytest.raises(TaskError, match="the question double/0 is also held out, as double/0"):
         task.batch(0, 3)
     task = build(tmp_path, code)
     task.batch(0, 3)
-    with pytest.raises(TaskError, match="the question double/0 was trained on as double/0"):
+    with pytest.raises(TaskError, match="the question double/0 is also trained on, as double/0"):
         task.heldout("id_probe", 3)
 
 

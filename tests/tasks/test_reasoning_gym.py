@@ -79,7 +79,7 @@ def test_held_out_questions_are_the_same_for_every_seed_and_pinned():
 def test_too_few_held_out_questions_are_an_error():
     with pytest.raises(TaskError) as error:
         sums().heldout("id_probe", 200)
-    assert "200 held-out questions were asked for, but these settings give only 105 different ones" in str(error.value)
+    assert "200 held-out questions were requested, but these settings give only 105 different ones" in str(error.value)
     assert "set eval.items=105" in str(error.value)
     assert len({p.id for p in sums(settings=SIGNED).heldout("id_probe", 200)}) == 200
 
@@ -97,12 +97,12 @@ def test_repeats_are_asked_for_even_and_marked():
 
 
 def test_other_roles_are_named():
-    with pytest.raises(TaskError, match="no held-out questions for ood_probe; it has id_probe"):
+    with pytest.raises(TaskError, match="no held-out questions for ood_probe; its roles are: id_probe"):
         sums().heldout("ood_probe", 1)
 
 
 def test_a_batch_larger_than_the_pool():
-    with pytest.raises(TaskError, match="a step needs 96 different questions, but there are only 95 to train on"):
+    with pytest.raises(TaskError, match="a step needs 96 different questions, but the task has only 95 for training"):
         sums().batch(0, 96)
     assert len(sums().batch(0, 95)) == 95
 

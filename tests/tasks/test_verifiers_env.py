@@ -20,7 +20,7 @@ ENVIRONMENT = Path(__file__).parents[2] / "recipes" / "envs" / "digit_sums.py"
 
 
 def test_a_python_without_the_package_or_the_environment_is_named_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"there is no Python at .*gone"):
+    with pytest.raises(TaskError, match=r"there is no Python interpreter at .*gone"):
         build_task(schema.VerifiersTask(env="gsm8k-v1", python=str(tmp_path / "gone")), 0)
     with pytest.raises(TaskError, match="No module named 'verifiers'"):
         build_task(schema.VerifiersTask(env="gsm8k-v1", python=sys.executable), 0)

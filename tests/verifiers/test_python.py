@@ -106,7 +106,7 @@ def test_a_grade_is_kept_and_checked(tmp_path):
             "the function takes (*, prompt, reply), but is called with 2",
         ),
         ("async def grade(a, b): return 1", "grade", "the function is async"),
-        ("grade = 3", "grade", "the path leads to a int, not a function"),
+        ("grade = 3", "grade", "the path names an object of type int, not a function"),
         ("def grades(a, b): return 1", "grade", "did you mean grades?"),
         ("def grade(a, b) return 1", "grade", "SyntaxError"),
         ("import not_there_at_all", "grade", "ModuleNotFoundError"),

@@ -120,7 +120,7 @@ def test_a_task_of_v1_grades_by_its_marked_methods(v1: str, tmp_path: Path) -> N
     assert [grade[0] for grade in grades] == [0.5, None]
     assert "could not convert string to float" in grades[1][1]
     for name, why in (
-        ("Bare", "the task has no reward"),
+        ("Bare", "the vf.Task has no reward method"),
         ("Runs", "ran needs a runtime"),
         ("vf", "neither a vf.Rubric nor"),
     ):

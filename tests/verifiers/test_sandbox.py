@@ -264,13 +264,13 @@ def test_where_a_measure_is_not_to_be_had_strict_refuses_and_best_effort_says_so
     )
     if os.geteuid() == 0 and not library_is_open():  # then even best_effort is not possible
         assert (
-            "REFUSED the sandbox does not start: a program cannot load Python's library as another user" in done.stdout
+            "REFUSED the sandbox did not start: a program cannot load Python's library as another user" in done.stdout
         ), done.stderr
         return
     refused, noted = (
         next(line for line in done.stdout.splitlines() if line.startswith(s)) for s in ("REFUSED", "NOTE")
     )
-    assert "programs cannot be isolated here: " in refused
+    assert "this machine cannot isolate programs: " in refused
     assert "own file system: " in refused
     assert "not isolated in full: " in noted
     assert "own file system: " in noted

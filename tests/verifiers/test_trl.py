@@ -158,7 +158,7 @@ def test_a_call_that_hangs_costs_its_own_replies_only():
 
 
 def test_what_cannot_be_used_is_refused():
-    with pytest.raises(TaskError, match="the function needs trainer_state"):
+    with pytest.raises(TaskError, match="requires the argument trainer_state"):
         rewards("with_state")
     with pytest.raises(TaskError, match="did you mean correct"):
         rewards("corect")

@@ -1,1 +1,1 @@
-"""Games of OpenSpiel: states to move in, and whole games."""
+"""Games of OpenSpiel: single positions with one move to choose, and whole games."""

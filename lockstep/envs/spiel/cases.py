@@ -1,4 +1,4 @@
-"""Selection of the OpenSpiel games (https://github.com/google-deepmind/open_spiel) of a task: names → cases."""
+"""Selects the OpenSpiel games (https://github.com/google-deepmind/open_spiel) of a task, by their names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def pyspiel() -> Any:
         import pyspiel as package
     except ImportError as error:
         raise TaskError(
-            "open_spiel is not installed", where="task.kind = open_spiel", fix="pip install 'lockstep-rl[envs]'"
+            "open_spiel is not installed", where="task.kind=open_spiel", fix="pip install 'lockstep-rl[envs]'"
         ) from error
     return package
 
@@ -101,7 +101,7 @@ def load(game: str) -> Any:
             f"OpenSpiel rejects this game or its parameters: {_first_line(error)}", where=where, fix=_hint(game)
         ) from error
     if why := _unplayable(package, found):
-        raise TaskError(why, where=where, fix="choose a game in which players move one after the other")
+        raise TaskError(why, where=where, fix="choose another game, or leave task.games out to take the built-in suite")
     return found
 
 
@@ -109,15 +109,15 @@ def _unplayable(package: Any, game: Any) -> str:
     """Return why a game cannot be played one move at a time; empty if it can."""
     kind, utilities = game.get_type(), (game.min_utility(), game.max_utility())
     if kind.dynamics != package.GameType.Dynamics.SEQUENTIAL:
-        return "the players move at the same time, or without end"
+        return "the players do not move one after the other"
     if kind.chance_mode == package.GameType.ChanceMode.SAMPLED_STOCHASTIC:
         return "the game's chance events are drawn inside OpenSpiel: its states cannot be rebuilt from their moves"
     if not all(map(math.isfinite, utilities)) or utilities[0] >= utilities[1]:
-        return f"the game's utilities are from {utilities[0]} to {utilities[1]}: they cannot be scaled to a reward"
+        return f"the game's results go from {utilities[0]} to {utilities[1]}, which cannot be scaled to a reward"
     if kind.information == package.GameType.Information.PERFECT_INFORMATION:
         return ""
     if not (kind.provides_information_state_string or kind.provides_observation_string):
-        return "the game does not say in words what a player sees"
+        return "the game has no text that describes what a player sees"
     return ""
 
 
@@ -132,12 +132,14 @@ def _named(name: str) -> list[str]:
     matches = [name] if name in registered else [known for known in registered if known.startswith(name)]
     if len(matches) > 1:
         raise TaskError(
-            f"{name!r} begins the names of {len(matches)} games: {', '.join(matches)}",
+            f"{name!r} is ambiguous: the names of {len(matches)} games begin with it: {', '.join(matches)}",
             where="task.games",
-            fix="write out the full name",
+            fix="give the full name of one game",
         )
     if not matches:
-        raise TaskError(f"OpenSpiel has no game that begins with {name!r}", where="task.games", fix=_nearest(name))
+        raise TaskError(
+            f"OpenSpiel has no game whose name begins with {name!r}", where="task.games", fix=_nearest(name)
+        )
     return matches
 
 
@@ -157,7 +159,7 @@ def _load_string(name: str, config: Mapping[str, Json]) -> str:
 
 def _nearest(name: str) -> str:
     near = get_close_matches(name, dict.fromkeys((*BOARD, *pyspiel().registered_names())), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else "see pyspiel.registered_names()"
+    return f"did you mean {' or '.join(near)}?" if near else "pyspiel.registered_names() lists the games"
 
 
 def _hint(game: str) -> str:
@@ -181,13 +183,17 @@ def _tried(text: str) -> Any:
             [sys.executable, "-c", _TRIAL, text], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        what = f"some moves of the game take longer than {TRIAL_SECONDS} s"
-        raise TaskError(what, where=where, fix="use other parameters, or another game") from error
+        what = f"the game is too slow: a trial of some moves needed more than {TRIAL_SECONDS} s"
+        raise TaskError(what, where=where, fix="give the game other parameters, or choose another game") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        why = lines[-1][:200] if lines and done.returncode > 0 else f"the process ends with {done.returncode}"
+        why = (
+            lines[-1][:200]
+            if lines and done.returncode > 0
+            else f"a process that tried it ended with status {done.returncode}"
+        )
         raise TaskError(
-            f"the game cannot be played with these parameters: {why}", where=where, fix="use other parameters"
+            f"the game cannot be played with these parameters: {why}", where=where, fix="give the game other parameters"
         )
     return game
 

@@ -1,4 +1,4 @@
-"""A whole game with one move per reply."""
+"""An environment that plays a whole OpenSpiel game, with one move per reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Value of a move, by playouts from it: in a worker, as search takes a tenth of a second to seconds for one move."""
+"""Estimates the value of a move by playouts after it, in a worker process, as one move of a search may take seconds."""
 
 from __future__ import annotations
 

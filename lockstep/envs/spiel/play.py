@@ -1,4 +1,4 @@
-"""Random moves, search moves, and the value of a finished game. Every random number comes from a given seed."""
+"""Moves chosen at random, by search or by a user's function, and the value of a finished game. All randomness is seeded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def own_mover(path: str) -> Mover:
     """Return a user's function, file.py:function. Raises TaskError if it is not one, or in play if it gives no legal action."""
     found = load_object(path)
     if not callable(found):
-        raise TaskError("the path does not lead to a function", where=path, fix="define it as (state, numbers)")
+        raise TaskError(
+            "the path does not name a function",
+            where=path,
+            fix="give a function with the parameters (state, numbers), written file.py:function",
+        )
     check_call(found, ("state", "numbers"), path)
     function = cast(Callable[[Any, random.Random], object], found)
 
@@ -55,7 +59,7 @@ def own_mover(path: str) -> Mover:
             raise TaskError(
                 f"the function chose the move {chosen!r}, which is not legal",
                 where=path,
-                fix=f"give one of state.legal_actions(): {legal}",
+                fix=f"return one of state.legal_actions(): {legal}",
             )
         return chosen
 

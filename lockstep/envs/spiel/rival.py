@@ -1,4 +1,4 @@
-"""Whole games against a frozen policy: a background engine samples its moves for many games together."""
+"""Plays whole games against a frozen policy; a second engine samples its moves, batched over many games."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States to move in: drawn by random moves from the beginning, all different, each stored as the moves that lead to it."""
+"""Draws different states of a game by random moves from its start; each is stored as the moves that lead to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.envs.spiel.cases import load, pyspiel
-from lockstep.errors import TaskError
+from lockstep.errors import DEFECT, TaskError
 from lockstep.seeds import seed_for
 from lockstep.tasks.generator import Side, side_of
 
@@ -44,7 +44,7 @@ def state_at(game: str, history: Sequence[int]) -> Any:
             state.apply_action(action)
     except package.SpielError as error:
         raise TaskError(
-            f"the moves to this state cannot be made: {error}", where=f"a state of {game}", fix="draw the states again"
+            f"the stored moves of a state are not legal: {error}", where=f"a state of {game}", fix=DEFECT
         ) from error
     return state
 
@@ -84,7 +84,7 @@ def moves_of(state: Any) -> dict[str, int]:
     moves = {state.action_to_string(action).strip(): action for action in actions}
     if len(moves) < len(actions):
         raise TaskError(
-            "two legal moves have the same name",
+            "two legal moves of this state have the same name",
             where=f"a state of {state.get_game()}",
             fix="choose another game",
         )

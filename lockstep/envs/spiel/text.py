@@ -1,4 +1,4 @@
-"""Description of a state for the model, and reading of its move: exactly, or not at all."""
+"""Describes a state to the model as text, and reads the move from its reply; only an exact name of a legal move counts."""
 
 from __future__ import annotations
 

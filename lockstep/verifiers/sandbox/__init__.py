@@ -1,1 +1,1 @@
-"""Sandboxes for untrusted programs. Modules here need only the standard library: they are loaded into bare processes."""
+"""Sandboxes for untrusted programs. Modules here import only the standard library, as the sandboxed processes have no more."""

@@ -1,6 +1,6 @@
-"""Runs one agent's program in a sandbox with its own process table and its own loopback network. Started by envs/cells.py.
+"""Runs one agent's program in a sandbox with its own process table and its own loopback network. envs/cells.py starts it.
 
-The program sees only those of the machine's folders that it is given (read-only), and one folder in memory. It reaches the
+The program sees only the machine's folders that it is given (read-only), and one folder in memory. It reaches the
 outside through one loopback port: before the program starts, this process sends that port's listening socket to envs/cells.py
 over the control socket.
 """
@@ -154,17 +154,17 @@ def _program(hello: dict[str, Any], limits: isolation.Limits, uid: int | None, f
 
 def tried(wanted: Sequence[str], port: int) -> list[str]:
     """Try the measures from within. Lists what does not hold, and which of the `wanted` paths cannot be read."""
-    wrong = [f"{path} cannot be read there" for path in wanted if not os.access(path, os.R_OK)]
+    wrong = [f"the program cannot read {path}" for path in wanted if not os.access(path, os.R_OK)]
     if any(name.isdecimal() and int(name) > 2 for name in os.listdir("/proc")):  # noqa: PTH208
-        wrong.append("it sees other processes")
+        wrong.append("the program sees other processes")
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()
-        wrong.append("it reaches a port of the machine")
+        wrong.append("the program reaches a port of the machine")
     except OSError:
         pass
     try:
         os.close(os.open("/probe", os.O_CREAT | os.O_WRONLY))
-        wrong.append("it can write beside its folder")
+        wrong.append("the program can write outside its folder")
     except OSError:
         pass
     return wrong

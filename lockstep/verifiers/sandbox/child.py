@@ -1,4 +1,4 @@
-"""The roles of a sandboxed process: run a program as a script, serve calls of its functions, or run the tests that call them.
+"""Code of a sandboxed process: runs a program as a script, serves calls of its functions, or runs the tests that call them.
 
 The program and the tests never share a process. The tests get only plain values from the program, so a program can neither see
 what is expected, nor replace the comparison, nor say that it passed.

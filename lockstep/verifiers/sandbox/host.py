@@ -1,4 +1,4 @@
-"""The owner's side of a zygote: asks for processes, talks with them within a deadline, and ends them."""
+"""The trusted side of the sandbox: asks the zygote (zygote.py) for processes, talks to them within a deadline, and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Isolation of a process before it runs an untrusted program: Linux namespaces, a root of its own, user, limits.
+"""Isolates a process before it runs an untrusted program: Linux namespaces, its own root folder and user, and limits.
 
 Two ways, chosen at run time. Root makes the namespaces as root and the program runs as a user number that no other process has;
 any other user makes a user namespace first. Everything here is called in bare processes with one thread (see zygote.py).

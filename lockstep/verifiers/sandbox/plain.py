@@ -1,6 +1,6 @@
-"""Values of Python's plain types as one line of JSON and back: all that passes between a program and its tests.
+"""Converts values of Python's plain types to one line of JSON and back; a program and its tests exchange nothing else.
 
-The reader builds each value from the types listed here, whatever was sent: no object of the sender comes through.
+The reader builds each value from the types listed here, whatever was sent, so it never gets an object of the sender.
 """
 
 from __future__ import annotations

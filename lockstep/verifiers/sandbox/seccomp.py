@@ -1,6 +1,6 @@
-"""A filter of system calls, as a BPF program written by hand. Linux on x86-64 and arm64.
+"""Filters system calls with seccomp: a BPF program written by hand, for Linux on x86-64 and arm64.
 
-Numbers are those of the kernel's asm/unistd.h; the program's form is that of man 2 seccomp.
+System call numbers are those of the kernel's asm/unistd.h; the program's form is that of man 2 seccomp.
 """
 
 from __future__ import annotations

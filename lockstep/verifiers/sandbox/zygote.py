@@ -1,4 +1,4 @@
-"""A bare Python process, cut off from the machine, that forks a process for each program: it loads Python once for all of them.
+"""The zygote: an isolated Python process that forks one process for each program, so that Python starts only once.
 
 It never sees a program or a test: those go through pipes that are opened for one process each. Descriptor 0 is a socket, whose
 other end asks for processes (see host.py); when it closes, this process ends.

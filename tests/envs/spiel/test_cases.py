@@ -48,7 +48,7 @@ def test_a_name_stands_for_every_case_of_the_suite_that_begins_with_it() -> None
 def test_other_games_are_named_in_full_or_by_a_beginning_of_their_own() -> None:
     assert games(games=["pentag"]) == ["pentago"]
     assert select(schema.OpenSpielTask(games=["connect_four(rows=5,columns=6)"]))[0].name == "connect_four-6x5"
-    with pytest.raises(TaskError, match="begins the names of 3 games: dark_chess, dark_hex, dark_hex_ir"):
+    with pytest.raises(TaskError, match="the names of 3 games begin with it: dark_chess, dark_hex, dark_hex_ir"):
         games(games=["dark"])
 
 
@@ -89,12 +89,15 @@ def test_a_list_of_games_takes_its_parameters_from_game_configs() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["conect_four"], "no game that begins with 'conect_four'.*did you mean connect_four"),
+        (["conect_four"], "no game whose name begins with 'conect_four'.*did you mean connect_four"),
         (["hexx(board_size=3)"], "Unknown game 'hexx'.*did you mean hex"),
         (["hex(size=3)"], "Unknown parameter 'size'"),
         (["hex("], "Missing closing bracket"),
-        (["goofspiel"], "move at the same time"),
-        (["connect_four(rows=0)"], "cannot be played with these parameters: the process ends with -11"),
+        (["goofspiel"], "do not move one after the other"),
+        (
+            ["connect_four(rows=0)"],
+            "cannot be played with these parameters: a process that tried it ended with status -11",
+        ),
         (["hex(board_size=0)"], "cannot be played with these parameters"),
     ],
 )
@@ -110,8 +113,8 @@ def test_what_cannot_be_played_is_refused(names: list[str], message: str) -> Non
         ({"game_list": ["hex"], "game_configs": {"go": [{}]}}, "'go', which is not in game_list"),
         ({"games": [" "]}, "is not the name of a game"),
         ({"game_list": ["hex"], "game_configs": {"hex": [{"board_size": [3]}]}}, "board_size must be text"),
-        ({"playouts": 3}, "playouts applies to reward_mode = outcome only, not to legal"),
-        ({"reward_mode": "outcome", "opponent": "mcts"}, "opponent applies to reward_mode = game"),
+        ({"playouts": 3}, "playouts applies to reward_mode=outcome only, not to legal"),
+        ({"reward_mode": "outcome", "opponent": "mcts"}, "opponent applies to reward_mode=game"),
     ],
 )
 def test_mistakes_of_the_recipe_are_seen_without_the_package(settings: dict[str, object], message: str) -> None:

@@ -219,7 +219,7 @@ def test_grading_a_move_takes_under_a_millisecond() -> None:
 
 
 def test_a_state_that_does_not_exist_is_an_error_and_never_a_zero() -> None:
-    with pytest.raises(TaskError, match="the moves to this state cannot be made"):
+    with pytest.raises(TaskError, match="the stored moves of a state are not legal"):
         task_of(games=["tic"]).grade(at("tic_tac_toe", 0, 0), "<move>x(0,0)</move>")
 
 

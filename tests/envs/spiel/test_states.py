@@ -81,12 +81,12 @@ def test_a_case_with_too_few_states_is_refused_with_their_number() -> None:
         assert len(boards) == counts[side]
     assert sum(counts.values()) == len(everything)
     few = counts[Side.TRAIN]
-    message = f"1000 states of it are needed to train on.* {few} different ones within 3 random moves"
+    message = f"1000 states of this case are needed for training.* {few} different ones within 3 random moves"
     with pytest.raises(TaskError, match=f"(?s)case tic_tac_toe.*{message}.*num_tasks_per_case={few}"):
         task_of(games=["tic"], num_tasks_per_case=1000, max_random_steps=3).batch(0, 1)
     task = task_of(games=["tic"], num_tasks_per_case=few, max_random_steps=3)
     assert len(set(replayed(task.batch(0, few)))) == few  # every one of them, since draws alone would miss some
-    with pytest.raises(TaskError, match=r"(?s)needed held out.*eval\.items"):
+    with pytest.raises(TaskError, match=r"(?s)needed for evaluation.*eval\.items"):
         task.heldout("id_probe", 500)
 
 

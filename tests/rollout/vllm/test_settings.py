@@ -88,10 +88,10 @@ def test_the_arguments_name_our_worker_and_the_logprobs_of_what_was_sampled_from
     [
         ({"device": "cpu", "rollout": {"engine": "vllm"}}, "needs a GPU"),
         ({"rollout": {"engine": "native", "vllm": {"process": "own"}}}, "would have no effect"),
-        ({"rollout": {"engine": "vllm", "vllm": {"transport": "ipc"}}}, "needs process = own"),
-        ({"rollout": {"engine": "vllm", "vllm": {"process": "own", "transport": "view"}}}, "needs process = in"),
+        ({"rollout": {"engine": "vllm", "vllm": {"transport": "ipc"}}}, "needs process=own"),
+        ({"rollout": {"engine": "vllm", "vllm": {"process": "own", "transport": "view"}}}, "needs process=in"),
         ({"rollout": {"engine": "vllm", "vllm": {"transport": "view"}}, "adapter": {"kind": "lora"}}, "adapter"),
-        ({"rollout": {"engine": "vllm"}, "adapter": {"kind": "peft", "method": "ia3"}}, "not adapter.method = ia3"),
+        ({"rollout": {"engine": "vllm"}, "adapter": {"kind": "peft", "method": "ia3"}}, "not adapter.method=ia3"),
         (
             {"rollout": {"engine": "vllm", "max_tokens": 64, "vllm": {"max_model_len": 64}}},
             "leaves no room for a prompt",
