@@ -35,8 +35,9 @@ def fill_name(recipe: Recipe) -> Recipe:
             hint = (
                 f"did you mean {{{near[0]}}}?" if near else "write a setting with its full path, such as {optimizer.lr}"
             )
+            what = "has no single value in this recipe" if field in values or found is not None else "is not known"
             raise ConfigError(
-                [f"name={recipe.name}: the field {{{field}}} has no value; {hint}"],
+                [f"name={recipe.name}: the field {{{field}}} {what}; {hint}"],
                 fix=f"use one of the fields {', '.join([*values, 'n'])}, or a setting such as {{update.epochs}}",
             )
         return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-.") or "none"

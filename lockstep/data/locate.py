@@ -94,11 +94,13 @@ def _no_such(text: str, path: Path, where: str) -> DataError:
         return DataError(
             f"there is no file {text}{nearest}",
             where=where,
-            fix=f"give an existing path, relative to {Path.cwd()}, or a hub file as hf://datasets/ORG/NAME/{path.name}",
+            fix=f"give an existing path (a relative one starts at {Path.cwd()}), or a hub file as hf://datasets/ORG/NAME/{path.name}",
         )
     if text.startswith((".", "/", "~")):
         return DataError(
-            f"there is no folder {text}", where=where, fix=f"give an existing path, relative to {Path.cwd()}"
+            f"there is no folder {text}",
+            where=where,
+            fix=f"give an existing path (a relative one starts at {Path.cwd()})",
         )
     org, _, rest = text.partition("/")
     name, _, subset = rest.partition("/")

@@ -156,7 +156,7 @@ def check_busy(device: Literal["auto", "cpu", "cuda"], needed: int, *, allowed: 
     # memory without a process may be that of a run that has just ended
     if allowed or "other processes (" not in check.found:
         return [check]
-    return [replace(check, verdict="fail", fix=f"{check.fix}; or share the GPU with them: --allow busy_gpu")]
+    return [replace(check, verdict="fail", fix=f"{check.fix}; or share the GPU with those processes: --allow busy_gpu")]
 
 
 def judge_compiler(path: str | None) -> Check:

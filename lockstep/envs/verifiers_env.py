@@ -108,7 +108,7 @@ class VerifiersPrograms:
             raise TaskError(
                 f"the environment cannot be loaded: {found['refused']}"[:1000],
                 where=self._where,
-                fix=f"install the environment and the package verifiers for task.python={self._settings.python}",
+                fix=f"install the environment and the package `verifiers` in the Python of task.python={self._settings.python}",
             )
         self._process = process
         threading.Thread(target=self._read, args=(process,), name="lockstep-verifiers", daemon=True).start()

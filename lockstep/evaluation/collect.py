@@ -81,7 +81,7 @@ def base_and_last(records: Sequence[Record]) -> list[Pair]:
     pairs = [Pair(record, last[record.key]) for record in base if last[record.key] is not record]
     if not pairs:
         raise EvaluationError(
-            "there is no base score (step 0) with a later score of the same task and mode to compare it with",
+            "there is nothing to compare: no task and mode has both a base score (step 0) and a later score",
             fix="evaluate the run's base and a later step, or give two scores, runs or folders",
         )
     return pairs

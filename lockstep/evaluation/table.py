@@ -123,9 +123,9 @@ def _by_mode(scores: Sequence[Score], side: str) -> dict[tuple[str, str], Score]
         key = (score.conditions.task, score.conditions.mode)
         if key in found:
             raise EvaluationError(
-                f"there are two {side} scores of mode {key[1]} of {key[0]}",
+                f"{key[0]}, mode {key[1]}: there are two {side} scores",
                 where="comparison of scores",
-                fix="give the scores of one checkpoint only",
+                fix="give the scores of only one checkpoint for each side of the comparison",
             )
         found[key] = score
     return found

@@ -2,10 +2,10 @@
 
     adapter_config.json          PEFT's
     adapter_model.safetensors    PEFT's names; fits the original base with PEFT or vLLM
-    adapter_base.json            ours: name and fingerprint of that base, and the residual start if there is one
+    adapter_base.json            ours: name and fingerprint of that base, and whether the adapter began as PiSSA or OLoRA
 
-An adapter with a residual start (adapter_start.py) is written as a LoRA of twice the rank over the original base: A above A₀, B
-beside -B₀.
+An adapter that was initialised from the base's own weights (adapter_start.py) is written as a LoRA of twice the rank over the
+original base: A stacked on A₀, and B beside -B₀, so that their product is B A - B₀ A₀.
 """
 
 from __future__ import annotations

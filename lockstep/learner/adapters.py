@@ -347,9 +347,9 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
     if start.residual != residual:
         kind = f"with adapter.init={start.residual}" if start.residual else "without adapter.init=pissa or olora"
         raise ModelError(
-            f"the saved adapter was trained {kind}, unlike this run's",
+            f"the saved adapter was trained {kind}, but this run's adapter is not",
             where=str(start.path),
-            fix=f"set adapter.init={start.residual or 'default'}",
+            fix=f"to continue the saved adapter, set adapter.init={start.residual or 'default'}",
         )
     saved = {name: tensor for name, tensor in start.weights.items() if not name.endswith((START_A, START_B))}
     wrong = sorted(

@@ -1,6 +1,6 @@
-"""PPO's critic: predicts a value before each response token, with a copy of the trained weights or from the policy's states.
+"""PPO's critic: predicts a value before each response token, with its own copy of the weights or from the policy's hidden states.
 
-Legend: R tokens with loss of a micro-batch, H hidden.
+Legend: R tokens with loss of a micro-batch, H hidden size.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _python(settings: PythonOptimizer, masters: Mapping[str, nn.Parameter]) -> I
         file = Path(settings.path.rpartition(":")[0]).expanduser()
         what = f"the optimizer cannot be built: {describe(error, file)}"
         raise LearnerError(
-            what, where=settings.path, fix="let the class accept the call Class(groups, lr=…, **settings)"
+            what, where=settings.path, fix="change the class so that the call Class(groups, lr=…, **settings) works"
         ) from error
     if settings.weight_decay and "weight_decay" not in optimizer.defaults:
         what = f"optimizer.weight_decay={settings.weight_decay} would have no effect: the class has no weight_decay"

@@ -1,4 +1,4 @@
-"""The interface of a run to its learner, which is in this process or on workers, and the records that it returns."""
+"""The interface through which a run calls its learner (in this process or on workers), and the records that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value head of a critic, and its training. Legend: R tokens with loss of a micro-batch, H hidden."""
+"""The value head of a critic, and its training. Legend: R tokens with loss of a micro-batch, H hidden size."""
 
 from __future__ import annotations
 

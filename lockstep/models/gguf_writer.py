@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder as one GGUF file for llama.cpp: weights, config, tokenizer and chat template.
+"""Writes a Hugging Face model folder as one GGUF file for llama.cpp: weights, config, tokenizer and chat template.
 
 What the format cannot express is refused, never approximated. Sources: convert_hf_to_gguf.py and src/llama-vocab.cpp of
 llama.cpp, and the gguf library, which writes the bytes.

@@ -110,7 +110,7 @@ class NoisyNorms:
                 )
             if live.dim() != 1 or not live.is_floating_point():
                 raise EngineError(
-                    f"{tuple(live.shape)} {live.dtype} is not the weight of a normalisation layer",
+                    f"the tensor of shape {tuple(live.shape)} and type {live.dtype} is not the weight of a normalisation layer",
                     where=name,
                     fix="list only normalisation weights in noise.targets",
                 )

@@ -98,7 +98,7 @@ def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"],
 
 
 def _saved(recipe: Recipe, shape: ModelShape, trained: int) -> float:
-    """Numbers in the file of weights: an adapter with a residual start is written as a LoRA of twice the rank."""
+    """Numbers in the file of weights: one that began as PiSSA or OLoRA is written as a LoRA of twice the rank."""
     adapter = recipe.adapter
     if not (isinstance(adapter, Lora) and adapter.init in RESIDUAL_INITS):
         return float(trained)

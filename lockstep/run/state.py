@@ -105,7 +105,7 @@ def require_own_rows(run: RunDirectory, info: CheckpointInfo) -> None:
         raise RunDirectoryError(
             f"the file does not hold the rows that were written up to step {info.step}: {short}",
             where=str(run.metrics_path),
-            fix=f"restore the file from a copy, or begin another run from these weights: warm_start={info.path}",
+            fix=f"restore the file from a backup, or begin another run from these weights: warm_start={info.path}",
         )
 
 

@@ -26,7 +26,7 @@ class FrozenLearner:
         return plain_logprobs(self.model, sequences, self._tokens_per_microbatch)
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
-        raise LearnerError("the learner of an evaluation never trains", fix=DEFECT)
+        raise LearnerError("an update was requested during an evaluation, which does not train", fix=DEFECT)
 
     def weights(self) -> WeightStream:
         require_clean(self.model, "the weights of an evaluation")

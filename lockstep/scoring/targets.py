@@ -148,7 +148,12 @@ def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
 
 def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Target:
     if not recipes:
-        raise ConfigError([f"{path}: a checkpoint outside its run needs --recipe RECIPE"], fix=_NEEDS)
+        raise ConfigError(
+            [
+                f"{path}: this checkpoint is not in the folder of its run, so its recipe is unknown: --recipe RECIPE is needed"
+            ],
+            fix=_NEEDS,
+        )
     info = verify_checkpoint(path)
     recipe = load_run([*recipes, *overrides])
     recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))

@@ -88,7 +88,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if record is None:
             what = f"the line is not a JSON object; it was changed after it was written: {line[:80]!r}"
             raise RunDirectoryError(
-                what, where=f"{path}:{index}", fix="restore the file from a copy, or delete that line"
+                what, where=f"{path}:{index}", fix="restore the file from a backup, or delete that line"
             )
         records.append(record)
     last = _parse(rest)

@@ -172,7 +172,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise RunDirectoryError(
             f"cannot be read: {reason}",
             where=str(path),
-            fix="restore the file from a copy, or remove it to go on without it",
+            fix="restore the file from a backup, or remove it to go on without it",
         ) from error
 
 

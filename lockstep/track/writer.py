@@ -185,7 +185,11 @@ def _not_a(noun: str, where: str, error: Exception) -> RunDirectoryError:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return RunDirectoryError(f"the line is not a {noun}: {reason}", where=where, fix="restore the file from a copy")
+    return RunDirectoryError(
+        f"the line is not a {noun}: {reason}",
+        where=where,
+        fix="restore the file from a backup; without one, start a new run",
+    )
 
 
 def _merge(before: StepRecord, after: StepRecord) -> StepRecord:

@@ -1,4 +1,4 @@
-"""The verifier `regex`: extracts answers by a pattern, or matches replies with one; RE2 keeps the time linear in the text."""
+"""The verifier `regex`: extracts the answer with a pattern, or tests whether the reply matches it; RE2 runs in linear time."""
 
 from __future__ import annotations
 

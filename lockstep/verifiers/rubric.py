@@ -146,7 +146,7 @@ def _task_score(made: Any, path: str) -> Score:
         runtime = inspect.signature(hook).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
             raise TaskError(
-                f"{hook.__name__} needs a runtime, but a verifier has only the reply",
+                f"{hook.__name__} needs the environment's runtime, but a verifier sees only the reply",
                 where=path,
                 fix="train on the whole environment instead: task={kind: verifiers, env: NAME}",
             )

@@ -69,7 +69,7 @@ def test_a_run_alone_is_its_base_against_its_last_score(run: Path, said: Said) -
     assert "B run at step 40" in out
     (run / "scores" / "step_000000_greedy.json").unlink()
     code, _, err = said("compare", run)
-    assert (code, "there is no base score (step 0)" in err) == (7, True)
+    assert (code, "there is nothing to compare" in err) == (7, True)
 
 
 def test_items_are_listed_with_what_was_read(tmp_path: Path, said: Said) -> None:

@@ -26,7 +26,7 @@ def test_the_number_is_the_first_that_is_free(tmp_path: Path):
 
 
 def test_an_unknown_field_is_named_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"\{tsk\} has no value; did you mean \{task\}"):
+    with pytest.raises(ConfigError, match=r"\{tsk\} is not known; did you mean \{task\}"):
         load_run(["quickstart", "name={tsk}"])
     with pytest.raises(ConfigError):
         load(["quickstart", "name={../x}"])

@@ -186,7 +186,7 @@ def test_the_table_refuses_a_mode_without_partner_and_doubles() -> None:
     one = score([True])
     with pytest.raises(EvaluationError, match="only one of the two sides has a score of greedy of sums"):
         comparison_table([one], [])
-    with pytest.raises(EvaluationError, match="two trained scores of mode greedy"):
+    with pytest.raises(EvaluationError, match="mode greedy: there are two trained scores"):
         comparison_table([one], [one, one])
 
 

@@ -65,7 +65,7 @@ def test_a_recipe_for_a_run_keeps_the_runs_model(home: Path, model: Path, lora: 
 def test_a_lone_checkpoint_needs_a_recipe(home: Path, model: Path, lora: RunDirectory, tmp_path: Path) -> None:
     alone = tmp_path / "taken-along"
     shutil.copytree(lora.checkpoints_path / "step_000002", alone)
-    with pytest.raises(ConfigError, match="outside its run needs --recipe"):
+    with pytest.raises(ConfigError, match="is not in the folder of its run"):
         find_target(str(alone))
     target = find_target(str(alone), words(tmp_path, model, *LORA))
     assert (target.step, target.run) == (2, None)
@@ -171,7 +171,7 @@ def test_both_forward_passes_agree(lora: RunDirectory) -> None:
     for ours, theirs in zip(session.learner.logprobs(sequences), session.engine.score(sequences), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
         assert len(ours) in (3, 1)
-    with pytest.raises(LearnerError, match="never trains"):
+    with pytest.raises(LearnerError, match="does not train"):
         session.learner.update(Batch(()), lambda inputs: (_ for _ in ()).throw(AssertionError))
 
 

@@ -121,7 +121,7 @@ def test_a_task_of_v1_grades_by_its_marked_methods(v1: str, tmp_path: Path) -> N
     assert "could not convert string to float" in grades[1][1]
     for name, why in (
         ("Bare", "the vf.Task has no reward method"),
-        ("Runs", "ran needs a runtime"),
+        ("Runs", "ran needs the environment's runtime"),
         ("vf", "neither a vf.Rubric nor"),
     ):
         with pytest.raises(AssertionError, match=why):
