@@ -94,9 +94,8 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="which task, as for train; needed for a model or adapter, else the run's own",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of the recipe")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="a run's checkpoint, instead of the newest; 0 is its base"
-    )
+    help_of_step = "a run's checkpoint, instead of the newest; 0 is its base"
+    parser.add_argument("--step", type=int, metavar="N", help=help_of_step)
 
 
 def run(args: argparse.Namespace) -> int:

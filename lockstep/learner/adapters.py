@@ -230,15 +230,7 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
                 config = _other_config(adapter, chosen, model)
                 with _as_asked(adapter):
                     attached = get_peft_model(model, config, autocast_adapter_dtype=False)
-            except (
-                ValueError,
-                TypeError,
-                AttributeError,
-                AssertionError,
-                RuntimeError,
-                ArithmeticError,
-                Warning,
-            ) as error:
+            except _REJECTS as error:
                 raise ModelError(
                     f"PEFT rejects these options: {error}",
                     where="adapter.options",
@@ -247,6 +239,10 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
         case _:
             assert_never(adapter)
     return attached
+
+
+_REJECTS = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError, Warning)
+"""What PEFT raises about options."""
 
 
 @contextmanager
@@ -369,9 +365,8 @@ def _take(model: Any, adapter: Lora | OtherPeft, start: AdapterFolder) -> None:
     if residual:
         for name, layer in lora_layers(model).items():
             weight = layer.get_base_layer().weight
-            set_start(
-                layer, *(start.weights[name + part].to(weight.device, weight.dtype) for part in (START_A, START_B))
-            )
+            halves = (start.weights[name + part].to(weight.device, weight.dtype) for part in (START_A, START_B))
+            set_start(layer, *halves)
     load_weights(model, ((name, saved[name].to(own[name].dtype)) for name in own))
 
 

@@ -148,12 +148,8 @@ def _checkpoint(run: Path, step: int | None, trained: Recipe) -> CheckpointInfo:
 
 def _of_lone_checkpoint(path: Path, recipes: Sequence[str], overrides: Sequence[str]) -> Target:
     if not recipes:
-        raise ConfigError(
-            [
-                f"{path}: this checkpoint is not in the folder of its run, so its recipe is unknown: --recipe RECIPE is needed"
-            ],
-            fix=_NEEDS,
-        )
+        what = f"{path}: this checkpoint is not in the folder of its run, so its recipe is unknown"
+        raise ConfigError([f"{what}: --recipe RECIPE is needed"], fix=_NEEDS)
     info = verify_checkpoint(path)
     recipe = load_run([*recipes, *overrides])
     recipe = _in_numerics(recipe, Numerics.model_validate(info.meta.get("computes", {})))
@@ -197,9 +193,8 @@ def _of_model(name: str, recipes: Sequence[str], overrides: Sequence[str], step:
         what = f"{name}: neither a run nor a checkpoint; as a model it needs --recipe RECIPE, to say which task"
         raise ConfigError([what], fix=_NEEDS)
     if step:
-        raise ConfigError(
-            [f"--step {step} is not possible: {name} is a model, which has no steps"], fix="leave --step out"
-        )
+        what = f"--step {step} is not possible: {name} is a model, which has no steps"
+        raise ConfigError([what], fix="leave --step out")
     named, asked = load([*recipes]).model, load_run([*recipes, *overrides])
     if asked.model.path not in (named.path, name):
         what = f"model.path={asked.model.path} is not possible: the target is the model {name}"
@@ -225,9 +220,8 @@ _NEEDS = "add --recipe RECIPE (a file or a built-in recipe's name)"
 
 def _refuse_step(name: str, step: int | None) -> None:
     if step is not None:
-        raise ConfigError(
-            [f"--step {step} is not possible: {name} has only one step"], fix="give the run, or leave --step out"
-        )
+        what = f"--step {step} is not possible: {name} has only one step"
+        raise ConfigError([what], fix="give the run, or leave --step out")
 
 
 def _in_saved_precision(recipe: Recipe, info: CheckpointInfo) -> Recipe:

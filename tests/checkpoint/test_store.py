@@ -296,5 +296,5 @@ def test_an_entry_that_a_state_lacks_is_corruption_and_no_key_error(tmp_path: Pa
     counters: Any = open_checkpoint(tmp_path).meta["counters"]
     assert counters["version"] == 1
     for lacking in (lambda: counters["skipped"], lambda: open_checkpoint(tmp_path).meta["fingerprint"]):
-        with pytest.raises(CorruptCheckpointError, match=r"state\.json has no '(skipped|fingerprint)'"):
+        with pytest.raises(CorruptCheckpointError, match=r"state\.json has no entry '(skipped|fingerprint)'"):
             lacking()

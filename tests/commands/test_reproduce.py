@@ -129,7 +129,7 @@ def test_without_the_hub_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_published_figures_is_refused(tmp_path: Path, printed: Printed) -> None:
-    assert "quickstart.expects.yml: the file does not exist" in printed(
+    assert "quickstart.expects.yml: there is no such file" in printed(
         "reproduce", ROOT / "recipes" / "quickstart.yaml", code=2
     )
 

@@ -53,6 +53,6 @@ def test_filters(run: str, options: list[str], expected: str, printed: Printed) 
 
 def test_what_is_not_there_is_said(run: str, tmp_path: Path, printed: Printed) -> None:
     assert "3 stored steps, 1 to 3" in printed("rollouts", run, "--step", "7", code=6)
-    assert "runs in" in printed("rollouts", tmp_path / "b", code=6)
+    assert f"choose from {tmp_path}: " in printed("rollouts", tmp_path / "b", code=6)
     assert main(["rollouts", run, "--limit", "0"]) == 2
     assert main(["rollouts", run, "--wrong", "--right"]) == 2

@@ -109,7 +109,7 @@ def test_nothing_in_a_reply_acts_on_the_terminal() -> None:
         (["RUN", "--greedy", "--temperature", "1"], 2, "not allowed with"),
         (["RUN", "--temperature", "-1"], 2, "must be 0 or above"),
         (["RUN", "RUN"], 2, "only one target can be sampled"),
-        (["RUN", "-n", "9"], 4, "id_probe has 8\n  to fix: set -n 8"),
+        (["RUN", "-n", "9"], 4, "id_probe has only 8\n  to fix: set -n 8"),
         (["RUN/nothing"], 2, "neither a run nor a checkpoint"),
     ],
 )

@@ -169,8 +169,7 @@ def complaint(mutation: Mutation, file: Path) -> str:
     except ConfigError as error:
         heads = [line.removeprefix(f"{file}:").partition(": ")[2] or line for line in error.mistakes]
         named = any(
-            head.startswith((f"{mutation.path}:", f"{mutation.path} ", f"{mutation.path}."))
-            for head in [*heads, *error.mistakes]
+            head.startswith(tuple(f"{mutation.path}{mark}" for mark in ":=. ")) for head in [*heads, *error.mistakes]
         )
         odd = [
             line for line in error.mistakes if not line.isprintable() or "adapter.lora." in line or "list[str]" in line

@@ -99,7 +99,7 @@ def test_an_hf_path(hub: Hub, tmp_path: Path) -> None:
         "9 rows read" in run(hub.url, home, "data", "check", "hf://datasets/openai/gsm8k/*/train-*", "preset=gsm8k")[1]
     )
     _, text = run(hub.url, home, "data", "check", f"{base}/test.parquet", "preset=gsm8k")
-    assert "the data set has no main/test.parquet" in text
+    assert "the data set has no file main/test.parquet" in text
     assert f"nearest: {base}/test-00000-of-00001.parquet" in text
 
 

@@ -137,7 +137,7 @@ def test_foreign_files_are_refused_by_name(tmp_path: Path, text: str, says: str)
 
 
 def test_missing_files_and_folders_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"none\.json: cannot be read: No such file"):
+    with pytest.raises(EvaluationError, match=r"none\.json: the score file cannot be read: No such file"):
         read_score(tmp_path / "none.json")
     with pytest.raises(EvaluationError, match="cannot be read"):
         read_score(tmp_path)

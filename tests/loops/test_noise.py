@@ -115,7 +115,7 @@ def test_while_it_is_on_nothing_else_can_be_done_with_the_weights(
             lambda: parts.learner.weights(),
             lambda: list(parts.engine.weights()),
         ):
-            with pytest.raises(EngineError, match="noise is on"):
+            with pytest.raises(EngineError, match="noise is applied"):
                 call()
     assert parts.engine.forward.noise is None
     assert fingerprint(parts.learner.weights()).combined == before

@@ -106,7 +106,7 @@ def test_offline_and_not_cached_says_which_of_both_and_what_to_do(hub: Hub, tmp_
     what, to_fix = ask(hub.url, tmp_path / "home", "org/tiny", offline=True).splitlines()
     assert "HF_HUB_OFFLINE is set" in what
     assert str(tmp_path / "home") in what
-    assert "unset it" in to_fix
+    assert "unset HF_HUB_OFFLINE" in to_fix
     what, to_fix = ask("http://127.0.0.1:9", tmp_path / "home", "org/tiny").splitlines()
     assert "cannot be reached" in what
     assert "check the network" in to_fix

@@ -195,7 +195,7 @@ def test_the_advice_fits() -> None:
 def test_several_changes_together_when_one_is_not_enough() -> None:
     with pytest.raises(DoesNotFitError) as raised:
         plan(LARGE, "sync.transport=copy", gib=24)
-    assert raised.value.fix.startswith("sync.transport=shared and adapter.kind=lora (needs ")
+    assert raised.value.fix.startswith("set sync.transport=shared and adapter.kind=lora (needs ")
 
 
 def test_a_micro_batch_that_is_too_large_is_named() -> None:

@@ -121,7 +121,7 @@ def test_a_run_is_refused_before_it_has_a_folder(tiny_model_dir: Path, tmp_path:
         (folder / path.name).write_bytes(path.read_bytes())
     config = {"model_type": "bloom", "vocab_size": 640, "hidden_size": 64, "n_layer": 2, "n_head": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RefusedError, match=r"family: model: .*bloom \(BloomForCausalLM\)"):
+    with pytest.raises(RefusedError, match=r"family: model\.path: .*bloom \(BloomForCausalLM\)"):
         start_run(recipe(tmp_path, folder))
     assert not (tmp_path / "runs").exists()
     assert main(["train", *words(tmp_path, folder)]) == RefusedError.exit_code

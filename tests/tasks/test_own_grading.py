@@ -147,7 +147,7 @@ def test_a_class_that_cannot_be_made_where_it_grades_is_refused_at_once(tmp_path
 
 def test_prompts_that_cannot_be_sent_there_are_refused_and_named(tmp_path: Path) -> None:
     task = built(tmp_path, "Strange")
-    with pytest.raises(TaskError, match=r"the prompt mine/4 cannot be given .*data.rows\[0\].unit is a object"):
+    with pytest.raises(TaskError, match=r"the prompt mine/4 cannot be sent .*data.rows\[0\].unit is a object"):
         task.batch(2, 2)
 
 

@@ -160,7 +160,7 @@ def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a manifest"):
         RunDirectory.open(tmp_path / "first")
     manifest.write_text('{"format": 99, "attempts": [{}]}')
-    with pytest.raises(RunDirectoryError, match="format 99"):
+    with pytest.raises(RunDirectoryError, match="its format is 99"):
         RunDirectory.open(tmp_path / "first")
     manifest.write_text("{")
     with pytest.raises(RunDirectoryError, match="is not JSON"):

@@ -91,7 +91,7 @@ def test_a_case_with_too_few_states_is_refused_with_their_number() -> None:
 
 
 def test_without_random_moves_a_case_is_one_state() -> None:
-    with pytest.raises(TaskError, match=r"there are [01] different ones within 0 random moves"):
+    with pytest.raises(TaskError, match=r"there are only [01] different ones within 0 random moves"):
         task_of(games=["chess"], max_random_steps=0).batch(0, 1)
 
 

@@ -194,7 +194,7 @@ def test_a_request_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch):
 def test_sequences_that_cannot_be_scored_at_once_are_refused(monkeypatch: pytest.MonkeyPatch):
     engine = paged_over(twin(plain("llama")))
     monkeypatch.setattr("lockstep.rollout.paged.pool.free_bytes", lambda device: 3 * engine._cache.bytes_per_page)
-    with pytest.raises(EngineError, match=r"3 sequences to score need 3 pages of 64 tokens, 2 fit"):
+    with pytest.raises(EngineError, match=r"3 sequences to score need 3 pages of 64 tokens, but only 2 fit"):
         engine.score([tokens(60, seed) for seed in range(3)])
     assert not engine._cache.pages
     assert len(engine.score([tokens(60, 0)])[0]) == 59
