@@ -2,11 +2,14 @@
 
     python benchmarks/gpu_memory.py --write                          # 36 configurations, some six minutes on an H200
     python benchmarks/gpu_memory.py --shapes 1.5b --modes none full --budgets 8192 32768
+    python benchmarks/gpu_memory.py --shapes qwen3-30b-a3b gpt-oss-20b --training lora --modes full --budgets 16384 \
+        --lengths 512 2048 8192 --write                              # mixtures of experts, by the length of a sequence
     python benchmarks/gpu_memory.py --cpu                            # a tiny model, nothing measured: does the script run?
 
 Each configuration builds a model and a learner, makes one update (moments appear, kernels are compiled), then measures the peak
 of a second one in several micro-batches: torch's allocated and reserved bytes, and what the process has outside torch. Reference
-passes are measured likewise. A configuration that fails says why and the next one runs. `--write` writes the table to
+passes are measured likewise. Shapes are those of random_model.py and gpu_moe.py; a sequence's length includes a prompt of 256
+tokens that 8 samples share. A configuration that fails says why and the next one runs. `--write` writes the table to
 benchmarks/results/gpu_memory.txt.
 """
 
@@ -18,14 +21,16 @@ import itertools
 import os
 import statistics
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import gpu_moe
 import torch
-from devices import device_name
+from devices import device_name, synchronise
 from random_model import random_model
 from results_file import RESULTS, header, write_section
 
@@ -41,8 +46,7 @@ from lockstep.plan.modules import shape_of_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
 
-PROMPT, RESPONSE, SAMPLES, RANK = 256, 512, 8, 32
-GROUP = PROMPT + SAMPLES * RESPONSE
+PROMPT, SAMPLES, RANK = 256, 8, 32
 RESULT = RESULTS / "gpu_memory.txt"
 PACKAGES = ("torch", "triton", "transformers", "peft")
 
@@ -53,9 +57,19 @@ class Configuration:
     training: str
     mode: str
     budget: int
+    length: int
+
+    @property
+    def reply(self) -> int:
+        return self.length - PROMPT
+
+    @property
+    def groups(self) -> int:
+        """Prompts of an update: two micro-batches and a half, or more."""
+        return max(4, -(-5 * self.budget // (2 * (PROMPT + SAMPLES * self.reply))))
 
     def __str__(self) -> str:
-        return f"{self.shape:>5} {self.training:<5} {self.mode:<10} {self.budget:>6}"
+        return f"{self.shape:>5} {self.training:<5} {self.mode:<10} {self.budget:>6} {self.length:>5}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,8 @@ class Measured:
     """Bytes of the process that torch's allocator does not count."""
     tokens: int
     """Of the largest micro-batch."""
+    rate: float
+    """Tokens of all sequences that an update trains per second."""
     passes: tuple[float, float]
     """Predicted and measured peak of a pass without gradient."""
     kept: float
@@ -78,18 +94,18 @@ class Measured:
         return self.allocated / self.predicted - 1
 
 
-def batch(groups: int, vocabulary: int) -> Batch:
+def batch(configuration: Configuration, vocabulary: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, vocabulary - 300, (count,), generator=generator).tolist())
 
-    sequences = []
-    for group in range(groups):
+    sequences, reply = [], configuration.reply
+    for group in range(configuration.groups):
         prompt = ids(PROMPT)
         for _ in range(SAMPLES):
-            lists = (True,) * RESPONSE, (-10.0,) * RESPONSE, (1.0,) * RESPONSE
-            sequences.append(TrainSequence(prompt, ids(RESPONSE), *lists, 1e-4, group))
+            lists = (True,) * reply, (-10.0,) * reply, (1.0,) * reply
+            sequences.append(TrainSequence(prompt, ids(reply), *lists, 1e-4, group))
     return Batch(tuple(sequences))
 
 
@@ -98,27 +114,32 @@ def loss(inputs: LossInput) -> LossOutput:
 
 
 def measure(configuration: Configuration, device: str) -> Measured:
-    groups = max(4, -(-5 * configuration.budget // (2 * GROUP)))  # two micro-batches and a half
     adapter = f"{{kind: lora, rank: {RANK}}}" if configuration.training == "lora" else "{kind: none}"
     recipe = load(
         [
             "task={kind: reasoning_gym}",
             f"adapter={adapter}",
-            f"prompts_per_step={groups}",
+            f"prompts_per_step={configuration.groups}",
             f"samples_per_prompt={SAMPLES}",
-            f"rollout={{max_tokens: {RESPONSE}, slots: 1}}",
+            f"rollout={{max_tokens: {configuration.reply}, slots: 1}}",
             f"update={{recompute: {configuration.mode}, tokens_per_microbatch: {configuration.budget}}}",
             "model.dtype=bf16",
             "optimizer.lr=1e-6",
         ]
     )
-    model = random_model(configuration.shape, "bfloat16", device, NAME)
+    if configuration.shape in gpu_moe.SHAPES:
+        model = gpu_moe.random_model(configuration.shape, device, NAME, cpu=device == "cpu")
+    else:
+        model = random_model(configuration.shape, "bfloat16", device, NAME)
     shape = shape_of_model(model)
     learner = TorchLearner(attach(model, recipe.adapter, 0), recipe)
-    work = batch(groups, shape.vocab)
+    work = batch(configuration, shape.vocab)
     learner.update(work, loss)
     before = reset(device)
+    start = time.perf_counter()
     learner.update(work, loss)
+    synchronise()
+    seconds = time.perf_counter() - start
     allocated, reserved, outside = peaks(device)
     tokens = max(packed.tokens for packed in learner._streams(work.sequences))
     reset(device)
@@ -132,7 +153,9 @@ def measure(configuration: Configuration, device: str) -> Measured:
     print(
         f"  static {before / GIB:.2f}; predicted: " + ", ".join(f"{t.name} {t.bytes / GIB:.2f}" for t in update.terms)
     )
-    return Measured(configuration, update.bytes, allocated, reserved, outside, tokens, (forward.bytes, passes), kept)
+    rate = configuration.groups * SAMPLES * configuration.length / seconds
+    told = (forward.bytes, passes)
+    return Measured(configuration, update.bytes, allocated, reserved, outside, tokens, rate, told, kept)
 
 
 def reset(device: str) -> int:
@@ -178,17 +201,17 @@ def run_all(configurations: list[Configuration], device: str) -> tuple[list[Meas
 def table(done: list[Measured], failed: list[str]) -> list[str]:
     lines = [
         *header(__file__, device_name(), PACKAGES),
-        f"prompts of {PROMPT} tokens, {SAMPLES} samples of {RESPONSE} each; GiB",
+        f"prompts of {PROMPT} tokens, {SAMPLES} samples each; tokens/s: of all sequences, prompts included; GiB",
         "",
-        "| shape | training | recompute | budget | tokens | predicted GiB | allocated | error | reserved | outside torch "
-        "| pass predicted | pass measured | error |",
-        "|" + "---|" * 13,
+        "| shape | training | recompute | budget | length | tokens | tokens/s | predicted GiB | allocated | error | reserved "
+        "| outside torch | pass predicted | pass measured | error |",
+        "|" + "---|" * 15,
     ]
     for one in done:
         c, (predicted, measured) = one.configuration, one.passes
         lines.append(
-            f"| {c.shape} | {c.training} | {c.mode} | {c.budget} | {one.tokens} | {one.predicted / GIB:.2f} "
-            f"| {one.allocated / GIB:.2f} | {percent(one.allocated, one.predicted)} "
+            f"| {c.shape} | {c.training} | {c.mode} | {c.budget} | {c.length} | {one.tokens} | {one.rate:,.0f} "
+            f"| {one.predicted / GIB:.2f} | {one.allocated / GIB:.2f} | {percent(one.allocated, one.predicted)} "
             f"| {one.reserved / GIB:.2f} | {one.outside / GIB:.2f} "
             f"| {predicted / GIB:.2f} | {measured / GIB:.2f} | {percent(measured, predicted)} |"
         )
@@ -203,8 +226,9 @@ def slopes(done: list[Measured]) -> list[str]:
     """Bytes per token between the smallest and the largest budget, and how well two of three budgets foretell the third."""
     lines = []
 
-    def kind(one: Measured) -> tuple[str, str, str]:
-        return one.configuration.shape, one.configuration.training, one.configuration.mode
+    def kind(one: Measured) -> tuple[str, str, str, str]:
+        c = one.configuration
+        return c.shape, c.training, c.mode, str(c.length)
 
     for key, rows in itertools.groupby((one for one in done if one.allocated), kind):
         points = sorted(rows, key=lambda one: one.tokens)
@@ -239,25 +263,27 @@ def summary(done: list[Measured]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b"], help="of benchmarks/random_model.py")
+    parser.add_argument("--shapes", nargs="+", default=["0.5b", "1.5b"], help="of random_model.py or gpu_moe.py")
     parser.add_argument("--training", nargs="+", default=["full", "lora"])
     parser.add_argument("--modes", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[8192, 16384, 32768])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[768], help="tokens of a sequence, prompt included")
     parser.add_argument("--write", nargs="?", type=Path, const=RESULT, help=f"write the table to a file, {RESULT.name}")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: nothing is measured")
     args = parser.parse_args()
     if args.cpu:
-        args.shapes, args.budgets = ["tiny"], [2048, 4096]
+        args.shapes, args.budgets = [one for one in args.shapes if one in gpu_moe.SHAPES] or ["tiny"], [2048, 4096]
         if args.write == RESULT:
             raise SystemExit("a CPU's figures are none: give --write another file")
     device = "cpu" if args.cpu else "cuda"
     grow_segments(os.environ)  # as a run does
-    chosen = itertools.product(args.shapes, args.training, args.modes, args.budgets)
+    chosen = itertools.product(args.shapes, args.training, args.modes, args.budgets, args.lengths)
     done, failed = run_all([Configuration(*one) for one in chosen], device)
     lines = table(done, failed)
     print("\n".join(lines))
     if args.write:
-        write_section(args.write, "updates and passes", lines)
+        experts = all(shape in gpu_moe.SHAPES for shape in args.shapes)
+        write_section(args.write, "mixtures of experts" if experts else "updates and passes", lines)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,21 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 
 import torch
+from torch import Tensor
 
 from lockstep import __version__
 from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts
+from lockstep.checkpoint.state import save_state
 from lockstep.cluster.build import place_parts
 from lockstep.config.schema import Local, Recipe
 from lockstep.device import choose_device, gpus, wait
@@ -37,7 +40,7 @@ from lockstep.loops.update import improve
 from lockstep.models.cache import cache_root
 from lockstep.plan.disk import saves
 from lockstep.run.logger import Clock
-from lockstep.run.state import save_checkpoint
+from lockstep.run.state import checkpoint_of
 from lockstep.tasks.build import build_task
 from lockstep.track.facts import cpu_facts
 from lockstep.track.files import write_atomic
@@ -51,8 +54,8 @@ ITEMS = 8
 """Held-out items that are timed first; more if they fit the budget."""
 UPDATES = 4
 """Updates of SFT that are timed: the first ones are slower."""
-LARGEST = 4e9
-"""Bytes of a checkpoint that is written to see how long it takes."""
+LARGEST = 2e9
+"""Bytes of each file of a checkpoint that are written to see how long it takes; the time of more is extrapolated."""
 ASIDE = {"name", "runs_dir", "steps", "epochs", "seed", "allow", "save", "track", "health", "warm_start"}
 """Settings that change no second of what is measured."""
 
@@ -245,13 +248,20 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
         parts.sync.push(parts.learner, parts.engine)
         return sample, update, groups
 
+    def timed(count: int) -> tuple[float, float, list[Group]]:
+        if warm == 2:
+            step(count)  # a GPU compiles kernels and records graphs for each number of rows
+        return step(count)
+
+    warm = 2 if choose_device(recipe.device).type == "cuda" else 1
     step(least)  # allocates, compiles, makes the optimizer's state
-    first = step(least)
     together = min(len(prompts), max(least, _slots(recipe) // recipe.samples_per_prompt))
-    fits = int(BUDGET / (first[0] + first[1])) * least
-    count = min(together, max(least, fits))
-    half, full = (first, first) if count <= least else (step(max(least, count // 2)), step(count))
-    few = min(count, max(least, count // 2))
+    few = count = least
+    half = full = timed(least)
+    while (fits := int(BUDGET / warm / (full[0] + full[1])) * count) > count < together:
+        few, half = (fits // 2, timed(fits // 2)) if count < fits // 2 < together else (count, full)
+        count = min(together, fits)
+        full = timed(count)
     sample, update = (
         _line(few, a, count, b, together) * len(prompts) / together for a, b in zip(half[:2], full[:2], strict=True)
     )
@@ -290,12 +300,21 @@ def _sampled(parts: Parts, recipe: Recipe, prompts: list[Prompt]) -> tuple[float
 
 def _save(parts: Parts, recipe: Recipe) -> float:
     proof = parts.sync.push(parts.learner, parts.engine)
-    if parts.learner.describe().trained * 16 > LARGEST:
-        return 0.0
-    with tempfile.TemporaryDirectory(
-        dir=existing(recipe.paths.disk(recipe.runs_dir)), prefix=".lockstep-timing-"
-    ) as folder:
-        return _seconds(lambda: save_checkpoint(Path(folder), parts, recipe, 1, proof, None))
+    state, files = checkpoint_of(parts, recipe, 1, proof)
+    part = replace(state, weights=_first(state.weights), optimizer=_first(state.optimizer))
+    disk = existing(recipe.paths.disk(recipe.runs_dir))
+    with tempfile.TemporaryDirectory(dir=disk, prefix=".lockstep-timing-") as folder:
+        return _seconds(lambda: save_state(Path(folder), part, files)) * state.bytes / part.bytes
+
+
+def _first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first of these tensors, up to LARGEST bytes of them, and at least one."""
+    ends = accumulate(tensor.nbytes for tensor in tensors.values())
+    return {
+        name: tensors[name]
+        for at, (name, end) in enumerate(zip(tensors, ends, strict=True))
+        if end <= LARGEST or not at
+    }
 
 
 def _seconds(work: Callable[[], object]) -> float:

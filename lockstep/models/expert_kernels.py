@@ -11,7 +11,8 @@ Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -51,6 +52,14 @@ def product_tile(each: float) -> Tile:
     if each <= 24:
         return Tile(32, 128, 128, 4, 3)
     return Tile(64, 128, 64, 4, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
+
+
+@cache
+def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile:
+    """Return the tile with as many stages as fit into shared memory, for `columns` of weights and numbers of this many bytes."""
+    stage = (tile.rows + columns) * tile.depth * number
+    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return replace(tile, stages=max(1, min(tile.stages, 1 + room // stage)))
 
 
 @triton.jit
@@ -154,6 +163,7 @@ def gate_up(
         assert bias_EO is not None
         return packed_gate_up(x_TH, weight_EOX, bias_EO, rows, activation.limit, activation.alpha, _precision(x_TH))
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
+    tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), rows.experts)](
         x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
@@ -169,6 +179,7 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     if isinstance(weight_EOX, Packed):
         return packed_product(x_RX, weight_EOX, rows, _precision(x_RX))
     x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
+    tile = _fitted(tile, tile.columns, x_RX.element_size(), x_RX.device)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), rows.experts)](
         x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(),

@@ -55,6 +55,20 @@ def save_checkpoint(
 
     `best`: the highest value of save.keep_best so far, and its step. `rows`: metrics.jsonl up to this step.
     """
+    path = save_state(run, *checkpoint_of(parts, recipe, step, proof, best, rows), overwrite=True)
+    prune(run, recipe.save.keep_last, best[1] if best else None)
+    return path
+
+
+def checkpoint_of(
+    parts: Parts,
+    recipe: Recipe,
+    step: int,
+    proof: Proof,
+    best: tuple[float, int] | None = None,
+    rows: Prefix | None = None,
+) -> tuple[CheckpointState, ModelFiles]:
+    """Collect what a checkpoint holds: live tensors, to be written before the next update."""
     learner = parts.learner.save()
     meta: dict[str, Any] = {
         "counters": learner.counters,
@@ -74,9 +88,7 @@ def save_checkpoint(
         optimizer |= {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in parts.critic.tensors().items()}
     state = CheckpointState(step, learner.weights, optimizer, meta)
     source = parts.policy.resolved.path if recipe.adapter.kind == "none" else None
-    path = save_state(run, state, ModelFiles(learner.file, learner.texts, source), overwrite=True)
-    prune(run, recipe.save.keep_last, best[1] if best else None)
-    return path
+    return state, ModelFiles(learner.file, learner.texts, source)
 
 
 def require_own_recipe(run: RunDirectory, recipe: Recipe) -> None:
