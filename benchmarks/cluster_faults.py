@@ -54,10 +54,13 @@ WRITABLE = 4096
 LIMIT_S = 5.0
 """Deadline of a call, for `stop`."""
 HANGING = """
-import time
+import os, time
 def grade(prompt, reply):
-    time.sleep(1e6)
+    while os.path.exists(__file__ + ".hangs"):
+        time.sleep(1)
+    return len(reply) % 2
 """
+"""Hangs as soon as a file beside it says so: a grader that hangs from the start is refused before there is a run."""
 
 
 # --- kill -----------------------------------------------------------------------------------------------------------
@@ -200,7 +203,8 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
     more = ["placement={kind: colocated, gpus: 2, restarts: 0}"]
     if kind == "grader":
         (folder / "hanging.py").write_text(HANGING)
-        more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, timeout_s: 1}}")
+        (folder / "hanging.py.hangs").unlink(missing_ok=True)
+        more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, seconds: 1}}")
     words = recipe(folder, name, 200, *more)
     program = (
         "import sys; from lockstep.cluster import ray_workers as r; r.LEAST_SECONDS = float(sys.argv[1]); "
@@ -216,7 +220,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
         family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
     ports = listening(family)
     pids = [int(word) for word in text_of(run / "workers" / "pids.txt").split()[2::3]]
-    if len(pids) < 2 and kind != "grader":
+    if len(pids) < 2:
         driver.kill()
         return False, f"did not start: {text_of(folder / f'{name}.txt')[-300:]}"
     sent = time.time()
@@ -227,6 +231,8 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
             resource.prlimit(pids[number % 2], resource.RLIMIT_FSIZE, (WRITABLE, resource.RLIM_INFINITY))
         case "driver":
             driver.kill()
+        case "grader":
+            (folder / "hanging.py.hangs").touch()
     ended = wait_for(lambda: driver.poll() is not None, 120)
     took = time.time() - sent
     gone = wait_for(lambda: not alive(family), 20)
@@ -244,7 +250,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
     for one in alive(family):
         with suppress(psutil.Error):
             one.kill()
-    good = bool((started or kind == "grader") and ended and gone and closed and right)
+    good = bool(started and ended and gone and closed and right)
     return (
         good,
         f"exit code {code} after {took:.1f} s, stacks {stacks}, processes gone {gone}, {len(ports)} ports closed {closed}",

@@ -8,7 +8,7 @@ Each arm is a process of its own: full training and LoRA of rank 32 (whose up ma
 `numerics.exact` and without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as
 rows end, all numbers of rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass
 of an update, and a part of the replies with the engine's own scores; an update is made after each, so that later rollouts have
-other weights. Of the 7b shape full training keeps its moments in 8 bits.
+other weights. The 7b shape computes activations again, and its full training keeps moments in 8 bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def recipe_of(arm: str, shape: str) -> Any:
         {
             "numerics": {"exact": "exact" in arm},
             "adapter": {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} if lora else {"kind": "none"},
-            "update": {"tokens_per_microbatch": 14336},
+            "update": {"tokens_per_microbatch": 8192, "recompute": "full"}
+            if large
+            else {"tokens_per_microbatch": 14336},
             "optimizer": {"kind": "adamw", "lr": 1e-6, "states": "8bit" if large and not lora else "fp32"},
             "steps": 1000,
         }

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep import errors
 from lockstep.cluster.host import FAILED, Host
 from lockstep.cluster.messages import Failure, Lost, Place, Plain
 from lockstep.cluster.plain import from_plain, to_plain
+from lockstep.cluster.reaper import reaped
 from lockstep.errors import ConfigError, EngineError, LockstepError, WorkerError, WorkerLost
 
 LEAST_SECONDS = 120.0
@@ -87,8 +88,11 @@ class RayWorkers:
         self._pids: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._rendezvous = folder / f"rendezvous_{secrets.token_hex(8)}"
-        self._scratch = TemporaryDirectory(prefix="lockstep-ray-", ignore_cleanup_errors=True)
-        self._ray = _start_ray(size, self._scratch.name, gpu=gpu)
+        with ExitStack() as ends:
+            scratch = ends.enter_context(TemporaryDirectory(prefix="lockstep-ray-", ignore_cleanup_errors=True))
+            ends.enter_context(reaped(scratch))
+            self._ray = _start_ray(size, scratch, gpu=gpu)
+            self._ends = ends.pop_all()
         self._place = Place(0, self._trainers, str(folder), str(self._rendezvous), threads, samplers)
         self._actor = self._ray.remote(num_cpus=1, num_gpus=int(gpu), max_restarts=0, max_task_retries=0)(host)
         self._actors = [self._started(rank) for rank in range(size)]
@@ -173,7 +177,7 @@ class RayWorkers:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         self._pids = []
-        self._scratch.cleanup()
+        self._ends.close()
         self._rendezvous.unlink(missing_ok=True)
 
     # --- failures -------------------------------------------------------------------------------------------------
