@@ -42,6 +42,13 @@ def gpu_peak() -> tuple[int, int] | None:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that one block of a GPU can have; a CPU, which only interprets kernels, sets no limit."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def wait() -> None:
     """Wait until the GPU has done what it was given, if this process has used one."""
     if torch.cuda.is_initialized():

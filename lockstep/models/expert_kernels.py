@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.device import shared_memory
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
@@ -58,8 +59,7 @@ def product_tile(each: float) -> Tile:
 def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile:
     """Return the tile with as many stages as fit into shared memory, for `columns` of weights and numbers of this many bytes."""
     stage = (tile.rows + columns) * tile.depth * number
-    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return replace(tile, stages=max(1, min(tile.stages, 1 + room // stage)))
+    return replace(tile, stages=max(1, min(tile.stages, 1 + shared_memory(device) // stage)))
 
 
 @triton.jit
