@@ -204,7 +204,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
     if kind == "grader":
         (folder / "hanging.py").write_text(HANGING)
         (folder / "hanging.py.hangs").unlink(missing_ok=True)
-        more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, seconds: 1}}")
+        more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, seconds: 3}}")
     words = recipe(folder, name, 200, *more)
     program = (
         "import sys; from lockstep.cluster import ray_workers as r; r.LEAST_SECONDS = float(sys.argv[1]); "
@@ -242,7 +242,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
     right = {
         "stop": code == 75 and "has not answered" in log and stacks,
         "full": code not in (0, None) and "rank" in log and "cannot be written" in log and stacks,
-        "grader": code not in (0, None) and "could not be scored" in log,
+        "grader": code not in (0, None) and "the grader met its time limit" in log,
         "driver": code == -signal.SIGKILL,
     }[kind]
     if driver.poll() is None:
