@@ -242,7 +242,7 @@ def _peft_model(model: PreTrainedModel, adapter: Lora | OtherPeft, chosen: Chose
 
 
 _REJECTS = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError, Warning)
-"""What PEFT raises about options."""
+"""Errors and warnings with which PEFT rejects options."""
 
 
 @contextmanager
