@@ -8,7 +8,8 @@ Each arm is a process of its own: full training and LoRA of rank 32 (whose up ma
 `numerics.exact` and without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as
 rows end, all numbers of rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass
 of an update, and a part of the replies with the engine's own scores; an update is made after each, so that later rollouts have
-other weights. The 7b shape computes activations again, and its full training keeps moments in 8 bits.
+other weights. The 7b shape computes activations again, and its full training keeps moments in 8 bits. The arm vLLM samples with
+its own engine; its log-probabilities are compared with the learner's of the same weights.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from gpu_rollout import lengths_of, prompts_of
 from results_file import RESULTS, header, write_section
 
 WORKS = ("eight", "fixed", "lognormal")
-ARMS = ("full, exact", "full", "LoRA, exact", "LoRA")
+VLLM = "vLLM"
+ARMS = ("full, exact", "full", "LoRA, exact", "LoRA", VLLM)
 RESULT = RESULTS / "gpu_exact.txt"
-PACKAGES = ("torch", "triton", "transformers", "peft")
+PACKAGES = ("torch", "triton", "transformers", "peft", "vllm")
 RANK = 32
 SCORED = 64
 """Replies of a rollout that the engine scores, too."""
@@ -157,9 +159,44 @@ def together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """Sample with vLLM as gpu_rollout.py sets it up, and score the replies with a learner of the same weights."""
+    from gpu_rollout import vllm_engine, vllm_rollout
+    from random_model import random_model
+
+    from lockstep.config.schema import Recipe
+    from lockstep.learner.learner import TorchLearner
+    from lockstep.models.attention import NAME
+    from lockstep.models.fused_layers import fuse_layers
+
+    model = random_model(args.shape, "bfloat16", "cuda", NAME)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = vllm_engine(folder, "bfloat16", "v2", share=0.35)
+    result: dict[str, Any] = {"device": device_name(), "line": "", "works": {}}
+    done = []
+    for work in args.work:
+        vllm_rollout(engine, work, 0)
+        runs = [vllm_rollout(engine, work, number) for number in range(1, args.runs + 1)]
+        tokens = sum(len(ids) for _, ids, _ in runs[0][1])
+        result["works"][work] = {"seconds": [seconds for seconds, _ in runs], "tokens": tokens, "updates": []}
+        done += [reply for _, replies in runs[: args.rollouts] for reply in replies]
+    fuse_layers(model)
+    recipe = Recipe.model_validate({"steps": 1, "optimizer": {"kind": "adamw", "states": "8bit"}})
+    learner = TorchLearner(model, recipe)
+    gaps: list[float] = []
+    for start in range(0, len(done), 64):
+        part = done[start : start + 64]
+        for (prompt, _, logprobs), row in zip(part, learner.logprobs([(*p, *i) for p, i, _ in part]), strict=True):
+            gaps += [abs(a - b) for a, b in zip(logprobs, row[len(prompt) - 1 :], strict=True)]
+    return result | {"trained": summary(gaps), "scored": None}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.models import exact
 
+    if args.arm == VLLM:
+        return vllm(args)
     arm = Arm(args.arm, args.shape)
     result: dict[str, Any] = {"device": device_name(), "line": arm.exact, "test": arm.test_seconds, "works": {}}
     trained, scored = [], []
@@ -202,9 +239,9 @@ def table(results: dict[str, dict[str, Any]], works: Sequence[str]) -> list[str]
             continue
         found = [result["works"][work] for work in works]
         speeds = " | ".join(f"{w['tokens'] / statistics.median(w['seconds']):,.0f}" for w in found)
-        update = " / ".join(f"{min(w['updates']):.2f}" for w in found)
+        update = " / ".join(f"{min(w['updates']):.2f}" if w["updates"] else "–" for w in found)
         gaps = " | ".join(
-            f"{g['tokens']:,} tokens | {g['mean']:.2g}, {g['max']:.2g}, {g['differing']:,}"
+            f"{g['tokens']:,} tokens | {g['mean']:.2g}, {g['max']:.2g}, {g['differing']:,}" if g else "– | –"
             for g in (result["trained"], result["scored"])
         )
         lines.append(f"| {arm} | {speeds} | {update} | {gaps} |")
@@ -212,7 +249,11 @@ def table(results: dict[str, dict[str, Any]], works: Sequence[str]) -> list[str]
     for arm, result in results.items():
         if result.get("line"):
             several = result["replaced"]
-            lines.append(f"{arm}: {result['line']}; tested in {result['test']:.1f} s; {len(several)} products in order")
+            padded = sum("(as" in product for product in several)
+            lines.append(
+                f"{arm}: {result['line']}; tested in {result['test']:.1f} s; cuBLAS splits K of {len(several)} products, "
+                f"{padded} of which are padded"
+            )
     return lines
 
 

@@ -141,7 +141,7 @@ def profile(run: Callable[[str, int], Any]) -> None:
 
 
 # --- vLLM -----------------------------------------------------------------------------------------------------------
-def vllm(args: argparse.Namespace) -> dict[str, Any]:
+def vllm_engine(folder: str, dtype: str, variant: str, share: float) -> Any:
     """Its fastest known settings for short rollouts: no compilation, full decode graphs, the V2 runner, flat log-probs."""
     for name, value in {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -150,42 +150,60 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if args.variant == "v2" else {}),
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if variant == "v2" else {}),
     }.items():
         os.environ.setdefault(name, value)
-    start = time.perf_counter()
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    imported = time.perf_counter()
-    folder = os.environ["BENCH_MODEL"]
     settings: dict[str, Any] = {}
-    if args.variant != "default":
+    if variant != "default":
         settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    engine = LLM(
+    return LLM(
         model=folder,
         skip_tokenizer_init=True,
-        dtype=args.dtype,
+        dtype=dtype,
         max_model_len=2048,
         max_num_seqs=512,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=share,
         enable_prefix_caching=True,
         **settings,
     )
+
+
+def vllm_rollout(engine: Any, work: str, number: int) -> tuple[float, list[tuple[list[int], list[int], list[float]]]]:
+    """Return the seconds, and of each reply prompt, tokens and log-probabilities."""
+    from vllm import SamplingParams
+
+    prompts, params = [], []
+    for ids, row in zip(prompts_of(work, number), lengths_of(work), strict=True):
+        for n in row:
+            prompts.append({"prompt_token_ids": ids})
+            params.append(
+                SamplingParams(
+                    temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True
+                )
+            )
+    begin = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    replies = [(p["prompt_token_ids"], o.outputs[0]) for p, o in zip(prompts, outputs, strict=True)]
+    return seconds, [
+        (ids, list(found.token_ids), [found.logprobs.logprobs[i] for i in found.logprobs.start_indices])
+        for ids, found in replies
+    ]
+
+
+def vllm(args: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    import vllm  # noqa: F401
+
+    imported = time.perf_counter()
+    engine = vllm_engine(os.environ["BENCH_MODEL"], args.dtype, args.variant, share=0.5)
     started = time.perf_counter()
 
     def run(work: str, number: int) -> tuple[float, int, list[Any]]:
-        prompts, params = [], []
-        for ids, row in zip(prompts_of(work, number), lengths_of(work), strict=True):
-            for n in row:
-                prompts.append({"prompt_token_ids": ids})
-                params.append(
-                    SamplingParams(
-                        temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True
-                    )
-                )
-        begin = time.perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin, sum(len(o.outputs[0].token_ids) for o in outputs), []
+        seconds, replies = vllm_rollout(engine, work, number)
+        return seconds, sum(len(ids) for _, ids, _ in replies), []
 
     start_up = {"import": imported - start, "engine": started - imported}
     return measure(args, run) | {"start": start_up, "device": device_name(), "peak_gib": peak()}

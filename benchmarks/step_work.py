@@ -62,8 +62,8 @@ class Size:
         return self.prompts * self.samples
 
 
-def prompt_texts(count: int) -> list[str]:
-    draw = random.Random(1)
+def prompt_texts(count: int, seed: int = 1) -> list[str]:
+    draw = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz "
     return ["".join(draw.choices(letters, k=PROMPT_TOKENS)) for _ in range(count)]
 
@@ -90,7 +90,10 @@ class BenchmarkTask:
         ]
 
     def heldout(self, role: str, size: int) -> list[Any]:
-        return []
+        from lockstep.types import Prompt
+
+        texts = enumerate(prompt_texts(size, seed=2))
+        return [Prompt(f"h{i}", ({"role": "user", "content": text},), "", "b") for i, text in texts]
 
     def grade(self, prompt: Any, reply: str) -> Any:
         from lockstep.types import Grade

@@ -39,6 +39,11 @@ class Job:
     args: tuple[str, ...]
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """What the run is started with."""
+        return (self.args[0], *TO_THE_END, *self.args[1:])
+
+    @property
     def folder(self) -> Path:
         recipe = load(self.args)
         return Path(recipe.runs_dir) / recipe.name
@@ -135,7 +140,7 @@ def _run(job: Job, threads: int) -> None:
     if _finished(folder):
         print(f"{folder.name}: finished before", file=sys.stderr, flush=True)
         return
-    args = ["--resume", str(folder)] if folder.exists() else [job.args[0], *TO_THE_END, *job.args[1:]]
+    args = ["--resume", str(folder)] if folder.exists() else job.words
     started = time.perf_counter()
     print(f"{folder.name}: {'resuming' if folder.exists() else 'starting'}", file=sys.stderr, flush=True)
     done = subprocess.run(
@@ -158,9 +163,9 @@ def _finished(folder: Path) -> bool:
 def _check_same(job: Job) -> None:
     """A run that is there must be of this very recipe, or the table would mix two."""
     recipe = job.folder / "recipe.yaml"
-    if recipe.exists() and load([str(recipe)]) != load(job.args):
+    if recipe.exists() and load([str(recipe)]) != load(job.words):
         raise SystemExit(
-            f"{job.folder} is of another recipe; delete it, or choose another --runs-dir\n{dump(load(job.args))}"
+            f"{job.folder} is of another recipe; delete it, or choose another --runs-dir\n{dump(load(job.words))}"
         )
 
 
