@@ -34,8 +34,8 @@ COLUMNS = 8192
 """Outputs that a test computes at once."""
 PADDED, PADDED_STEP = 512, 32
 """Rows up to which few rows may be padded for cuBLAS, and of which the padded number is a multiple."""
-TIMED = 10
-"""Products that are timed to choose between two kernels."""
+TIMED, QUEUED = 10, 2_000_000
+"""Products that are timed to choose between two kernels, and cycles of the device in which they are launched."""
 
 
 @dataclass(slots=True)
@@ -256,6 +256,7 @@ def _seconds(run: Callable[[], object]) -> float:
     """Time a kernel on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
+    torch.cuda._sleep(QUEUED)  # until all have been launched
     begin.record()
     for _ in range(TIMED):
         run()
