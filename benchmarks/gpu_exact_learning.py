@@ -42,6 +42,7 @@ SHARED = (
     "eval.modes=[{name: greedy}]",
     "save.every=1000",
     "health.ranges={}",
+    "allow=[busy_gpu]",
 )
 ARMS = {
     "exact": ("numerics.exact=true",),

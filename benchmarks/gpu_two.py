@@ -10,9 +10,9 @@ one update a step; `double` has 128 prompts, `lognormal` replies of log-normal l
 layers; `sft` is gpu_sft.py's. All arms have the same micro-batches. `trl` is TRL as gpu_step.py tunes it, on both GPUs.
 `equal` updates the same weights with the same saved rollouts on one GPU, on one again, and on two; `exchange` times what goes
 over the link: a micro-batch's gradients to their owners, and new weights to all. Each arm is a process of its own.
-`runs` makes whole runs with `numerics.exact` of the Qwen2.5-0.5B shape, in full and with LoRA, on one GPU, on two, and with one
-that trains and one that samples, and compares all weights, optimizer states, samples and metrics bit by bit; `eval` scores the
-checkpoint of such a run on one GPU and on two.
+`runs` makes whole runs with `numerics.exact` of a small shape (40 million parameters) on one GPU, on two, and with one that
+trains and one that samples, and compares all weights, optimizer states, samples and metrics bit by bit; `runs-lora` does so with
+adapters; `eval` scores the checkpoint of such a run on one GPU and on two.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ PLACES = {
     "split 1 + 1": "placement={kind: split, train: 1, rollout: 1, restarts: 0}",
 }
 TRL = "TRL tuned"
-PARTS = ("full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "eval")
+PARTS = ("full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval")
 PHASES = ("generate", "train", "sync", "grade")
 
 
@@ -247,28 +248,29 @@ def saved_rollouts(args: argparse.Namespace) -> Any:
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
 RUN_STEPS = 4
-KINDS = {"in full": "adapter={kind: none}", "with LoRA": "adapter={kind: lora, rank: 16}"}
+KINDS = {"runs": "adapter={kind: none}", "runs-lora": "adapter={kind: lora, rank: 16}"}
 
 
-def runs(args: argparse.Namespace, folder: Path) -> list[str]:
+def runs(args: argparse.Namespace, folder: Path, kind: str) -> list[str]:
     """Make the same run in each placement; say what differs in its weights, optimizer, samples and metrics."""
     from resume_kill9 import differences, read
 
-    lines = ["Whole runs, against one GPU, bit by bit:", ""]
-    for kind, adapter in KINDS.items():
-        first = None
-        for place, placement in PLACES.items():
-            path = folder / "runs" / f"{kind} {place}".replace(" ", "_").replace("+", "and")
-            begin = time.perf_counter()
-            if failed := lockstep("train", *run_words(args, path), adapter, placement):
-                lines.append(f"{kind}, {place}: failed: {failed}")
-                continue
-            seconds, found = time.perf_counter() - begin, read(path, RUN_STEPS)
-            gap = max(row.metrics.get("mismatch/max_abs_dlogp", 0.0) for row in found.rows.values())
-            first = first or found
-            differ = differences(first, found)
-            said = f"{len(differ)} differences: {'; '.join(differ[:4])}" if differ else "equal"
-            lines.append(f"{kind}, {place}: {said}; largest |sampled - trained| {gap:.3g}; {seconds:.0f} s in all")
+    lines = [f"Whole runs, {KINDS[kind]}, against one GPU, bit by bit:", ""]
+    first = None
+    for place, placement in PLACES.items():
+        path = folder / "runs" / f"{kind} {place}".replace(" ", "_").replace("+", "and")
+        begin = time.perf_counter()
+        if failed := lockstep("train", *run_words(args, path), KINDS[kind], placement):
+            lines.append(f"{place}: failed: {failed}")
+            print(lines[-1], flush=True)
+            continue
+        seconds, found = time.perf_counter() - begin, read(path, RUN_STEPS)
+        gap = max(row.metrics.get("mismatch/max_abs_dlogp", 0.0) for row in found.rows.values())
+        first = first or found
+        differ = differences(first, found)
+        said = f"{len(differ)} differences: {'; '.join(differ[:4])}" if differ else "equal"
+        lines.append(f"{place}: {said}; largest |sampled - trained| {gap:.3g}; {seconds:.0f} s in all")
+        print(lines[-1], flush=True)
     return lines
 
 
@@ -277,7 +279,7 @@ def evaluations(args: argparse.Namespace, folder: Path) -> list[str]:
     from lockstep.evaluation.records import read_score
 
     path = folder / "runs" / "scored"
-    words = [*run_words(args, path), KINDS["with LoRA"], PLACES["one GPU"]]
+    words = [*run_words(args, path), KINDS["runs-lora"], PLACES["one GPU"]]
     if failed := lockstep("train", *words):
         return [f"the run to be scored failed: {failed}"]
     lines, replies = ["An evaluation alone, 512 questions:", ""], []
@@ -306,7 +308,7 @@ def evaluations(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def run_words(args: argparse.Namespace, path: Path) -> list[str]:
     """The settings of a short run that saves everything."""
-    model = path.parent / ("tiny" if args.tiny else "0.5b")
+    model = path.parent / ("tiny" if args.tiny else "40m")
     if not model.exists():
         trl_arms.write_model(model, model.name, cpu=args.tiny)
     tokens, group = (6, 4) if args.tiny else (64, 8)
@@ -325,7 +327,7 @@ def run_words(args: argparse.Namespace, path: Path) -> list[str]:
         "sync.probe_every=1",
         "eval.enabled=false",
         "save.every=1000",
-        "allow=[disk]",
+        "allow=[disk, busy_gpu]",
         "threads=1",
         *(["device=cpu"] if args.tiny else []),
     ]
@@ -439,14 +441,14 @@ def main() -> None:
                 results = {place: step(part, place, args, Path(folder)) for place in places}
                 lines = step_lines(part, results, args)
             else:
-                found = {
+                found: dict[str, Any] = {
                     "trl": trl,
                     "sft": sft,
                     "equal": equal,
                     "exchange": exchange,
-                    "runs": runs,
                     "eval": evaluations,
                 }
+                found |= {kind: partial(runs, kind=kind) for kind in KINDS}
                 lines = found[part](args, Path(folder))
             print("\n".join([*lines, ""]), flush=True)
             if args.write:

@@ -13,6 +13,7 @@ from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 1024},
+    "40m": {"hidden": 512, "inner": 1408, "layers": 8, "heads": 8, "kv": 2, "vocab": 32000},
     "0.5b": {"hidden": 896, "inner": 4864, "layers": 24, "heads": 14, "kv": 2, "vocab": 151936},
     "1.5b": {"hidden": 1536, "inner": 8960, "layers": 28, "heads": 12, "kv": 2, "vocab": 151936},
     "7b": {"hidden": 3584, "inner": 18944, "layers": 28, "heads": 28, "kv": 4, "vocab": 152064},

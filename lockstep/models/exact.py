@@ -3,8 +3,7 @@
 While it is on, every sum behind a token's log-probability has one fixed order, whatever else is in the batch: matrix
 multiplications add over K from first to last, attention over keys block by block, norms row by row, the head over fixed parts
 of the vocabulary. cuBLAS keeps that order wherever it does not split K. That is tested, not assumed: the first product of each
-shape is compared with the ordered kernel's, bit by bit. Where they differ, the kernel takes its place, or cuBLAS with so many
-more rows that it does not split K: whichever is faster. No row depends on the others.
+shape is compared with the ordered kernel's, bit by bit, and where they differ the kernel takes its place.
 
 Legend: M rows, N outputs, K inputs.
 """
@@ -32,10 +31,6 @@ OUTPUTS, MOST_TRIALS = 2**14, 64
 """Fewest outputs that a test compares, and most trials: another order changes about one rounded output in a hundred."""
 COLUMNS = 8192
 """Outputs that a test computes at once."""
-PADDED, PADDED_STEP = 512, 32
-"""Rows up to which few rows may be padded for cuBLAS, and of which the padded number is a multiple."""
-TIMED, QUEUED = 10, 2_000_000
-"""Products that are timed to choose between two kernels, and cycles of the device in which they are launched."""
 
 
 @dataclass(slots=True)
@@ -45,8 +40,6 @@ class _State:
     repeatable: bool = False
     verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     """By shape: cuBLAS keeps the order."""
-    padded: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """By shape for which cuBLAS splits K: rows with which it is called instead; 0 for the ordered kernel."""
 
 
 _state = _State()
@@ -97,22 +90,14 @@ def repeated() -> Iterator[None]:
 
 
 def replaced_products() -> tuple[str, ...]:
-    """Return the products for which cuBLAS splits K. Example: "8 x 1536 x 8960", or "64 (as 288) x 1536 x 8960" where cuBLAS is
-    called with more rows; the others run on the ordered kernel.
-    """
-    found = []
-    for key in sorted(key for key, ordered in _state.verdicts.items() if not ordered):
-        rows = _state.padded.get(key, 0)
-        found.append(f"{key[1]}{f' (as {rows})' if rows else ''} x {key[2]} x {key[3]}")
-    return tuple(found)
+    """Return the products that run on the ordered kernel because cuBLAS splits K. Example: "8 x 1536 x 8960"."""
+    return tuple(f"{key[1]} x {key[2]} x {key[3]}" for key, ordered in sorted(_state.verdicts.items()) if not ordered)
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Compute torch.nn.functional.linear in order; differentiable."""
     if _cublas_serves("linear", x_MK, weight_NK, bias_N):
         return nn.functional.linear(x_MK, weight_NK, bias_N)
-    if not torch.is_grad_enabled() and (rows := _padded_rows(x_MK, weight_NK, bias_N)):
-        return nn.functional.linear(with_rows(x_MK, rows), weight_NK, bias_N)[: x_MK.shape[0]]
     function: Any = _Ordered
     result: Tensor = function.apply(x_MK, weight_NK, bias_N)
     return result
@@ -211,69 +196,14 @@ def _cublas_serves(
     rows = x_MK.shape[0]
     if rows > SMALL and rows % STREAM_MULTIPLE:
         return False
-    key = _key(form, x_MK, weight_NK, bias_N, out_MN)
+    strides = x_MK.stride(0), weight_NK.stride(0), 0 if out_MN is None else out_MN.stride(0)
+    aligned = tuple(t.data_ptr() % 16 == 0 for t in (x_MK, weight_NK, x_MK if out_MN is None else out_MN))
+    key = (form, rows, *weight_NK.shape, *strides, *aligned, bias_N is not None)
     if key not in _state.verdicts:
         if torch.cuda.is_current_stream_capturing():
             return False
         _state.verdicts[key] = _tested(form, x_MK, weight_NK, bias_N, out_MN)
     return _state.verdicts[key]
-
-
-def _key(
-    form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None = None
-) -> tuple[Any, ...]:
-    strides = x_MK.stride(0), weight_NK.stride(0), 0 if out_MN is None else out_MN.stride(0)
-    aligned = tuple(t.data_ptr() % 16 == 0 for t in (x_MK, weight_NK, x_MK if out_MN is None else out_MN))
-    return (form, x_MK.shape[0], *weight_NK.shape, *strides, *aligned, bias_N is not None)
-
-
-def _padded_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> int:
-    """Return the rows with which cuBLAS keeps the order and is faster than the ordered kernel with those of `x_MK`; 0 if there
-    are none. Which of the two is taken changes no bit.
-    """
-    if x_MK.shape[0] >= PADDED or not x_MK.is_cuda:
-        return 0
-    key = _key("linear", x_MK, weight_NK, bias_N)
-    if key not in _state.padded:
-        if torch.cuda.is_current_stream_capturing():
-            return 0
-        _state.padded[key] = _faster_rows(x_MK, weight_NK, bias_N)
-    return _state.padded[key]
-
-
-def _faster_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> int:
-    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-    ordered = _seconds(lambda: _ordered(x_MK, weight_NK, bias_N, 1.0, out_MN))
-    for rows in range(x_MK.shape[0] // PADDED_STEP * PADDED_STEP + PADDED_STEP, PADDED + 1, PADDED_STEP):
-        wide_MK = with_rows(x_MK, rows)
-        if _cublas_serves("linear", wide_MK, weight_NK, bias_N):
-            cublas = _seconds(lambda wide=wide_MK: nn.functional.linear(wide, weight_NK, bias_N))  # type: ignore[misc]
-            return rows if cublas < ordered else 0
-    return 0
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Time a kernel on the device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run()
-    torch.cuda._sleep(QUEUED)  # until all have been launched
-    begin.record()
-    for _ in range(TIMED):
-        run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / TIMED
-
-
-def with_rows(x_MK: Tensor, rows: int) -> Tensor:
-    """Return `x_MK` with more rows, whose numbers do not matter: those after it in memory, or a copy if its memory ends."""
-    stride = x_MK.stride(0)
-    end = x_MK.storage_offset() + (rows - 1) * stride + x_MK.shape[1]
-    if end * x_MK.element_size() <= x_MK.untyped_storage().nbytes():
-        return x_MK.as_strided((rows, x_MK.shape[1]), x_MK.stride())
-    wide_MK = x_MK.new_empty(rows, x_MK.shape[1])
-    wide_MK[: x_MK.shape[0]] = x_MK
-    return wide_MK
 
 
 @torch.no_grad()

@@ -323,11 +323,8 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def with_room(like_BX: Tensor, size: int, room: int) -> Tensor:
-    """Return uninitialised rows of `size`, as many as `like_BX` has, with `room` free columns after each; for exactness with
-    free rows after them, so that a product can be padded where they are.
-    """
-    count = like_BX.shape[0]
-    return like_BX.new_empty(max(count, exact.PADDED) if exact.enabled() else count, size + room)[:count, :size]
+    """Return uninitialised rows of `size`, as many as `like_BX` has, with `room` free columns after each."""
+    return like_BX.new_empty(like_BX.shape[0], size + room)[:, :size]
 
 
 def _power(number: int) -> int:
