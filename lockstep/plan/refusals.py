@@ -182,31 +182,34 @@ def _extreme(recipe: Recipe) -> None:
     """Raise ConfigError for values under which the run would learn nothing, whatever its task."""
     found: list[tuple[str, str]] = []
     decay, rate = recipe.optimizer.weight_decay, recipe.lr
+    step = "in each optimizer step"
     if rate > LARGEST_RATE and recipe.optimizer.kind != "python":
-        what = f"optimizer.lr={rate:g} moves every weight by as much in each optimizer step; weights are far below 1"
-        found.append((what, "optimizer.lr to 1e-6 for full training, to 2e-5 for adapters, or leave it out"))
+        usual = "optimizer.lr to 1e-6 for full training, to 2e-5 for adapters, or leave it out"
+        found.append((f"optimizer.lr={rate:g} moves every weight by as much {step}; weights are far below 1", usual))
     if decay * rate > LARGEST_DECAY:
-        what = (
-            f"optimizer.weight_decay={decay:g} times a learning rate of {rate:g} takes {min(1.0, decay * rate):.0%} of"
-        )
-        found.append(
-            (
-                f"{what} every matrix in each optimizer step",
-                f"optimizer.weight_decay to {LARGEST_DECAY / rate:.2g} or less",
-            )
-        )
+        taken = f"{min(1.0, decay * rate):.0%} of every matrix {step}"
+        most = f"{0.95 * LARGEST_DECAY / rate:.2g}"  # rounded, it must still be allowed
+        what = f"optimizer.weight_decay={decay:g} times a learning rate of {rate:g} takes {taken}"
+        found.append((what, f"optimizer.weight_decay to {most} or less"))
     if recipe.loop == "rl":
-        coef, warmth, (low, high) = recipe.algorithm.kl.coef, recipe.rollout.temperature, TEMPERATURES
-        if coef > LARGEST_KL:
-            what = f"algorithm.kl.coef={coef:g} outweighs every reward: the policy is held where it began"
-            found.append((what, f"algorithm.kl.coef to {LARGEST_KL:g} or less; 0.001 to 0.1 is usual"))
-        if not low <= warmth <= high:
-            why = "the replies to a prompt are nearly the same" if warmth < low else "replies are noise"
-            found.append(
-                (f"rollout.temperature={warmth:g}: {why}", f"rollout.temperature to {low:g} to {high:g}; 1 is usual")
-            )
+        found += _extreme_rl(recipe)
     if found:
         raise ConfigError([what for what, _ in found], fix="set " + "; set ".join(fix for _, fix in found))
+
+
+def _extreme_rl(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with values of reinforcement learning alone, and what to set."""
+    coef, warmth, critic = recipe.algorithm.kl.coef, recipe.rollout.temperature, recipe.algorithm.critic
+    if coef > LARGEST_KL:
+        what = f"algorithm.kl.coef={coef:g} outweighs every reward: the policy stays where it began"
+        yield what, f"algorithm.kl.coef to {LARGEST_KL:g} or less; 0.001 to 0.1 is usual"
+    if critic is not None and critic.lr > LARGEST_RATE:
+        what = f"algorithm.critic.lr={critic.lr:g} moves every weight of the critic by as much in each optimizer step"
+        yield what, "algorithm.critic.lr to 1e-5, or leave it out"
+    low, high = TEMPERATURES
+    if not low <= warmth <= high:
+        why = "the replies to a prompt are nearly the same" if warmth < low else "replies are noise"
+        yield f"rollout.temperature={warmth:g}: {why}", f"rollout.temperature to {low:g} to {high:g}; 1 is usual"
 
 
 def _best_metric(recipe: Recipe) -> None:

@@ -46,7 +46,7 @@ class Holder:
             return None
         try:
             found = psutil.Process(self.pid)
-            if found.status() == psutil.STATUS_ZOMBIE:  # it has ended, and nobody has waited for it
+            if found.status() == psutil.STATUS_ZOMBIE:  # it has ended; its parent did not wait for it
                 return False
             return abs(float(found.create_time()) - self.started) <= SAME_START_S
         except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two for what is no process's number

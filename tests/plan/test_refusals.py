@@ -85,6 +85,7 @@ MORE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("numerics.rollout=mxfp4-w4a16", "numerics.exclude=[foo]"), "numerics", "'foo' names no linear layer"),
     ({}, ("numerics.train=nvfp4-w4a4", "numerics.exclude=[foo]"), "numerics", "'foo' names no linear layer"),
     ({}, ("rollout.max_tokens=4096",), "context", "in the model's context of 4096"),
+    ({}, ("algorithm.kind=ppo", "algorithm.critic.lr=9"), "extreme", "algorithm.critic.lr=9 moves every weight of the"),
     ({}, ("optimizer.lr=1e300",), "extreme", "optimizer.lr=1e+300 moves every weight"),
     ({}, ("rollout.temperature=9", "algorithm.kl.coef=11"), "extreme", "rollout.temperature=9: replies are noise"),
     ({"max_position_embeddings": 16}, ("rollout.max_tokens=16",), "context", "in the model's context of 16"),
@@ -179,6 +180,12 @@ def test_200_steps_that_were_25(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert refusals(load([*args, "steps=25"])) == []
 
 
+@pytest.mark.parametrize("size", ["-5", "nan", "0", "inf"])
+def test_a_gpu_has_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipes/smoke.yaml", f"--gpu-gib={size}"]) == 2
+    assert "must be a number above 0" in capsys.readouterr().err
+
+
 def test_experts_that_vllm_cannot_take_are_refused_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
     model = changed(tmp_path, tiny_model_dir, MOE)
     found = refusals(load(words(tmp_path, model, *VLLM)))
@@ -253,7 +260,7 @@ def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_di
 
 @pytest.mark.parametrize("settings", [("steps=200", "optimizer.warmup_ratio=0.4"), ("steps=30", "optimizer.warmup_ratio=0.7"),
                                       ("steps=200", "optimizer.warmup_steps=80"), ("algorithm.kl.coef=99",),
-                                      ("optimizer.weight_decay=1000", "optimizer.lr=0.0005")])  # fmt: skip
+                                      ("optimizer.weight_decay=1000", "optimizer.lr=0.0006")])  # fmt: skip
 def test_a_fix_that_is_pasted_ends_the_refusal(settings: tuple[str, ...]) -> None:
     (refused,) = refusals(load([*settings, "model.path=/nowhere"]))
     name, value = re.search(r"set ([\w.]+) to ([\w.-]+)", refused.fix).groups()  # type: ignore[union-attr]
