@@ -97,16 +97,20 @@ BAD: tuple[Case, ...] = (
     Case("engine half a nat off", (), ("mismatch",), ("template", "dtype"), lying_engine),
     Case("clip range of 0", ("algorithm.loss={kind: clip, clip_low: 0.0, clip_high: 0.0}", *SEVERAL, "optimizer.lr=0.01"), ("clip_share", "clip_high", "clip_low"), ("optimizer.lr", "clip")),
     Case("a far too large rate in two updates", (*SEVERAL, "optimizer.lr=0.2"), ("leap", "ratio_tail", "clip_share"), ("optimizer.lr",)),
+    Case("every reply to a prompt is the same", (), ("flat_start", "zero_variance", "reward_flat"), ("temperature",), same_seeds),
+    Case("weight decay of 1000", ("optimizer.weight_decay=1000", "optimizer.lr=0.0005"), ("extreme",), ("weight_decay",)),
+    Case("KL coefficient of 1000", ("algorithm.kl.coef=1000",), ("extreme",), ("algorithm.kl",)),
+    Case("temperature of 0.02", ("rollout.temperature=0.02",), ("extreme",), ("temperature",)),
 )  # fmt: skip
 UNSEEN: tuple[Case, ...] = (
-    Case("every reply to a prompt is the same", (), ("flat_start", "zero_variance", "reward_flat"), ("seed", "temperature"), same_seeds),
     Case("grader that looks at the question alone", (grader("question_alone"),), ("flat_start", "zero_variance", "rewards garbage"), ("look at the reply", "look at the answer")),
     Case("a reward of 1e30 at times", (grader("astronomical"), "prompts_per_step=8", "algorithm.advantage.divide_by_std=false"), ("cause: advantage", "clipping"), ("most by row", "grader")),
     Case("noise on the weights", (), ("leap", "entropy_explosion", "mismatch"), ("lower optimizer.lr", "checkpoint"), noisy_weights),
-    Case("weight decay of 1000", ("optimizer.weight_decay=1000", "optimizer.lr=0.0005"), ("leap", "entropy_explosion", "entropy_collapse"), ("weight_decay", "lower optimizer.lr")),
-    Case("KL coefficient of 1000", ("algorithm.kl.coef=1000",), ("kl_reference", "clipping", "spike", "unmoved"), ("algorithm.kl", "optimizer.max_grad_norm")),
-    Case("temperature of 0.02", ("rollout.temperature=0.02",), ("flat_start", "zero_variance", "entropy_collapse", "ratio_tail", "mismatch"), ("temperature",)),
     Case("clip norm of 1e-6", ("optimizer.max_grad_norm=1e-6",), ("clipping", "unmoved"), ("max_grad_norm",)),
+    Case("adapters scaled by 100,000", ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=100000", "optimizer.lr=0.01"), ("leap", "entropy_explosion", "entropy_collapse", "mismatch"), ("adapter.alpha", "lower optimizer.lr")),
+    Case("entropy bonus of 100", ("algorithm.entropy_coef=100",), ("entropy_explosion", "clipping", "leap", "spike"), ("entropy_coef",)),
+    Case("replies of one token", ("rollout={max_tokens: 1, stop: []}",), ("truncation",), ("rollout.max_tokens",)),
+    Case("overlong penalty of 1000", ("algorithm.overlong={buffer: 23, penalty: 1000}",), ("reward_hacking", "length_collapse", "spike"), ("overlong", "penalty")),
 )  # fmt: skip
 """Written before anyone knew what the rules say of them; no rule was changed for them."""
 

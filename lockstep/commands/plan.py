@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
@@ -35,7 +36,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--time", action="store_true", help="measure a step on this machine; loads the model, takes seconds"
     )
-    parser.add_argument("--gpu-gib", type=float, help="plan the memory of a GPU of this size, which need not be here")
+    parser.add_argument("--gpu-gib", type=_size, help="plan the memory of a GPU of this size, which need not be here")
+
+
+def _size(text: str) -> float:
+    """Return a size above 0, for argparse."""
+    size = float(text)
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return size
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:

@@ -105,7 +105,9 @@ def _format(recipe: Recipe, args: argparse.Namespace) -> Check:
     from lockstep.doctor.check import Check
     from lockstep.evaluation.probes import format_lines, probe_format
 
-    score = _score(recipe, "id_probe", args.items, format_mode())
+    held = _there(recipe, "id_probe", args.items)
+    role = "id_probe" if held else "train"  # before a run these are as good: the model was trained on neither
+    score = _score(recipe, role, held or _there(recipe, "train", args.items), format_mode())
     if not any(one.boxed is not None or one.method or one.extracted is not None for one in score.results):
         return Check("format", "ok", "the grader does not say what it read: no format to measure")
     probe = probe_format(score.results)
@@ -123,7 +125,8 @@ def _headroom(recipe: Recipe, args: argparse.Namespace) -> Check:
 
     samples = max(HEADROOM_SAMPLES, recipe.samples_per_prompt)
     mode = EvalMode(name="headroom", temperature=recipe.rollout.temperature, samples=samples)
-    probe = probe_headroom(_score(recipe, "train", args.headroom_items, mode).results, samples)
+    items = _there(recipe, "train", args.headroom_items)
+    probe = probe_headroom(_score(recipe, "train", items, mode).results, samples)
     advice = headroom_lines(probe, recipe.samples_per_prompt)[-1].removeprefix("advice: ")
     shares = dict(probe.mixed)
     share = shares.get(recipe.samples_per_prompt, shares[samples])
@@ -171,6 +174,26 @@ def _shortened(recipe: Recipe, steps: int, folder: str) -> Recipe:
     if noise is not None:
         tree["noise"]["stages"] = min(noise.stages, steps)
     return load_mapping(tree, where=f"{steps} steps of {recipe.name}")
+
+
+def _there(recipe: Recipe, role: str, most: int) -> int:
+    """Return how many questions of a role the task has, at most `most`; a task tells by refusing to give more."""
+    from lockstep.errors import TaskError
+    from lockstep.tasks.build import build_task
+
+    task = build_task(recipe.task, recipe.seed)
+
+    def gives(count: int) -> bool:
+        try:
+            return len(task.batch(0, count) if role == "train" else task.heldout(role, count)) == count
+        except TaskError:
+            return False
+
+    low, high, count = 0, most, most
+    while low < high:
+        low, high = (count, high) if gives(count) else (low, count - 1)
+        count = (low + high + 1) // 2
+    return low
 
 
 def _score(recipe: Recipe, role: str, items: int, mode: EvalMode) -> Score:

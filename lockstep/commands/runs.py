@@ -56,9 +56,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action. Raises RunDirectoryError for a run that is not there."""
+    from lockstep.track.listing import list_runs
+
     match args.runs_action:
         case None | "list":
-            print("\n".join(listing(chosen(args), args.dir)))
+            found = chosen(args)
+            print("\n".join([*listing(found, args.dir), *([] if found else _unset(list_runs(args.dir), args.filter))]))
         case "best":
             print("\n".join(best(chosen(args), args.dir)))
         case "gc":
@@ -84,8 +87,23 @@ def matches(one: Listed, text: str) -> bool:
     """Return whether a run has the text in its name, state or tags, or the value in its setting (a.b=value)."""
     path, equals, wanted = text.partition("=")
     if equals:
-        return setting(one.recipe, path) == wanted
+        return _same(setting(one.recipe, path), wanted)
     return any(text in word for word in (one.path.name, one.state, *one.tags))
+
+
+def _same(found: str | None, wanted: str) -> bool:
+    """Return whether two values are the same text or number: 1e-3 is 0.001."""
+    try:
+        return found is not None and float(found) == float(wanted)
+    except ValueError:
+        return found == wanted
+
+
+def _unset(every: Sequence[Listed], texts: Sequence[str]) -> list[str]:
+    """Return a line for each filter whose setting no run has."""
+    paths = [text.partition("=")[0] for text in texts if "=" in text]
+    unknown = [path for path in paths if all(setting(one.recipe, path) is None for one in every)]
+    return [f"  no run has a setting {path}; names, states and tags are given alone, without =" for path in unknown]
 
 
 def setting(recipe: Mapping[str, Any], path: str) -> str | None:

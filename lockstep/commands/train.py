@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
 
 
+def _instead(argument: str, resumed: Path) -> str:
+    """Return what to write in place of a setting that a resumed run does not take."""
+    if re.fullmatch(r"steps=\d+", argument):
+        return f"for a longer run write --{argument.replace('=', ' ')}"
+    return f"leave the argument out; or train the last weights further in a new run: warm_start={resumed} name=NAME"
+
+
 def run(args: argparse.Namespace) -> int:
     """Train. Raises LockstepError: 2 for a wrong recipe, 3 if the run stopped itself, 75 if it was interrupted and saved."""
     if args.resume is not None:
@@ -60,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                     f"{others[0]}: a resumed run keeps its own recipe; only settings of health, track and placement, "
                     "and optimizer.offload, may change"
                 ],
-                fix=f"leave the argument out; or train the last weights further in a new run: warm_start={args.resume} name=NAME",
+                fix=_instead(others[0], args.resume),
             )
         if args.steps is None and (done := finished(args.resume)):
             print(done)

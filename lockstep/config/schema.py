@@ -174,7 +174,7 @@ class Sync(Section):
 
 
 Allowable: TypeAlias = Literal[
-    "slow_warmup", "long_warmup", "short_horizon", "memory", "disk", "best_metric", "busy_gpu"
+    "slow_warmup", "long_warmup", "short_horizon", "memory", "disk", "best_metric", "extreme", "busy_gpu"
 ]
 """Refusals that are forecasts: a run may be started in spite of them."""
 

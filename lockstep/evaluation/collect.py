@@ -59,7 +59,7 @@ def records_of(name: str) -> list[Record]:
     if not found:
         at = "" if step is None else f" of step {step}"
         raise EvaluationError(
-            f"there are no scores{at}",
+            f"there are no scores{at}" if path.exists() else "there is no such file or folder",
             where=str(path),
             fix="give a score file, a run that was evaluated, or a folder of score files",
         )

@@ -296,9 +296,8 @@ def rate_lines(recipe: Recipe) -> list[str]:
     lines = [f"learning rate {recipe.lr:g}: {_reason(recipe)}; {shape} over {total} optimizer steps, {warm}"]
     usual = default_rate(recipe.loop, adapter=recipe.adapter.kind != "none")
     if recipe.lr >= _FAR * usual and settings.kind != "python":
-        lines.append(
-            f"warning: optimizer.lr is {recipe.lr / usual:,.0f} times the default ({usual:.0e}); is that what is meant?"
-        )
+        times = f"{recipe.lr / usual:,.0f}" if recipe.lr < 1e9 * usual else f"{recipe.lr / usual:.0e}"
+        lines.append(f"warning: optimizer.lr is {times} times the default ({usual:.0e}); is that what is meant?")
     if recipe.optimizer.lr is not None and recipe.lr <= usual / _LOW and settings.kind != "python":
         kind = "adapters" if recipe.adapter.kind != "none" else "full training"
         lines.append(

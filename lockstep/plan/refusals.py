@@ -1,11 +1,12 @@
 """Refusals: reasons why a run of a recipe could not work, each with a name, a sentence and a fix.
 
 `lockstep plan`, `doctor` and `train` all make these checks, before any weights are read. The setting `allow` lets forecasts
-(schedule, memory, disk) through. The model is built on the meta device, which takes a second and no memory.
+(schedule, extreme values, memory, disk) through. The model is built on the meta device, which takes a second and no memory.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,6 +38,14 @@ WARM_BY, WARM_SHARE = 20, 0.3
 """By this step, counted from the policy's first, the rate must have been at this share of its peak."""
 LONGEST_WARMUP = 0.5
 """Share of the optimizer steps that a warm-up may take."""
+LARGEST_RATE = 1.0
+"""Learning rate of AdamW and Muon; a step changes each weight by about this much."""
+LARGEST_DECAY = 0.01
+"""Share of each matrix that weight decay may take away in one optimizer step."""
+LARGEST_KL = 10.0
+"""Coefficient of the KL penalty above which the reference is all that the loss asks for."""
+TEMPERATURES = (0.1, 5.0)
+"""Below, the replies to a prompt are nearly the same; above, they are noise."""
 BETTER = {
     "rl": (
         "reward/mean",
@@ -77,6 +86,7 @@ def refusals(recipe: Recipe, gpu_gib: float | None = None) -> list[Refusal]:
         ("long_warmup", lambda: _long_warmup(recipe)),
         ("short_horizon", lambda: short_horizon(recipe)),
         ("best_metric", lambda: _best_metric(recipe)),
+        ("extreme", lambda: _extreme(recipe)),
     ]
     folder, trust = config_folder(recipe.model), recipe.model.trust_remote_code
     if folder is not None:
@@ -144,7 +154,7 @@ def _slow_warmup(recipe: Recipe) -> None:
                 f"{warmup} warm-up updates (the run has {total}); below {WARM_SHARE:.0%} the first steps do not show whether "
                 "anything is learnt"
             ],
-            fix=f"set optimizer.warmup_steps to {int(seen / WARM_SHARE)} or less; it counts optimizer steps",
+            fix=_shorter(recipe, int(seen / WARM_SHARE)),
         )
 
 
@@ -156,8 +166,50 @@ def _long_warmup(recipe: Recipe) -> None:
             [
                 f"the warm-up takes {warmup} of the run's {total} optimizer steps, which is more than {LONGEST_WARMUP:.0%}"
             ],
-            fix=f"set optimizer.warmup_steps to {int(LONGEST_WARMUP * total)} or less, or raise steps",
+            fix=f"{_shorter(recipe, int(LONGEST_WARMUP * total))}, or raise steps",
         )
+
+
+def _shorter(recipe: Recipe, most: int) -> str:
+    """Return how to have a warm-up of at most `most` optimizer steps, in the setting that the recipe uses."""
+    if not recipe.optimizer.warmup_ratio:
+        return f"set optimizer.warmup_steps to {most} or less; it counts optimizer steps"
+    share = math.floor(1e4 * most / recipe.policy_updates) / 1e4
+    return f"set optimizer.warmup_ratio to {share:g} or less; it is a share of all optimizer steps"
+
+
+def _extreme(recipe: Recipe) -> None:
+    """Raise ConfigError for values under which the run would learn nothing, whatever its task."""
+    found: list[tuple[str, str]] = []
+    decay, rate = recipe.optimizer.weight_decay, recipe.lr
+    step = "in each optimizer step"
+    if rate > LARGEST_RATE and recipe.optimizer.kind != "python":
+        usual = "optimizer.lr to 1e-6 for full training, to 2e-5 for adapters, or leave it out"
+        found.append((f"optimizer.lr={rate:g} moves every weight by as much {step}; weights are far below 1", usual))
+    if decay * rate > LARGEST_DECAY:
+        taken = f"{min(1.0, decay * rate):.0%} of every matrix {step}"
+        most = f"{0.95 * LARGEST_DECAY / rate:.2g}"  # rounded, it must still be allowed
+        what = f"optimizer.weight_decay={decay:g} times a learning rate of {rate:g} takes {taken}"
+        found.append((what, f"optimizer.weight_decay to {most} or less"))
+    if recipe.loop == "rl":
+        found += _extreme_rl(recipe)
+    if found:
+        raise ConfigError([what for what, _ in found], fix="set " + "; set ".join(fix for _, fix in found))
+
+
+def _extreme_rl(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with values of reinforcement learning alone, and what to set."""
+    coef, warmth, critic = recipe.algorithm.kl.coef, recipe.rollout.temperature, recipe.algorithm.critic
+    if coef > LARGEST_KL:
+        what = f"algorithm.kl.coef={coef:g} outweighs every reward: the policy stays where it began"
+        yield what, f"algorithm.kl.coef to {LARGEST_KL:g} or less; 0.001 to 0.1 is usual"
+    if critic is not None and critic.lr > LARGEST_RATE:
+        what = f"algorithm.critic.lr={critic.lr:g} moves every weight of the critic by as much in each optimizer step"
+        yield what, "algorithm.critic.lr to 1e-5, or leave it out"
+    low, high = TEMPERATURES
+    if not low <= warmth <= high:
+        why = "the replies to a prompt are nearly the same" if warmth < low else "replies are noise"
+        yield f"rollout.temperature={warmth:g}: {why}", f"rollout.temperature to {low:g} to {high:g}; 1 is usual"
 
 
 def _best_metric(recipe: Recipe) -> None:

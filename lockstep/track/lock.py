@@ -41,11 +41,14 @@ class Holder:
 
     @property
     def alive(self) -> bool | None:
-        """True while the process runs; None if it was on another host, where this one cannot look."""
+        """Whether the process runs; None if it was on another host, where this one cannot look."""
         if self.host != socket.gethostname():
             return None
         try:
-            return abs(float(psutil.Process(self.pid).create_time()) - self.started) <= SAME_START_S
+            found = psutil.Process(self.pid)
+            if found.status() == psutil.STATUS_ZOMBIE:  # it has ended; its parent did not wait for it
+                return False
+            return abs(float(found.create_time()) - self.started) <= SAME_START_S
         except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two for what is no process's number
             return False
         except psutil.AccessDenied:

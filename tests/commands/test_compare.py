@@ -148,7 +148,7 @@ def test_identical_replies_are_an_alarm(tmp_path: Path, said: Said) -> None:
     [
         (["RUN", "RUN", "RUN"], 2, "a comparison needs two"),
         (["RUN@7"], 7, "no scores of step 7"),
-        (["NONE", "RUN"], 7, "there are no scores"),
+        (["NONE", "RUN"], 7, "there is no such file or folder"),
         (["DAMAGED", "RUN"], 7, "damaged.json: the record's checksum"),
         (["FOREIGN", "RUN"], 7, "foreign.json: this is not a score record"),
         (["RUN", "RUN", "--estimate", "pass@8"], 7, "has no estimate pass@8; it has pass@1"),

@@ -36,6 +36,16 @@ def test_a_recipe_that_can_train_passes(tmp_path: Path, tiny_model_dir: Path, sa
     assert "a step takes about" in said("plan", *args)[1]  # it knows what was measured
 
 
+@pytest.mark.parametrize("rows", ["8", "0"])
+def test_fewer_held_out_questions_than_it_would_ask_are_no_failure(
+    tmp_path: Path, tiny_model_dir: Path, said: Said, rows: str
+) -> None:
+    args = words(tmp_path, tiny_model_dir, "optimizer.lr=1e-5", "eval.enabled=false", f"task.heldout_rows={rows}")
+    code, out, _ = said("preflight", *args, "--headroom-items", "1000", "--smoke-steps", "2")
+    found = checks(out)
+    assert (code, found["format"][:4], found["headroom"][:4]) == (0, "ok  ", "ok  "), out
+
+
 def test_rewards_that_never_differ_fail_it(tmp_path: Path, tiny_model_dir: Path, said: Said) -> None:
     grader = f"task.verifier.path={tmp_path}/grader.py:always_right"
     code, out, _ = said("preflight", *words(tmp_path, tiny_model_dir, grader), *FEW)

@@ -61,6 +61,8 @@ def test_filters_tags_and_the_archive_narrow_the_list(runs: Path, capsys: pytest
 
     assert names("--filter", "adapter=lora") == {"scored"}
     assert names("--filter", "finished", "--filter", "steps=3") == {"scored", "plain"}
+    assert names("--filter", "steps=3.0e0") == names("--filter", "steps=3")
+    assert "no run has a setting tag; names, states and tags" in "".join(listed(runs, capsys, "--filter", "tag=good"))
     assert "tags good, small" in listed(runs, capsys, "tag", "plain", "good", "small")[0]
     assert names("--filter", "small") == {"plain"}
     listed(runs, capsys, "untag", "plain", "small")

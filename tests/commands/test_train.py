@@ -42,6 +42,7 @@ def test_a_finished_run_ends_with_0_and_its_table(tmp_path: Path, tiny_model_dir
     ("args", "code", "text"),
     [
         ([], 2, "no recipe was given"),
+        (["--resume", "runs/x", "steps=9"], 2, "for a longer run write --steps 9"),
         (["--resume", "runs/x", "optimizer.lr=1"], 2, "a resumed run keeps its own recipe"),
         (["--resume", "nowhere/x"], 6, "no such run directory"),
         (["quickstart", "optimizer.lrr=1"], 2, "did you mean optimizer.lr?"),

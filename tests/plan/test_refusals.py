@@ -44,6 +44,9 @@ TABLE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("save.keep_best=reward/maen",), "best_metric", "no such metric: reward/maen; did you mean reward/mean"),
     ({}, ("save.keep_best=loss/policy",), "best_metric", "a higher value is not better"),
     ({}, ("save.keep_best=validation/logprob",), "best_metric", "or the run does not measure it"),
+    ({}, ("optimizer.weight_decay=1000", "optimizer.lr=0.0005"), "extreme", "takes 50% of every matrix in each"),
+    ({}, ("algorithm.kl.coef=1000",), "extreme", "algorithm.kl.coef=1000 outweighs every reward"),
+    ({}, ("rollout.temperature=0.02",), "extreme", "replies to a prompt are nearly the same"),
     ({}, (*LORA, "adapter.targets=[q_prj]"), "adapter", "'q_prj' names no linear layer"),
     ({}, (*LORA, "adapter.targets=[lm_head]"), "adapter", "lm_head"),
     ({}, ("adapter.kind=peft", "adapter.method=oft", "adapter.targets=[q_prj]"), "adapter", "'q_prj' names no linear layer"),
@@ -82,6 +85,9 @@ MORE: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({}, ("numerics.rollout=mxfp4-w4a16", "numerics.exclude=[foo]"), "numerics", "'foo' names no linear layer"),
     ({}, ("numerics.train=nvfp4-w4a4", "numerics.exclude=[foo]"), "numerics", "'foo' names no linear layer"),
     ({}, ("rollout.max_tokens=4096",), "context", "in the model's context of 4096"),
+    ({}, ("algorithm.kind=ppo", "algorithm.critic.lr=9"), "extreme", "algorithm.critic.lr=9 moves every weight of the"),
+    ({}, ("optimizer.lr=1e300",), "extreme", "optimizer.lr=1e+300 moves every weight"),
+    ({}, ("rollout.temperature=9", "algorithm.kl.coef=11"), "extreme", "rollout.temperature=9: replies are noise"),
     ({"max_position_embeddings": 16}, ("rollout.max_tokens=16",), "context", "in the model's context of 16"),
     ({"quantization_config": {"quant_method": "gptq"}}, (), "model", "quant_method: gptq"),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, (), "model", "quant_method: bitsandbytes"),
@@ -109,7 +115,7 @@ def still(text: str) -> str:
 
 def test_the_table_covers_every_name_but_serving() -> None:
     assert len(TABLE) + len(MORE) >= 40
-    names = "slow_warmup long_warmup short_horizon memory disk best_metric model family context adapter numerics noise"
+    names = "slow_warmup long_warmup short_horizon memory disk best_metric extreme model family context adapter numerics noise"
     assert {name for _, _, name, _ in TABLE} == set(names.split())
 
 
@@ -172,6 +178,12 @@ def test_200_steps_that_were_25(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert not found.allowed
     assert "1 passes over 400 rows, 16 per step, end after 25 steps (200 optimizer steps)" in found.what
     assert refusals(load([*args, "steps=25"])) == []
+
+
+@pytest.mark.parametrize("size", ["-5", "nan", "0", "inf"])
+def test_a_gpu_has_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipes/smoke.yaml", f"--gpu-gib={size}"]) == 2
+    assert "must be a number above 0" in capsys.readouterr().err
 
 
 def test_experts_that_vllm_cannot_take_are_refused_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -244,6 +256,16 @@ def test_a_recipe_that_fits_and_a_model_that_is_not_here_have_none(tiny_model_di
     good = ("steps=100", "optimizer.warmup_steps=50", "optimizer.schedule=cosine")
     assert refusals(load(words(tmp_path, tiny_model_dir, *PISSA, "adapter.rank=4", *good))) == []
     assert refusals(load(words(tmp_path, tmp_path / "gone", *LORA, "adapter.targets=[nope]"))) == []
+
+
+@pytest.mark.parametrize("settings", [("steps=200", "optimizer.warmup_ratio=0.4"), ("steps=30", "optimizer.warmup_ratio=0.7"),
+                                      ("steps=200", "optimizer.warmup_steps=80"), ("algorithm.kl.coef=99",),
+                                      ("optimizer.weight_decay=1000", "optimizer.lr=0.0006")])  # fmt: skip
+def test_a_fix_that_is_pasted_ends_the_refusal(settings: tuple[str, ...]) -> None:
+    (refused,) = refusals(load([*settings, "model.path=/nowhere"]))
+    name, value = re.search(r"set ([\w.]+) to ([\w.-]+)", refused.fix).groups()  # type: ignore[union-attr]
+    kept = [one for one in settings if not one.startswith(f"{name}=")]
+    assert refusals(load([*kept, f"{name}={value}", "model.path=/nowhere"])) == []
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,21 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_says_from_whom(tmp_path:
     lock.release()
 
 
+def test_a_killed_process_that_nobody_waits_for_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    other = hold(path)
+    try:
+        other.kill()
+        while psutil.Process(other.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        holder = read_holder(path)
+        assert holder is not None
+        assert holder.alive is False
+        Lock(path).release()
+    finally:
+        other.wait()
+
+
 def test_a_lock_released_in_order_leaves_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     lock = Lock(path)
