@@ -56,8 +56,8 @@
       if (current) lockstep.views[current].close?.();
       current = view;
       document.title = `${lockstep.views[view].title} · Lockstep`;
-      $("main").replaceChildren(lockstep.el("p", { class: "empty" }, "Reading …"));
-      $("main").className = view;
+      // A place of its own: an answer to the view before, which may come late, is written where nobody sees it.
+      $("main").replaceWith(el("main", { id: "main", class: view, tabindex: -1 }, el("p", { class: "empty" }, "Reading …")));
     }
     await lockstep.views[view].open($("main"), params);
   });
