@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -221,7 +222,11 @@ def test_an_answer_that_comes_late_is_not_shown_in_another_view(
     page = opened(browser, serve(run.path), told, "rollouts")
     page.wait_for_selector("li[role=option]")
     late: list[Route] = []
-    page.route("**/api/rollout?*", lambda route: late.append(route))
+
+    def hold(route: Route) -> None:
+        late.append(route)
+
+    page.route("**/api/rollout?*", hold)
     page.keyboard.press("j")
     page.keyboard.press("j")
     wait_for(page, late, 2)
@@ -230,7 +235,7 @@ def test_an_answer_that_comes_late_is_not_shown_in_another_view(
     late.pop().continue_()  # the first that was asked for is answered last
     page.wait_for_load_state("networkidle")
     expect(page.locator("article .head")).to_contain_text("sample 1")
-    page.route("**/api/scores?*", lambda route: late.append(route))
+    page.route("**/api/scores?*", hold)
     for keys, there in (("jg", ".cards"), ("3", "textarea"), ("74", ".funnel-view")):
         for key in keys:
             page.keyboard.press(key)
@@ -243,3 +248,21 @@ def test_an_answer_that_comes_late_is_not_shown_in_another_view(
         expect(page.locator(there)).to_be_visible()
         expect(page.locator("#problem")).to_be_hidden()
     assert told == []
+
+
+def test_an_error_stays_until_something_else_is_done_and_a_run_that_is_gone_is_said(
+    browser: Browser, serve: Start, run: RunDirectory, hostile: RunDirectory
+) -> None:
+    page = opened(browser, serve(run.path, hostile.path), [], "settings?run=0&other=9")
+    problem = page.locator("#problem")
+    expect(problem).to_contain_text("there is no run 9")
+    with page.expect_response("**/api/state*"):
+        pass
+    expect(problem).to_contain_text("there is no run 9")
+    page.keyboard.press("4")
+    expect(page.locator(".funnel-view")).to_be_visible()
+    expect(problem).to_be_hidden()
+    shutil.rmtree(run.path)
+    expect(problem).to_contain_text("this run directory is gone")
+    page.keyboard.press("6")
+    expect(problem).to_contain_text("recipe.yaml: cannot be read")
