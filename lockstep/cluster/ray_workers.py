@@ -36,6 +36,8 @@ SETTLE_SECONDS = 2.0
 """After a first failure, time for the news of what caused it: a broken connection is heard of before the death behind it."""
 STACK_SECONDS = 0.5
 PIDS = "pids.txt"
+CHANNEL = "channel"
+"""Start of the names of files by which processes meet to send weights."""
 OBJECT_STORE = 512 * 2**20
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -178,7 +180,8 @@ class RayWorkers:
                 os.kill(pid, signal.SIGKILL)
         self._pids = []
         self._ends.close()
-        self._rendezvous.unlink(missing_ok=True)
+        for meeting in (self._rendezvous, *self._folder.glob(f"{CHANNEL}_*")):
+            meeting.unlink(missing_ok=True)
 
     # --- failures -------------------------------------------------------------------------------------------------
     def _take(self, seconds: float, present: Collection[int] | None = None) -> dict[int, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.cluster.messages import START, WEIGHTS, Failure, Lost, Plain, Prints, Values
 from lockstep.cluster.plain import from_plain
-from lockstep.cluster.ray_workers import Part, RayWorkers
+from lockstep.cluster.ray_workers import CHANNEL, Part, RayWorkers
 from lockstep.errors import DEFECT, SyncError
 
 
@@ -55,10 +55,8 @@ class Samplers(Part):
     def _fed(self) -> bool:
         """Send the weights; returns False if a worker was lost and replaced meanwhile."""
         if not self._joined:
-            meet = str(self._folder / f"channel_{secrets.token_hex(8)}")
+            meet = str(self._folder / f"{CHANNEL}_{secrets.token_hex(8)}")  # NCCL reads it in the first transfer
             found = self._together(("join", meet), ("join", meet))
-            for path in self._folder.glob("channel_*"):
-                path.unlink(missing_ok=True)
             if found is None:
                 return False
             if len(set(found)) > 1:

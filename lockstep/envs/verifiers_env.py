@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import threading
@@ -89,8 +90,10 @@ class VerifiersPrograms:
             json.dumps(_driven(self._settings)),
             subprocess.DEVNULL if self.log is None else self.log.open("a"),
         )
+        beside = os.pathsep.join((str(Path(python).absolute().parent), os.environ.get("PATH", os.defpath)))
         process = subprocess.Popen(
             [python, "-P", str(verifiers_driver.__file__), settings],
+            env={**os.environ, "PATH": beside},  # verifiers calls the `uv` of its own environment; else it fetches one
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
         watch = threading.Timer(START_SECONDS, process.kill)

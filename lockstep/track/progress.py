@@ -44,12 +44,12 @@ class Bars:
 
     def phase(self, name: str, done: int, of: int) -> None:
         """Show a phase: `done` of `of` pieces, or seconds alone if `of` is 0."""
-        began: dict[str, float] = {} if name == self._name else {"rest": time.monotonic()}
         refresh = not self._name or done == of
-        self._name = name
-        self._rows.update(
-            self._phase, description=name, visible=True, total=of or None, completed=done, refresh=refresh, **began
-        )
+        if name != self._name:  # a row of its own: `update` leaves the total of the phase before
+            self._rows.remove_task(self._phase)
+            self._phase = self._rows.add_task(name, total=None, rest=time.monotonic())
+            self._name = name
+        self._rows.update(self._phase, total=of or None, completed=done, refresh=refresh)
 
     def notice(self, text: str) -> None:
         """Show a line below the bars from the next rendering on. Writes nothing itself: a signal handler may call it."""

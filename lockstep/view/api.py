@@ -213,6 +213,9 @@ class Viewer:
             "label": one.label, "path": str(one.run.path), "planned": one.planned, "live": one.live, "changed": one.signature(),
             **self.index.state(number),
         }  # fmt: skip
+        if not one.run.manifest_path.exists():
+            gone = f"{one.run.path}: this run directory is gone: deleted, or moved"
+            return {**found, "step": 0, "notes": [gone]}
         try:
             return {**found, "step": one.facts().last or 0}
         except LockstepError as error:  # a damaged file is said, and the other runs are still shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,24 @@ from tests.cluster.test_runs import SMALL, attacked, no_orphans, same
 __all__ = ["no_orphans"]
 
 
+class Meetings(threading.Thread):
+    """Notes the files by which workers of a run have met, once it has made a step."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(daemon=True)
+        self._run, self._over, self.seen = run, threading.Event(), set[str]()
+
+    def run(self) -> None:
+        log = self._run / "log.txt"
+        while not self._over.wait(0.05):
+            if log.exists() and "  step 1/" in log.read_text():
+                self.seen |= {path.name for path in self._run.glob("workers/channel_*")}
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
 @pytest.mark.usefixtures("no_orphans")
 @pytest.mark.sampled("full-1-1")
 @pytest.mark.parametrize(("train", "rollout"), [(1, 1), (2, 1), (1, 2)])
@@ -29,8 +48,13 @@ def test_a_split_run_is_that_of_one_process(
     settings = (*SMALL, *adapter, "steps=3", "eval.every=3")
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     split = f"placement={{kind: split, train: {train}, rollout: {rollout}}}"
+    meetings = Meetings(tmp_path / "runs" / "together")
+    meetings.start()
     together = trained(tmp_path, tiny_model_dir, *settings, split, "name=together")
+    meetings.end()
     assert same(alone, together, 3)
+    assert len(meetings.seen) == train  # NCCL reads them when weights are first sent, not when it is made
+    assert list(together.path.glob("workers/channel_*")) == []
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ def test_a_python_without_the_package_or_the_environment_is_named_before_the_run
         build_task(schema.VerifiersTask(env="gsm8k-v1", python=str(tmp_path / "talks")), 0)
 
 
+def test_programs_beside_its_python_are_found_first(tmp_path: Path) -> None:
+    """`uv` is installed there; verifiers would fetch another one from the network into the user's home."""
+    for name, text in (("python", "exec uv"), ("uv", "echo the uv beside it")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(TaskError, match="its process said 'the uv beside it"):
+        build_task(schema.VerifiersTask(env="gsm8k-v1", python=str(tmp_path / "python")), 0)
+
+
 def test_a_file_is_found_by_its_path_and_an_id_by_its_name() -> None:
     own = _driven(schema.VerifiersTask(env=str(ENVIRONMENT), settings={"most": 3}, requests=5))
     assert own["paths"] == [str(ENVIRONMENT.parent)]

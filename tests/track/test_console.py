@@ -99,6 +99,18 @@ def test_what_goes_on_is_shown_on_the_bar() -> None:
     assert "evaluating greedy 100/200" in out.getvalue()
 
 
+def test_a_phase_without_pieces_has_no_count_of_the_one_before_it() -> None:
+    out = io.StringIO()
+    with Console(None, stream=out, terminal=True) as console:
+        console.start(4)
+        console.phase("rollout", 3, 8)
+        console.phase("save")
+        console.message("saved")
+    assert "rollout 3/8" in out.getvalue()
+    assert "save" in out.getvalue()
+    assert "save 0/8" not in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0s"), (8, "8s"), (59.6, "1m00s"), (72, "1m12s"), (11100, "3h05m"), (187200, "2d04h")]
 )

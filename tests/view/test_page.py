@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ expect = sync_api.expect
 expect.set_options(timeout=20_000)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 Start = Callable[..., Server]
 
@@ -48,6 +49,15 @@ def opened(browser: Browser, server: Server, told: list[str], view: str = "", *,
     )
     page.goto(f"{server.address}#{view}")
     return page
+
+
+def wait_for(page: Page, late: list[Route], count: int) -> None:
+    """Wait until the page has asked for so many things that are held back."""
+    for _ in range(200):
+        if len(late) >= count:
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"{len(late)} questions, not {count}")
 
 
 def test_curves_of_two_runs_lie_over_each_other(
@@ -204,3 +214,55 @@ def test_the_list_follows_the_address(browser: Browser, serve: Start, run: RunDi
     expect(page.locator(".summary b")).to_have_text("4 rollouts")
     expect(page.locator("li .badge.unscored")).to_have_count(4)
     assert told == []
+
+
+def test_an_answer_that_comes_late_is_not_shown_in_another_view(
+    browser: Browser, serve: Start, run: RunDirectory, told: list[str]
+) -> None:
+    page = opened(browser, serve(run.path), told, "rollouts")
+    page.wait_for_selector("li[role=option]")
+    late: list[Route] = []
+
+    def hold(route: Route) -> None:
+        late.append(route)
+
+    page.route("**/api/rollout?*", hold)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    wait_for(page, late, 2)
+    late.pop().continue_()
+    expect(page.locator("article .head")).to_contain_text("sample 1")
+    late.pop().continue_()  # the first that was asked for is answered last
+    page.wait_for_load_state("networkidle")
+    expect(page.locator("article .head")).to_contain_text("sample 1")
+    page.route("**/api/scores?*", hold)
+    for keys, there in (("jg", ".cards"), ("3", "textarea"), ("74", ".funnel-view")):
+        for key in keys:
+            page.keyboard.press(key)
+            page.wait_for_timeout(100)
+        expect(page.locator(there)).to_be_visible()
+        wait_for(page, late, 1 if keys != "3" else 0)
+        while late:
+            late.pop().continue_()
+        page.wait_for_timeout(300)
+        expect(page.locator(there)).to_be_visible()
+        expect(page.locator("#problem")).to_be_hidden()
+    assert told == []
+
+
+def test_an_error_stays_until_something_else_is_done_and_a_run_that_is_gone_is_said(
+    browser: Browser, serve: Start, run: RunDirectory, hostile: RunDirectory
+) -> None:
+    page = opened(browser, serve(run.path, hostile.path), [], "settings?run=0&other=9")
+    problem = page.locator("#problem")
+    expect(problem).to_contain_text("there is no run 9")
+    with page.expect_response("**/api/state*"):
+        pass
+    expect(problem).to_contain_text("there is no run 9")
+    page.keyboard.press("4")
+    expect(page.locator(".funnel-view")).to_be_visible()
+    expect(problem).to_be_hidden()
+    shutil.rmtree(run.path)
+    expect(problem).to_contain_text("this run directory is gone")
+    page.keyboard.press("6")
+    expect(problem).to_contain_text("recipe.yaml: cannot be read")

@@ -20,9 +20,21 @@
     if (!response.ok) throw new Error(answer.error);
     return answer;
   };
-  lockstep.problem = (text) => { $("problem").hidden = !text; $("problem").textContent = text; };
+  const ENDED = "The server of this page has ended: start lockstep view again.";
+  let trouble = "";
+  let missed = "";
+  let notes = "";
+  const tell = () => {
+    const text = [trouble, missed, notes].filter(Boolean).join("\n");
+    $("problem").hidden = !text;
+    $("problem").textContent = text;
+  };
+  /* Say what went wrong until something else is done. */
+  lockstep.problem = (text) => { trouble = text; tell(); };
+  const words = (error) => (error instanceof TypeError && error.message.includes("fetch") ? ENDED : error.message);
   lockstep.guard = (work) => async (...given) => {
-    try { await work(...given); } catch (error) { lockstep.problem(error instanceof TypeError && error.message.includes("fetch") ? "The server of this page has ended: start lockstep view again." : error.message); }
+    lockstep.problem("");
+    try { await work(...given); } catch (error) { lockstep.problem(words(error)); }
   };
 
   /* The address after #: a view and its parameters; replaced, not added, while a user types. */
@@ -51,13 +63,12 @@
       tab.tabIndex = tab.dataset.view === view ? 0 : -1;
       if (tab.tabIndex === 0) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
-    lockstep.problem("");
     if (current !== view) {
       if (current) lockstep.views[current].close?.();
       current = view;
       document.title = `${lockstep.views[view].title} · Lockstep`;
-      $("main").replaceChildren(lockstep.el("p", { class: "empty" }, "Reading …"));
-      $("main").className = view;
+      // A place of its own: an answer to the view before, which may come late, is written where nobody sees it.
+      $("main").replaceWith(el("main", { id: "main", class: view, tabindex: -1 }, el("p", { class: "empty" }, "Reading …")));
     }
     await lockstep.views[view].open($("main"), params);
   });
@@ -70,16 +81,25 @@
     return el("span", { class: "run", title: run.path }, dot, el("b", {}, run.label), el("span", { class: "soft" }, `${run.live ? "training " : ""}${progress}${reading}`));
   }));
 
-  const poll = lockstep.guard(async () => {
-    const before = JSON.stringify(lockstep.state);
-    const { pause, runs } = await lockstep.ask("state");
-    lockstep.state = { runs };
-    rest = 1000 * pause;
-    lockstep.problem(lockstep.state.runs.flatMap((run) => run.notes).slice(0, 3).join("\n"));
-    if (JSON.stringify(lockstep.state) === before) return;
-    showRuns();
-    if (before !== "{\"runs\":[]}" && current) await lockstep.views[current].changed?.();
-  });
+  /* Ask what is new. An error of something else that was done stays on the page. */
+  const poll = async () => {
+    try {
+      const before = JSON.stringify(lockstep.state);
+      const { pause, runs } = await lockstep.ask("state");
+      lockstep.state = { runs };
+      rest = 1000 * pause;
+      missed = "";
+      notes = runs.flatMap((run) => run.notes).slice(0, 3).join("\n");
+      if (trouble === ENDED) trouble = "";
+      tell();
+      if (JSON.stringify(lockstep.state) === before) return;
+      showRuns();
+      if (before !== "{\"runs\":[]}" && current) await lockstep.views[current].changed?.();
+    } catch (error) {
+      missed = trouble === words(error) ? "" : words(error);
+      tell();
+    }
+  };
 
   const KEYS = [
     ["1 … 7", "the views"], ["/", "filter or search"], ["j  k", "next and previous rollout"], ["g", "its group side by side"], ["Ctrl Enter", "send the prompt"],

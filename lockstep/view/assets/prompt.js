@@ -19,7 +19,6 @@
   const send = lockstep.guard(async () => {
     if (busy || !draft.text) return;
     busy = true;
-    lockstep.problem("");
     render();
     try {
       answer = { ...await lockstep.ask("sample", { ...form, ...draft }, { long: true }), asked: { ...form } };

@@ -13,6 +13,7 @@
   let mode = "plain";
   let seen = false;
   let loading = null;
+  let reading = null;
   let shown = "";
 
   const filters = () => Object.fromEntries(FILTERS.map((name) => [name, params[name] ?? ""]));
@@ -72,7 +73,7 @@
     const mine = (loading = {});
     shown = JSON.stringify(filters());
     const found = await lockstep.ask("rollouts", { ...filters(), limit: PAGE });
-    if (mine !== loading) return;
+    if (mine !== loading || !part("list")) return;
     const kept = rows[chosen];
     rows = found.rows;
     total = found.total;
@@ -87,7 +88,7 @@
     if (rows.length >= total || loading === "more") return;
     const mine = (loading = "more");
     const found = await lockstep.ask("rollouts", { ...filters(), offset: rows.length, limit: PAGE });
-    if (mine !== loading) return;
+    if (mine !== loading || !part("list")) return;
     loading = null;
     const start = rows.length;
     rows = [...rows, ...found.rows];
@@ -108,7 +109,10 @@
   };
 
   const read = lockstep.guard(async (step, place) => {
-    row = await lockstep.ask("rollout", { run: params.run, step, row: place });
+    const mine = (reading = {});
+    const found = await lockstep.ask("rollout", { run: params.run, step, row: place });
+    if (mine !== reading || !part("detail")) return; // another was chosen meanwhile, or the group
+    row = found;
     home.classList.add("reading");
     render();
   });
@@ -133,6 +137,7 @@
 
   const showGroup = async () => {
     const found = await lockstep.ask("group", { run: params.run, step: params.step, prompt: params.group });
+    if (!params.group) return;
     const back = (one) => lockstep.go("rollouts", { ...filters(), step: params.step, row: one?.row ?? params.row });
     home.replaceChildren(lockstep.group(found, Number(params.row), back, () => back()));
     row = null;
