@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_worker_niceness": "0",  # its default lets every other program go first
     "GLOO_SOCKET_IFNAME": "lo",
 }
 

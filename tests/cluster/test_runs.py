@@ -176,7 +176,7 @@ def test_a_worker_that_falls_silent_ends_the_run_in_time(tmp_path: Path, tiny_mo
 @pytest.mark.usefixtures("no_orphans")
 def test_the_error_of_a_worker_is_raised_as_it_is(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A learning rate that ruins the weights: every rank refuses, and the run says what one process would say."""
-    settings = (*SMALL, "steps=9", NO_EVAL, "optimizer.lr=1e38", "update.max_skipped=1", on(2))
+    settings = (*SMALL, "steps=9", NO_EVAL, "optimizer.lr=1e38", "allow=[extreme]", "update.max_skipped=1", on(2))
     with pytest.raises((LearnerError, SyncError), match=r"gradient norm|no number") as caught:
         trained(tmp_path, tiny_model_dir, *settings)
     assert "rank " in caught.value.where
