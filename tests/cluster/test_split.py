@@ -40,8 +40,11 @@ class Meetings(threading.Thread):
 
 @pytest.mark.usefixtures("no_orphans")
 @pytest.mark.sampled("full-1-1")
-@pytest.mark.parametrize(("train", "rollout"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("adapter", [(), (*LORA, "model.dtype=bf16")], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("adapter", "train", "rollout"),
+    [((), 1, 1), ((), 1, 2), ((*LORA, "model.dtype=bf16"), 2, 1)],
+    ids=["full-1-1", "full-1-2", "lora-2-1"],
+)
 def test_a_split_run_is_that_of_one_process(
     tmp_path: Path, tiny_model_dir: Path, adapter: tuple[str, ...], train: int, rollout: int
 ) -> None:

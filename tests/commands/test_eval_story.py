@@ -27,7 +27,7 @@ from lockstep.scoring.targets import EvalSession, build_eval_session, find_targe
 from lockstep.types import ItemResult, Score, WeightStream
 from tests.saying import shell
 
-STEPS, ITEMS, DIGITS = 5, 40, 8
+STEPS, ITEMS, DIGITS = 5, 20, 8
 LABEL = "mxfp4-w4a4(floor, bf16)"
 RECIPE = """
 name: story
