@@ -35,17 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import trl_arms
 from devices import device_name
+from gpu_two_runs import KINDS, PLACES, evaluations, runs
 from results_file import RESULTS, header, write_section
 from step_work import WORKS, Size, floors_of, title
 
 RESULT = RESULTS / "gpu_two.txt"
 TOKENS = 20480
 """Of a micro-batch: 14 of them make the step, which two GPUs share evenly."""
-PLACES = {
-    "one GPU": "placement={kind: local}",
-    "two GPUs": "placement={kind: colocated, gpus: 2, restarts: 0}",
-    "split 1 + 1": "placement={kind: split, train: 1, rollout: 1, restarts: 0}",
-}
 TRL = "TRL tuned"
 PARTS = ("full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval")
 PHASES = ("generate", "train", "sync", "grade")
@@ -244,99 +240,6 @@ def saved_rollouts(args: argparse.Namespace) -> Any:
                 )
             )
     return Batch(tuple(sequences))
-
-
-# --- whole runs -----------------------------------------------------------------------------------------------------
-RUN_STEPS = 4
-KINDS = {"runs": "adapter={kind: none}", "runs-lora": "adapter={kind: lora, rank: 16}"}
-
-
-def runs(args: argparse.Namespace, folder: Path, kind: str) -> list[str]:
-    """Make the same run in each placement; say what differs in its weights, optimizer, samples and metrics."""
-    from resume_kill9 import differences, read
-
-    lines = [f"Whole runs, {KINDS[kind]}, against one GPU, bit by bit:", ""]
-    first = None
-    for place, placement in PLACES.items():
-        path = folder / "runs" / f"{kind} {place}".replace(" ", "_").replace("+", "and")
-        begin = time.perf_counter()
-        if failed := lockstep("train", *run_words(args, path), KINDS[kind], placement):
-            lines.append(f"{place}: failed: {failed}")
-            print(lines[-1], flush=True)
-            continue
-        seconds, found = time.perf_counter() - begin, read(path, RUN_STEPS)
-        gap = max(row.metrics.get("mismatch/max_abs_dlogp", 0.0) for row in found.rows.values())
-        first = first or found
-        differ = differences(first, found)
-        said = f"{len(differ)} differences: {'; '.join(differ[:4])}" if differ else "equal"
-        lines.append(f"{place}: {said}; largest |sampled - trained| {gap:.3g}; {seconds:.0f} s in all")
-        print(lines[-1], flush=True)
-    return lines
-
-
-def evaluations(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Score a checkpoint on one GPU and on two; say whether all replies are equal."""
-    from lockstep.evaluation.records import read_score
-
-    path = folder / "runs" / "scored"
-    words = [*run_words(args, path), KINDS["runs-lora"], PLACES["one GPU"]]
-    if failed := lockstep("train", *words):
-        return [f"the run to be scored failed: {failed}"]
-    lines, replies = ["An evaluation alone, 512 questions:", ""], []
-    for gpus in (1, 2):
-        begin = time.perf_counter()
-        out = folder / f"scores_{gpus}"
-        given = (
-            "--mode",
-            "sampled",
-            "--items",
-            "8" if args.tiny else "512",
-            "--gpus",
-            str(gpus),
-            "--no-base",
-            "--out",
-            str(out),
-        )
-        if failed := lockstep("eval", str(path), *given):
-            lines.append(f"{gpus} GPUs: failed: {failed}")
-            continue
-        (score,) = [read_score(file) for file in out.rglob("*.json")]
-        replies.append(score.results)
-        lines.append(f"{gpus} GPUs: {time.perf_counter() - begin:.1f} s in all, {len(score.results)} replies")
-    return [*lines, f"replies {'equal' if len(replies) == 2 and replies[0] == replies[1] else 'different'}"]
-
-
-def run_words(args: argparse.Namespace, path: Path) -> list[str]:
-    """The settings of a short run that saves everything."""
-    model = path.parent / ("tiny" if args.tiny else "40m")
-    if not model.exists():
-        trl_arms.write_model(model, model.name, cpu=args.tiny)
-    tokens, group = (6, 4) if args.tiny else (64, 8)
-    return [
-        f"name={path.name}",
-        f"runs_dir={path.parent}",
-        f"model={{path: {model}, dtype: {'fp32' if args.tiny else 'bf16'}}}",
-        f"task={{kind: python, path: {Path(__file__).with_name('step_work.py')}:BenchmarkTask, settings: {{prompts: 64}}}}",
-        f"steps={RUN_STEPS}",
-        f"prompts_per_step={group}",
-        f"samples_per_prompt={group}",
-        f"rollout={{max_tokens: {tokens}, slots: {group * group}}}",
-        "optimizer={lr: 1.0e-4}",
-        f"update={{tokens_per_microbatch: {64 if args.tiny else 4096}, recompute: none}}",
-        f"numerics.exact={'false' if args.tiny else 'true'}",
-        "sync.probe_every=1",
-        "eval.enabled=false",
-        "save.every=1000",
-        "allow=[disk, busy_gpu]",
-        "threads=1",
-        *(["device=cpu"] if args.tiny else []),
-    ]
-
-
-def lockstep(*words: str) -> str:
-    """Run a command; return the end of what it said if it failed."""
-    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, check=False)
-    return (done.stdout[-600:] + done.stderr[-900:]) if done.returncode else ""
 
 
 # --- the link -------------------------------------------------------------------------------------------------------
