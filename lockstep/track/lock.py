@@ -41,7 +41,7 @@ class Holder:
 
     @property
     def alive(self) -> bool | None:
-        """Whether the process runs; None if it was on another host, where this one cannot look."""
+        """True while the process runs, and is no zombie; None if it was on another host, where this one cannot look."""
         if self.host != socket.gethostname():
             return None
         try:
