@@ -2,14 +2,18 @@
 
     python benchmarks/gpu_exact.py --write       # table into benchmarks/results/gpu_exact.txt
     python benchmarks/gpu_exact.py --runs 1 --rollouts 1 --work lognormal --shape qwen3-1.7b
+    python benchmarks/gpu_exact.py --shape gpt-oss-20b --arms 'LoRA, exact' --work fixed lognormal --runs 1 --write
 
 The Qwen2.5-1.5B shape, or another, with random bf16 weights, groups of 8 with a shared prompt of 128 tokens, temperature 1.
 Each arm is a process of its own: full training and LoRA of rank 32 (whose up matrices begin with random numbers), with
 `numerics.exact` and without. Rollouts are those of gpu_rollout.py: 512 rows of 512 tokens, 512 rows of log-normal lengths (as
 rows end, all numbers of rows from 512 to 8 occur), and 8 rows. Every sampled token is compared with the learner's forward pass
 of an update, and a part of the replies with the engine's own scores; an update is made after each, so that later rollouts have
-other weights. The 7b shape computes activations again, and its full training keeps moments in 8 bits. The arm vLLM samples with
-its own engine; its log-probabilities are compared with the learner's of the same weights.
+other weights. The first rollout of a work warms up: it is not timed, and compared only if `--rollouts` is more than `--runs`.
+Large shapes compute activations again. Full training of the 7b shape keeps moments in 8 bits, and its optimizer in main memory
+on a GPU that is too small. The mixtures of experts are those of gpu_moe.py, with LoRA on attention; where keys and values of 512
+rows have no room, a rollout has fewer rows at a time, and refills them. The arm vLLM samples with its own engine; its
+log-probabilities are compared with the learner's of the same weights.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import gpu_moe
 from devices import device_name, synchronise
 from gpu_rollout import lengths_of, prompts_of
 from results_file import RESULTS, header, write_section
@@ -43,22 +48,49 @@ BATCH = 16
 """Replies that it scores together."""
 
 
+LARGE = 100.0
+"""GiB of a GPU that has room for the large shapes as they are."""
+
+
 def recipe_of(arm: str, shape: str) -> Any:
     from lockstep.config.schema import Recipe
 
-    lora = arm.startswith("LoRA")
-    large = shape == "7b"  # fp32 moments of all its weights do not fit
+    adapter: dict[str, Any] = {"kind": "none"}
+    if arm.startswith("LoRA"):
+        targets = {"targets": "attention"} if shape in gpu_moe.SHAPES else {}
+        adapter = {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} | targets
+    update: dict[str, Any] = {"tokens_per_microbatch": 14336}
+    optimizer: dict[str, Any] = {"kind": "adamw", "lr": 1e-6}
+    if shape == "7b" or shape in gpu_moe.SHAPES:
+        update = {"tokens_per_microbatch": 8192 if room() > LARGE else 4096, "recompute": "full"}
+    if shape == "7b" and not arm.startswith("LoRA"):
+        optimizer |= {"states": "8bit"} | ({} if room() > LARGE else {"offload": "cpu"})
+    exact = {"exact": "exact" in arm}
     return Recipe.model_validate(
-        {
-            "numerics": {"exact": "exact" in arm},
-            "adapter": {"kind": "lora", "rank": RANK, "alpha": 2 * RANK} if lora else {"kind": "none"},
-            "update": {"tokens_per_microbatch": 8192, "recompute": "full"}
-            if large
-            else {"tokens_per_microbatch": 14336},
-            "optimizer": {"kind": "adamw", "lr": 1e-6, "states": "8bit" if large and not lora else "fp32"},
-            "steps": 1000,
-        }
+        {"numerics": exact, "adapter": adapter, "update": update, "optimizer": optimizer, "steps": 1000}
     )
+
+
+def model_of(shape: str) -> Any:
+    from random_model import random_model
+
+    from lockstep.models.attention import NAME
+
+    if shape in gpu_moe.SHAPES:
+        return gpu_moe.random_model(shape, "cuda", NAME, cpu=False)
+    return random_model(shape, "bfloat16", "cuda", NAME)
+
+
+def slots_of(shape: str) -> int:
+    """Rows of a rollout at a time: of the largest shape, those whose keys and values fit."""
+    return 512 if shape != "qwen3-30b-a3b" or room() > LARGE else 128
+
+
+def room() -> float:
+    """Memory of the GPU, GiB."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 class Arm:
@@ -66,20 +98,18 @@ class Arm:
 
     def __init__(self, arm: str, shape: str) -> None:
         import torch
-        from random_model import random_model
 
         from lockstep.build.exactness import settle_exactness
         from lockstep.device import prepare_process
         from lockstep.learner.adapters import attach
         from lockstep.learner.learner import TorchLearner
         from lockstep.models import exact
-        from lockstep.models.attention import NAME
         from lockstep.models.fused_layers import fuse_layers
         from lockstep.rollout.paged.engine import PagedEngine
 
         recipe = recipe_of(arm, shape)
         prepare_process(torch.device("cuda"), None)
-        model = random_model(shape, "bfloat16", "cuda", NAME)
+        model = model_of(shape)
         fuse_layers(model)
         self.model = attach(model, recipe.adapter, seed=0)
         with torch.no_grad():
@@ -89,7 +119,7 @@ class Arm:
         begin = time.perf_counter()
         settle_exactness(self.model, recipe)
         self.test_seconds, self.exact = time.perf_counter() - begin, exact.line()
-        self.engine = PagedEngine(self.model, slots=512, stop_ids=frozenset({2}), decode=str)
+        self.engine = PagedEngine(self.model, slots=slots_of(shape), stop_ids=frozenset({2}), decode=str)
         self.learner = TorchLearner(self.model, recipe)
         self.engine.load(iter(()), 0)
 
@@ -162,14 +192,12 @@ def together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 def vllm(args: argparse.Namespace) -> dict[str, Any]:
     """Sample with vLLM as gpu_rollout.py sets it up, and score the replies with a learner of the same weights."""
     from gpu_rollout import vllm_engine, vllm_rollout
-    from random_model import random_model
 
     from lockstep.config.schema import Recipe
     from lockstep.learner.learner import TorchLearner
-    from lockstep.models.attention import NAME
     from lockstep.models.fused_layers import fuse_layers
 
-    model = random_model(args.shape, "bfloat16", "cuda", NAME)
+    model = model_of(args.shape)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = vllm_engine(folder, "bfloat16", "v2", share=0.35)
@@ -201,13 +229,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"device": device_name(), "line": arm.exact, "test": arm.test_seconds, "works": {}}
     trained, scored = [], []
     for work in args.work:
-        arm.rollout(work, 0)  # captures
         seconds, updates, tokens = [], [], 0
-        for number in range(1, args.runs + 1):
+        for number in range(args.runs + 1):  # the first one captures
             took, done = arm.rollout(work, number)
-            seconds.append(took)
+            seconds += [took] if number else []
             tokens = sum(len(d.ids) for d in done)
-            if number <= args.rollouts:
+            if number > args.runs - args.rollouts:
                 scored.append(arm.scored(done))
                 took, found = arm.trained(done)
                 updates.append(took)
@@ -259,7 +286,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--arm-out", default="/dev/stdout")
     parser.add_argument("--runs", type=int, default=2, help="rollouts of each work that are timed")
-    parser.add_argument("--rollouts", type=int, default=2, help="rollouts of each work that are compared")
+    parser.add_argument(
+        "--rollouts", type=int, default=2, help="rollouts of each work that are compared: the last ones"
+    )
     parser.add_argument("--shape", default="1.5b")
     parser.add_argument("--limit", type=float, default=280)
     parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))

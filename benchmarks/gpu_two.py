@@ -8,6 +8,7 @@
 The work is that of gpu_step.py: the Qwen2.5-1.5B shape with random weights, 64 prompts of 256 tokens x 8 samples of 512 tokens,
 one update a step; `double` has 128 prompts, `lognormal` replies of log-normal lengths, `lora` adapters of rank 32 on all linear
 layers; `sft` is gpu_sft.py's. All arms have the same micro-batches. `trl` is TRL as gpu_step.py tunes it, on both GPUs.
+`queue` (128 rows a GPU) and `offload` compare settings of two GPUs.
 `equal` updates the same weights with the same saved rollouts on one GPU, on one again, and on two; `exchange` times what goes
 over the link: a micro-batch's gradients to their owners, and new weights to all. Each arm is a process of its own.
 `runs` makes whole runs with `numerics.exact` of a small shape (40 million parameters) on one GPU, on two, and with one that
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,15 @@ from results_file import RESULTS, header, write_section
 from step_work import WORKS, Size, floors_of, title
 
 RESULT = RESULTS / "gpu_two.txt"
-TOKENS = 20480
-"""Of a micro-batch: 14 of them make the step, which two GPUs share evenly."""
 TRL = "TRL tuned"
-PARTS = ("full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval")
+VARIANTS = {
+    "queue": ("lognormal", {"prompts in turn": ["rollout.deal=static"], "from a queue": ["rollout.deal=queue"]}),
+    "offload": ("full", {"optimizer on the GPUs": [], "optimizer in main memory": ["optimizer.offload=cpu"]}),
+}
+"""Settings that are compared on two GPUs, and the work that they do."""
+PARTS = (
+    "full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval", *VARIANTS,
+)  # fmt: skip
 PHASES = ("generate", "train", "sync", "grade")
 
 
@@ -63,15 +70,18 @@ class Memory(threading.Thread):
             time.sleep(0.5)
 
 
-def step(work: str, place: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def step(
+    work: str, place: str, args: argparse.Namespace, folder: Path, variant: str = "", more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run gpu_step.py's own arm with a placement."""
     memory = Memory()
     if not args.tiny:
         memory.start()
-    out = folder / f"{work}_{place.replace(' ', '_')}.json"
-    settings = [PLACES[place], f"update.tokens_per_microbatch={TOKENS}", "update.recompute=none"]
+    out = folder / f"{work} {place} {variant}.json".replace(" ", "_")
+    settings = [PLACES[place], f"update.tokens_per_microbatch={args.tokens}", "update.recompute=none"]
+    settings += ["rollout.slots=128"] if "rollout.deal=" in "".join(more) else []
     words = ["--arm", "Lockstep", "--work-name", work, "--model", args.model, "--steps", str(args.steps)]
-    words += ["--arm-out", str(out), *["--cpu"] * args.tiny, "--set", *settings, *args.set]
+    words += ["--arm-out", str(out), *["--cpu"] * args.tiny, "--set", *settings, *more, *args.set]
     return arm("gpu_step.py", words, out, args) | {"peak": memory.peak}
 
 
@@ -149,7 +159,7 @@ def step_lines(work: str, results: dict[str, dict[str, Any]], args: argparse.Nam
     size = Size.of(work, cpu=args.tiny)
     floors = floors_of(work, args.model, size)
     lines = [
-        f"{title(work, size)}; floor of one GPU {floors['step']:.2f} s; micro-batches of {TOKENS} tokens, no recomputation",
+        f"{title(work, size)}; floor of one GPU {floors['step']:.2f} s; micro-batches of {args.tokens} tokens, no recomputation",
         "",
         "| on | step, s | generate | train | sync and proof | grade | peak GiB a GPU | speed-up |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -161,7 +171,12 @@ def step_lines(work: str, results: dict[str, dict[str, Any]], args: argparse.Nam
             continue
         took = _median(result, "step")
         phases = " | ".join(f"{_median(result, phase):.3f}" for phase in PHASES)
-        lines.append(f"| {place} | {took:.2f} | {phases} | {result['peak']:.1f} | {one / took if one else 0:.2f}x |")
+        gain = f"{one / took:.2f}x" if one else ""
+        lines.append(f"| {place} | {took:.2f} | {phases} | {result['peak']:.1f} | {gain} |")
+    for place, result in results.items():
+        if "memory/predicted_gib" in result.get("metrics", {}):
+            planned, used = (result["metrics"][f"memory/{name}_gib"] for name in ("predicted", "gpu"))
+            lines.append(f"{place}: torch's peak {used:.1f} GiB, planned {planned:.1f} ({used / planned - 1:+.1%})")
     for place, result in results.items():
         if result.get("rows"):
             start = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result["start"].items())
@@ -327,6 +342,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     made.add_argument("--model", default="", help="folder made by random_model.py; none makes one")
+    made.add_argument("--tokens", type=int, default=20480, help="of a micro-batch; 14 of them make a step of two GPUs")
     made.add_argument("--steps", type=int, default=3)
     made.add_argument("--tiny", action="store_true", help="tiny versions on CPU workers, to try things out")
     made.add_argument("--shape", default="1.5b", choices=["1.5b", "7b"], help="model, if none is given")
@@ -343,6 +359,13 @@ def main() -> None:
                 places = list(PLACES) if part == "full" else list(PLACES)[:2]
                 results = {place: step(part, place, args, Path(folder)) for place in places}
                 lines = step_lines(part, results, args)
+            elif part in VARIANTS:
+                work, variants = VARIANTS[part]
+                lines = step_lines(
+                    work,
+                    {name: step(work, "two GPUs", args, Path(folder), name, more) for name, more in variants.items()},
+                    args,
+                )
             else:
                 found: dict[str, Any] = {
                     "trl": trl,

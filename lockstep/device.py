@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,11 +35,19 @@ def gpu_memory(device: torch.device | None = None) -> tuple[float, float, float]
     return float(free), float(total), float(torch.cuda.memory_reserved(device))
 
 
-def gpu_peak() -> tuple[int, int] | None:
-    """Return the most bytes in use and kept on the GPU so far; None for a process that has used none, as a driver of workers."""
+class GpuPeak(NamedTuple):
+    """The most bytes of a GPU so far."""
+
+    used: int
+    kept: int
+    """By torch's allocator, in use or not."""
+
+
+def gpu_peak() -> GpuPeak | None:
+    """Return that of this process; None if it has used no GPU."""
     if not torch.cuda.is_initialized():
         return None
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return GpuPeak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def shared_memory(device: torch.device) -> int:

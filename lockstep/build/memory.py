@@ -10,11 +10,12 @@ import torch
 from lockstep.algorithms.build import Objective
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.schema import Recipe
-from lockstep.device import choose_device, gpu_memory, gpu_peak
+from lockstep.device import GpuPeak, choose_device, gpu_memory
 from lockstep.errors import ModelError
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.model_shape import recipe_shape
 from lockstep.types import Metrics, Task
 
@@ -85,10 +86,12 @@ def longest_prompt(resolved: ResolvedModel, recipe: Recipe, task: Task) -> int:
     return max(lengths, default=0)  # a supervised run may have no task
 
 
-def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
-    """Return prediction and error of a GPU's peak so far, and a warning if the plan is off. `trained`: steps since the start."""
-    peaks = gpu_peak()
-    if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP or peaks is None:
+def check_memory(plan: MemoryPlan | None, peak: GpuPeak | None, trained: int) -> tuple[Metrics, str]:
+    """Return a GPU's peak so far beside the plan's, and a warning if the plan is off. `trained`: steps since the start."""
+    if peak is None:
         return {}, ""
-    peak = peaks[0]
-    return memory_metrics(plan, peak), plan_warning(plan, peak) if trained == CHECKED_STEP else ""
+    metrics = {"memory/gpu_gib": peak.used / GIB, "memory/gpu_reserved_gib": peak.kept / GIB}
+    if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP:
+        return metrics, ""
+    warning = plan_warning(plan, peak.used) if trained == CHECKED_STEP else ""
+    return metrics | memory_metrics(plan, peak.used), warning

@@ -12,6 +12,7 @@ from lockstep.algorithms.build import Objective
 from lockstep.build.step_state import Carried
 from lockstep.build.warm_start import Parent
 from lockstep.chat.chat import ChatFormat
+from lockstep.device import GpuPeak, gpu_peak
 from lockstep.learner.protocol import RunCritic, RunLearner
 from lockstep.models import ResolvedModel
 from lockstep.noise.targets import Targets
@@ -63,3 +64,5 @@ class Parts:
     """The norms that get the recipe's noise; None without noise."""
     rank_seconds: Callable[[], Metrics] = dict
     """Returns the seconds of each worker by phase since the last call; none in a run of one process."""
+    peak: Callable[[], GpuPeak | None] = gpu_peak
+    """Returns the largest use of a GPU so far, of all workers that train; None on a CPU."""

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from torch import Tensor
 
-from lockstep.algorithms.build import Objective, build_objective
+from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_parts, connect
 from lockstep.build.memory import plan_run
 from lockstep.build.parts import Parts, PolicyFacts
@@ -28,9 +28,10 @@ from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
 from lockstep.cluster.samplers import Samplers
 from lockstep.config.schema import Colocated, Local, Recipe, Split
-from lockstep.device import choose_device
+from lockstep.device import GpuPeak, choose_device
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
+from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Metrics
@@ -81,7 +82,8 @@ def _on_workers(
     trainers, total = placement.trainers, placement.trainers + placement.samplers
     resolved, started = start_workers(recipe, placement, folder, stack)
     gpu, workers = started.gpu, Part(started, range(trainers))
-    planned = recipe if not gpu else _planned(recipe, task, objective, say, min(started.call("available")))
+    plan = plan_run(recipe, task, objective, say, min(started.call("available"))) if gpu else None
+    planned = recipe if plan is None else _planned(recipe, plan)
     text = json.dumps(planned.model_dump(mode="json"))
     samplers = None if trainers == total else Samplers(started, range(trainers, total), workers, text, folder)
     if weights is not None:
@@ -103,9 +105,10 @@ def _on_workers(
         None if settings is None else GroupCritic(workers, folder, joint=settings.backbone == "shared"),
         GroupSync(workers, samplers),
         Carried.at_start(recipe),
-        None,
+        plan,
         facts.noise,
         lambda: _rank_seconds(started),
+        (lambda: _largest_peak(workers)) if gpu else lambda: None,
     )
 
 
@@ -153,19 +156,19 @@ def group_engine(recipe: Recipe, workers: Workers, folder: Path, *, gpu: bool) -
     return GroupEngine(workers, folder, rows)
 
 
-def _planned(
-    recipe: Recipe, task: BuiltTask, objective: Objective, say: Callable[[str], None], available: float
-) -> Recipe:
+def _planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
     """Return the recipe with the memory plan's choices, which must be the same on all workers."""
-    plan = plan_run(recipe, task, objective, say, available)
-    if plan is None:
-        return recipe
     sizes = plan.sizes
     update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
     rollout = (
         recipe.rollout.model_copy(update={"slots": sizes.slots}) if recipe.rollout.slots == "auto" else recipe.rollout
     )
     return recipe.model_copy(update={"update": update, "rollout": rollout})
+
+
+def _largest_peak(workers: Workers) -> GpuPeak:
+    used, kept = zip(*workers.call("gpu_peak"), strict=True)
+    return GpuPeak(max(used), max(kept))
 
 
 def _rank_seconds(workers: RayWorkers) -> Metrics:

@@ -21,7 +21,7 @@ from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows
 from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
-from lockstep.device import choose_device, gpu_memory, use_gpu
+from lockstep.device import choose_device, gpu_memory, gpu_peak, use_gpu
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.sync.control import Falsified
@@ -41,6 +41,10 @@ class Sampler:
         """Return the bytes that this worker's GPU has free."""
         use_gpu(self._place.rank)
         return gpu_memory()[0]
+
+    def gpu_peak(self) -> Plain:
+        """Return the most bytes in use and kept on this worker's GPU so far; nothing on a CPU."""
+        return list(gpu_peak() or ())
 
     def build(self, recipe: str, weights: bool) -> Plain:
         """Build model and engine. `weights`: a file of the folder replaces the start's."""

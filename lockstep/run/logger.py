@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.config.schema import Recipe
-from lockstep.device import gpu_peak, wait
+from lockstep.device import wait
 from lockstep.health.spikes import Spike
 from lockstep.track.console import Console
 from lockstep.track.jsonl import JsonlFile
@@ -183,13 +183,11 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def metrics(self, counts: Mapping[str, float]) -> Metrics:
-        """Return times, throughputs and memory of the step so far."""
+        """Return times, throughputs and resident memory of the step so far."""
         times = self.seconds | {"time/step": time.perf_counter() - self._start}
         if (trained := times["time/step"] - times.get("time/evaluate", 0.0)) > 0 and "time/grade" in times:
             times["time/grade_share"] = times["time/grade"] / trained
         times["memory/rss_gib"] = psutil.Process().memory_info().rss / 2**30
-        if (peak := gpu_peak()) is not None:
-            times |= {"memory/gpu_gib": peak[0] / 2**30, "memory/gpu_reserved_gib": peak[1] / 2**30}
         for name, count, phase in (
             ("throughput/rollout_tokens_per_s", "batch/tokens_generated", "time/rollout"),
             ("throughput/train_tokens_per_s", "batch/tokens_trained", "time/update"),

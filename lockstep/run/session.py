@@ -189,7 +189,7 @@ class Session:
         return evaluate_modes(self._parts, self._recipe, self._logger, self._done, self._proof, self._stop)
 
     def _resources(self, done: int) -> Metrics:
-        memory, warning = check_memory(self._parts.memory, done - self._start)
+        memory, warning = check_memory(self._parts.memory, self._parts.peak(), done - self._start)
         if warning:
             self._logger.warn(warning, step=done)
         return memory | disk_metrics(self._logger.run.path) | self._utilisation.step()
