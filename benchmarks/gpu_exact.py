@@ -71,19 +71,21 @@ def recipe_of(arm: str, shape: str) -> Any:
     )
 
 
-def model_of(shape: str) -> Any:
+def model_of(shape: str, layers: int) -> Any:
+    """`layers` instead of a mixture's own number; 0 leaves it."""
     from random_model import random_model
 
     from lockstep.models.attention import NAME
 
     if shape in gpu_moe.SHAPES:
+        gpu_moe.SHAPES[shape]["num_hidden_layers"] = layers or gpu_moe.SHAPES[shape]["num_hidden_layers"]
         return gpu_moe.random_model(shape, "cuda", NAME, cpu=False)
     return random_model(shape, "bfloat16", "cuda", NAME)
 
 
-def slots_of(shape: str) -> int:
+def slots_of(shape: str, layers: int) -> int:
     """Rows of a rollout at a time: of the largest shape, those whose keys and values fit."""
-    return 512 if shape != "qwen3-30b-a3b" or room() > LARGE else 128
+    return 512 if shape != "qwen3-30b-a3b" or layers or room() > LARGE else 128
 
 
 def room() -> float:
@@ -96,7 +98,7 @@ def room() -> float:
 class Arm:
     """One model with its engine and learner."""
 
-    def __init__(self, arm: str, shape: str) -> None:
+    def __init__(self, arm: str, shape: str, layers: int) -> None:
         import torch
 
         from lockstep.build.exactness import settle_exactness
@@ -109,7 +111,7 @@ class Arm:
 
         recipe = recipe_of(arm, shape)
         prepare_process(torch.device("cuda"), None)
-        model = model_of(shape)
+        model = model_of(shape, layers)
         fuse_layers(model)
         self.model = attach(model, recipe.adapter, seed=0)
         with torch.no_grad():
@@ -119,7 +121,7 @@ class Arm:
         begin = time.perf_counter()
         settle_exactness(self.model, recipe)
         self.test_seconds, self.exact = time.perf_counter() - begin, exact.line()
-        self.engine = PagedEngine(self.model, slots=slots_of(shape), stop_ids=frozenset({2}), decode=str)
+        self.engine = PagedEngine(self.model, slots=slots_of(shape, layers), stop_ids=frozenset({2}), decode=str)
         self.learner = TorchLearner(self.model, recipe)
         self.engine.load(iter(()), 0)
 
@@ -197,7 +199,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
     from lockstep.learner.learner import TorchLearner
     from lockstep.models.fused_layers import fuse_layers
 
-    model = model_of(args.shape)
+    model = model_of(args.shape, args.layers)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = vllm_engine(folder, "bfloat16", "v2", share=0.35)
@@ -225,7 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.arm == VLLM:
         return vllm(args)
-    arm = Arm(args.arm, args.shape)
+    arm = Arm(args.arm, args.shape, args.layers)
     result: dict[str, Any] = {"device": device_name(), "line": arm.exact, "test": arm.test_seconds, "works": {}}
     trained, scored = [], []
     for work in args.work:
@@ -240,7 +242,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 updates.append(took)
                 trained.append(found)
         result["works"][work] = {"seconds": seconds, "tokens": tokens, "updates": updates}
-        print(args.arm, work, tokens / min(seconds), updates, trained[-1:], scored[-1:], flush=True)
+        print(args.arm, work, tokens / min(seconds), updates, together(trained), together(scored), flush=True)
     result |= {"trained": together(trained), "scored": together(scored), "replaced": exact.replaced_products()}
     return result
 
@@ -248,7 +250,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--arm", arm, "--arm-out", file.name, "--runs", str(args.runs)]
-        command += ["--rollouts", str(args.rollouts), "--shape", args.shape, "--work", *args.work]
+        command += [
+            "--rollouts",
+            str(args.rollouts),
+            "--shape",
+            args.shape,
+            "--layers",
+            str(args.layers),
+            "--work",
+            *args.work,
+        ]
         done = subprocess.run(command, check=False, timeout=args.limit)
         text = Path(file.name).read_text()
         return json.loads(text) if text else {"failed": done.returncode}
@@ -290,6 +301,7 @@ def main() -> None:
         "--rollouts", type=int, default=2, help="rollouts of each work that are compared: the last ones"
     )
     parser.add_argument("--shape", default="1.5b")
+    parser.add_argument("--layers", type=int, default=0, help="layers of a mixture of experts, instead of all")
     parser.add_argument("--limit", type=float, default=280)
     parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))
     parser.add_argument("--out", default="gpu_exact.json")

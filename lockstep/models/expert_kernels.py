@@ -41,18 +41,18 @@ def gate_up_tile(each: float) -> Tile:
     """Return a fast tile of `gate_up` for this many rows of an expert, on average. It does not change a bit."""
     if each <= 8:
         return Tile(16, 64, 128, 4, 4)
-    if each <= 24:
+    if each <= 40:
         return Tile(32, 64, 128, 4, 3)
-    return Tile(64, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
+    return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
 
 
 def product_tile(each: float) -> Tile:
     """Return a fast tile of `product`."""
     if each <= 8:
         return Tile(16, 128, 128, 4, 4)
-    if each <= 24:
+    if each <= 40:
         return Tile(32, 128, 128, 4, 3)
-    return Tile(64, 128, 64, 4, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
+    return Tile(128, 256, 64, 8, 3) if each <= 128 else Tile(128, 128, 64, 8, 3)
 
 
 @cache
@@ -62,93 +62,109 @@ def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile
     return replace(tile, stages=max(1, min(tile.stages, 1 + shared_memory(device) // stage)))
 
 
+def _blocks(rows: Sorted, size: int) -> int:
+    """Return the number of programs that `_block` needs."""
+    return triton.cdiv(len(rows.order_R), size) + rows.experts - 1
+
+
+@triton.jit
+def _block(bounds_ptr, number, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a block of sorted rows, its first row, and the end of the expert's rows; not all numbers have rows.
+
+    Expert e's blocks begin at number start(e) // ROWS + e, which leaves room for the blocks of all before it. All blocks of an
+    expert run at about the same time: its matrix is read from memory once, however many rows it has.
+    """
+    each = tl.arange(0, EXPERTS)
+    start = tl.load(bounds_ptr + each, mask=each < experts, other=1 << 30)
+    expert = tl.sum((start // ROWS + each <= number).to(tl.int32), 0) - 1
+    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    return expert, start + (number - start // ROWS - expert) * ROWS, end
+
+
 @triton.jit
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
-    limit, alpha, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    limit, alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of the inner states of one expert's rows, in sorted order."""
-    expert = tl.program_id(1)
-    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    """Compute some columns of the inner states of one block of an expert's rows."""
+    expert, first, end = _block(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
+    if first >= end:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    base = weight_ptr + expert.to(tl.int64) * by_expert
     kind = out_ptr.dtype.element_ty
     paired = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
     both = paired % (2 * inner) if PAIRED else column % inner
-    weight_first = base + depth[:, None] * by_input + both[None, :] * by_output
-    for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
-        x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_at = weight_first
-        if PAIRED:
-            total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    row = first + tl.arange(0, ROWS)
+    token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
+    weight_at = weight_ptr + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + both[None, :] * by_output
+    if PAIRED:
+        total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    else:
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, tl.cdiv(hidden, DEPTH)):
+        if EVEN:
+            x, weight = tl.load(x_at), tl.load(weight_at)
         else:
-            gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-            up = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for step in range(0, tl.cdiv(hidden, DEPTH)):
+            left = depth < hidden - step * DEPTH
+            x = tl.load(x_at, mask=left[None, :], other=0.0)
+            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
+        if PAIRED:
+            total = tl.dot(x, weight, total, input_precision=PRECISION)
+        else:
+            gate = tl.dot(x, weight, gate, input_precision=PRECISION)
             if EVEN:
-                x, weight = tl.load(x_at), tl.load(weight_at)
+                weight = tl.load(weight_at + inner * by_output)
             else:
-                left = depth < hidden - step * DEPTH
-                x = tl.load(x_at, mask=left[None, :], other=0.0)
-                weight = tl.load(weight_at, mask=left[:, None], other=0.0)
-            if PAIRED:
-                total = tl.dot(x, weight, total, input_precision=PRECISION)
-            else:
-                gate = tl.dot(x, weight, gate, input_precision=PRECISION)
-                if EVEN:
-                    weight = tl.load(weight_at + inner * by_output)
-                else:
-                    weight = tl.load(weight_at + inner * by_output, mask=left[:, None], other=0.0)
-                up = tl.dot(x, weight, up, input_precision=PRECISION)
-            x_at += DEPTH
-            weight_at += DEPTH * by_input
-        if PAIRED:
-            total = total.to(kind).to(tl.float32)
-            if BIAS:
-                bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
-                total = (total + bias[None, :]).to(kind).to(tl.float32)
-            gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
-        else:
-            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-        state = activated(gate, up, PAIRED, limit, alpha)
-        mask = (row < end)[:, None] & (column < inner)[None, :]
-        tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
+                weight = tl.load(weight_at + inner * by_output, mask=left[:, None], other=0.0)
+            up = tl.dot(x, weight, up, input_precision=PRECISION)
+        x_at += DEPTH
+        weight_at += DEPTH * by_input
+    if PAIRED:
+        total = total.to(kind).to(tl.float32)
+        if BIAS:
+            bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
+            total = (total + bias[None, :]).to(kind).to(tl.float32)
+        gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
+    else:
+        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    state = activated(gate, up, PAIRED, limit, alpha)
+    mask = (row < end)[:, None] & (column < inner)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input,
+    x_ptr, weight_ptr, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of one expert's sorted rows times its matrix."""
-    expert = tl.program_id(1)
-    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    """Compute some columns of one block of an expert's rows times its matrix."""
+    expert, first, end = _block(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
+    if first >= end:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    base = weight_ptr + expert.to(tl.int64) * by_expert
-    weight_first = base + depth[:, None] * by_input + (column % outputs)[None, :] * by_output
-    for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        x_at = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * inputs + depth[None, :]
-        weight_at = weight_first
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for step in range(0, tl.cdiv(inputs, DEPTH)):
-            if EVEN:
-                x, weight = tl.load(x_at), tl.load(weight_at)
-            else:
-                left = depth < inputs - step * DEPTH
-                x = tl.load(x_at, mask=left[None, :], other=0.0)
-                weight = tl.load(weight_at, mask=left[:, None], other=0.0)
-            total = tl.dot(x, weight, total, input_precision=PRECISION)
-            x_at += DEPTH
-            weight_at += DEPTH * by_input
-        mask = (row < end)[:, None] & (column < outputs)[None, :]
-        place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-        tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    row = first + tl.arange(0, ROWS)
+    x_at = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * inputs + depth[None, :]
+    weight_at = weight_ptr + expert.to(tl.int64) * by_expert
+    weight_at += depth[:, None] * by_input + (column % outputs)[None, :] * by_output
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, tl.cdiv(inputs, DEPTH)):
+        if EVEN:
+            x, weight = tl.load(x_at), tl.load(weight_at)
+        else:
+            left = depth < inputs - step * DEPTH
+            x = tl.load(x_at, mask=left[None, :], other=0.0)
+            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+        x_at += DEPTH
+        weight_at += DEPTH * by_input
+    mask = (row < end)[:, None] & (column < outputs)[None, :]
+    place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _precision(x: Tensor) -> str:
@@ -165,10 +181,11 @@ def gate_up(
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
     tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
-    _gate_up_kernel[(triton.cdiv(inner, tile.columns), rows.experts)](
+    _gate_up_kernel[(triton.cdiv(inner, tile.columns), _blocks(rows, tile.rows))](
         x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
-        x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.top, activation.paired,
-        bias_EO is not None, x_TH.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth, _precision(x_TH),
+        x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top, activation.paired,
+        bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0, tile.rows, tile.columns,
+        tile.depth, _precision(x_TH),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out_RI
@@ -181,9 +198,10 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
     tile = _fitted(tile, tile.columns, x_RX.element_size(), x_RX.device)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
-    _product_kernel[(triton.cdiv(outputs, tile.columns), rows.experts)](
-        x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(),
-        x_RX.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth, _precision(x_RX),
+    _product_kernel[(triton.cdiv(outputs, tile.columns), _blocks(rows, tile.rows))](
+        x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
+        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth,
+        _precision(x_RX),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out_RO
