@@ -316,7 +316,7 @@ def main() -> None:
     Path(args.out).write_text(json.dumps(results, indent=1))
     print("\n".join(lines))
     if args.write:
-        write_section(args.write, args.shape, lines)
+        write_section(args.write, args.shape + (f", {args.layers} layers" if args.layers else ""), lines)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,10 @@ def gate_up_tile(each: float) -> Tile:
     """Return a fast tile of `gate_up` for this many rows of an expert, on average. It does not change a bit."""
     if each <= 8:
         return Tile(16, 64, 128, 4, 4)
-    if each <= 40:
+    if each <= 24:
         return Tile(32, 64, 128, 4, 3)
+    if each <= 40:
+        return Tile(64, 128, 64, 8, 4)
     return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
 
 
@@ -50,8 +52,10 @@ def product_tile(each: float) -> Tile:
     """Return a fast tile of `product`."""
     if each <= 8:
         return Tile(16, 128, 128, 4, 4)
-    if each <= 40:
+    if each <= 24:
         return Tile(32, 128, 128, 4, 3)
+    if each <= 40:
+        return Tile(64, 256, 64, 8, 4)
     return Tile(128, 256, 64, 8, 3) if each <= 128 else Tile(128, 128, 64, 8, 3)
 
 
