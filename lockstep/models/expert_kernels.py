@@ -68,7 +68,7 @@ def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile
 
 def _blocks(rows: Sorted, size: int) -> int:
     """Return the number of programs that `_block` needs."""
-    return triton.cdiv(len(rows.order_R), size) + rows.experts - 1
+    return -(-len(rows.order_R) // size) + rows.experts - 1
 
 
 @triton.jit

@@ -94,6 +94,32 @@ def only_what_is_reached() -> None:
     assert rows.bounds_E.tolist() == [0, *flat.bincount(minlength=4).cumsum(0).tolist()]
 
 
+def uneven(each: str) -> None:
+    """Experts with no rows, one, and as many as several blocks, for the tile of this many rows on average."""
+    from lockstep.models import expert_kernels
+    from lockstep.models.expert_kernels import Activation
+    from lockstep.models.route_kernels import sort_rows
+
+    fixed = {
+        "gate_up_tile": expert_kernels.gate_up_tile(int(each)),
+        "product_tile": expert_kernels.product_tile(int(each)),
+    }
+    for name, tile in fixed.items():
+        setattr(expert_kernels, name, lambda _, tile=tile: tile)
+    generator = torch.Generator().manual_seed(1)
+    counts = [0, 1, 3 * fixed["gate_up_tile"].rows + 5, 0, 0, fixed["gate_up_tile"].rows, 2, 0]
+    experts = torch.arange(8).repeat_interleave(torch.tensor(counts))
+    index = experts[torch.randperm(len(experts), generator=generator)][:, None]
+    x = torch.randn(len(index), 24, generator=generator)
+    both, down = torch.randn(8, 40, 24, generator=generator), torch.randn(8, 24, 20, generator=generator)
+    rows = sort_rows(index, 8)
+    inner = expert_kernels.gate_up(x, both, None, rows, Activation())
+    found = expert_kernels.product(inner, down, rows)
+    gates, ups = torch.einsum("tx,tox->to", x.double(), both.double()[index[:, 0]]).chunk(2, 1)
+    wanted = torch.einsum("ti,toi->to", nn.functional.silu(gates) * ups, down.double()[index[:, 0]])
+    close(found[rows.place_R.long()].double(), wanted, f"tile for {each} rows")
+
+
 def routers(family: str) -> None:
     """Choices, weights and gradients of a router."""
     from lockstep.models.experts import fuse_experts
@@ -197,6 +223,11 @@ def test_a_router_chooses_as_transformers_does(family: str) -> None:
 
 def test_experts_that_nothing_reaches_are_not_read() -> None:
     interpreted(only_what_is_reached)
+
+
+@pytest.mark.parametrize("each", ["4", "20", "30", "100", pytest.param("400", marks=pytest.mark.slow)])
+def test_experts_may_have_any_number_of_rows(each: str) -> None:
+    interpreted(uneven, each)
 
 
 def test_the_first_of_equal_experts_is_chosen() -> None:

@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+from lockstep.build.memory import CHECKED_STEP, check_memory
 from lockstep.config.load import load
+from lockstep.device import GpuPeak
 from lockstep.errors import ConfigError, DoesNotFitError
 from lockstep.learner.offload import CHUNK
 from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
@@ -231,3 +233,18 @@ def test_a_prediction_that_is_off_is_a_warning() -> None:
     assert plan_warning(chosen, predicted * 1.09) == ""
     assert "+12%" in plan_warning(chosen, predicted * 1.12)
     assert "-30%" in plan_warning(chosen, predicted * 0.70)
+
+
+def test_the_peak_of_a_gpu_is_compared_with_the_plan_after_some_steps() -> None:
+    chosen = plan(SMALL)
+    peak = GpuPeak(int(chosen.peak.bytes * 1.2), int(chosen.peak.bytes * 1.3))
+    assert check_memory(chosen, None, CHECKED_STEP) == ({}, "")  # a CPU
+    early, nothing = check_memory(chosen, peak, CHECKED_STEP - 1)
+    assert (early["memory/gpu_gib"], early["memory/gpu_reserved_gib"]) == (peak.used / GIB, peak.kept / GIB)
+    assert "memory/plan_error" not in early
+    assert nothing == ""
+    metrics, warning = check_memory(chosen, peak, CHECKED_STEP)
+    assert metrics["memory/plan_error"] == pytest.approx(0.2)
+    assert "+20%" in warning
+    assert check_memory(chosen, peak, CHECKED_STEP + 1) == (metrics, "")  # said once
+    assert check_memory(None, peak, CHECKED_STEP) == (early, "")  # a model without a plan
