@@ -32,7 +32,7 @@ from lockstep.data.questions import question_digest, raw_digest
 from lockstep.data.sources import Row
 from lockstep.errors import DataError
 from lockstep.types import Prompt
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.extract import DIGITS, MINUS
 from lockstep.verifiers.normalise import plain
@@ -345,14 +345,8 @@ def _not_in(settings: NotIn, columns: Columns, where: str, read_prompts: ReadPro
 
 
 def _own(settings: PythonFilter) -> Keep:
-    function = load_object(settings.path, DataError)
+    function = load_callable(settings.path, DataError)
     file = Path(settings.path.rpartition(":")[0]).expanduser()
-    if not callable(function):
-        raise DataError(
-            f"the path names an object of type {type(function).__name__}, not a function",
-            where=settings.path,
-            fix="give a function, written file.py:function",
-        )
 
     def keep(row: Row) -> bool:
         try:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lockstep.data.columns import kind_of
 from lockstep.errors import DataError
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable
 
 BATCH_BYTES, MOST_ROWS = 256 << 20, 256
 """Bytes and rows of a parquet file that are held at once."""
@@ -66,13 +66,7 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
     Raises DataError if it is missing or fails.
     """
     file = Path(spec.rpartition(":")[0]).expanduser()
-    function = load_object(spec, DataError)
-    if not callable(function):
-        raise DataError(
-            f"the path names an object of type {type(function).__name__}, not a function",
-            where=spec,
-            fix="give a function, written file.py:function",
-        )
+    function = load_callable(spec, DataError)
     number = 0
     try:
         for values in function(**settings):

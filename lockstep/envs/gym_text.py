@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
-from lockstep.user_code import load_object
+from lockstep.user_code import load_callable
 
 _NUMBER = re.compile(r"-?\d{1,9}(?!\d)")
 
@@ -82,14 +82,8 @@ def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
     gymnasium = _gymnasium()
     factory: Callable[..., Any]
     if ".py:" in settings.env:
-        found = load_object(settings.env)
-        if not callable(found):
-            raise TaskError(
-                "the path does not name a class",
-                where=settings.env,
-                fix="give a class with the methods reset and step, written file.py:Class",
-            )
-        factory = found
+        fix = "give a class with the methods reset and step, written file.py:Class"
+        factory = load_callable(settings.env, fix=fix)
     else:
 
         def factory(**arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import schema
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
-from lockstep.user_code import load_object
+from lockstep.user_code import load_callable
 
 MAX_OPPONENT_TURNS = 200
 """Most actions of the opponent in a row; a game that never returns to the player is broken."""
@@ -97,14 +97,8 @@ def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
     name = _raw_name(settings.game, ta.envs.registration.ENV_REGISTRY, where)
     opponent: Opponent = random_move
     if settings.opponent != "random":
-        found = load_object(settings.opponent)
-        if not callable(found):
-            raise TaskError(
-                "the path does not name a function",
-                where=settings.opponent,
-                fix="give a function with the parameters (text, numbers), written file.py:function",
-            )
-        opponent = found
+        fix = "give a function with the parameters (text, numbers), written file.py:function"
+        opponent = load_callable(settings.opponent, fix=fix)
 
     def make() -> Arena:
         return Arena(ta.make(name, **settings.settings), players, settings.seat if players == 2 else 0, opponent)

@@ -31,6 +31,8 @@ class BuiltTask(ABC):
     name: str
     open_endpoint: OpenEndpoint | None = None
     """Opens the endpoint that programs ask; set where a run is built."""
+    turns = Turns()
+    """Limits of an episode; they mean nothing for a question with one reply."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -80,8 +82,8 @@ class BuiltTask(ABC):
         return None
 
     def limits(self, prompt: Prompt) -> Turns:
-        """Return the limits of an episode; they mean nothing for a question with one reply."""
-        return _NO_LIMITS
+        """Return the limits of the prompt's episode."""
+        return self.turns
 
     def problems(self, prompt: Prompt) -> list[str]:
         """Return faults in the grading of a prompt: of a right reply, an empty one, garbage, and wrong answers."""
@@ -93,9 +95,6 @@ class BuiltTask(ABC):
 
     def keep_in(self, folder: Path) -> None:  # noqa: B027 - most tasks have nothing to keep
         """Store in `folder` any results that must not be requested twice, such as a judge's verdicts."""
-
-
-_NO_LIMITS = Turns()
 
 
 class NoQuestions(BuiltTask):
@@ -118,6 +117,44 @@ class NoQuestions(BuiltTask):
             where="task.kind=none",
             fix="give a recipe that has a task: --recipe RECIPE",
         )
+
+
+class OfOthers(BuiltTask):
+    """A task whose prompts come from other tasks, which grade the replies to them."""
+
+    members: tuple[BuiltTask, ...]
+
+    @abstractmethod
+    def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
+        """Return the task that a prompt came from, and the prompt as that task grades it."""
+
+    @property
+    def workers(self) -> int:
+        return max(task.workers for task in self.members)
+
+    def workers_for(self, prompt: Prompt) -> int:
+        """Return the number of workers of the prompt's own task: tasks that grade in this process get one reply at a time."""
+        return self.own(prompt)[0].workers
+
+    def keep_in(self, folder: Path) -> None:
+        for task in self.members:
+            task.keep_in(folder)
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        task, own = self.own(prompt)
+        return task.problems(own)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        task, own = self.own(prompt)
+        return task.grade(own, reply)
+
+    def reads(self, prompt: Prompt) -> Reads:
+        task, own = self.own(prompt)
+        return task.reads(own)
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        task, own = self.own(prompt)
+        return task.grade_replies(own, replies)
 
 
 class VerifiedTask(BuiltTask):

@@ -173,7 +173,7 @@ class SpielGames(SpielStates):
 
     def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
         super().__init__(settings, seed)
-        self.rival = settings.rival
+        self.rival, self.turns = settings.rival, settings.turns
         """Adapter that must be seated before the first game."""
         self._sampler: Sampler | None = None
 
@@ -194,9 +194,6 @@ class SpielGames(SpielStates):
 
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._runner
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
 
     @cached_property
     def _runner(self) -> Runner:

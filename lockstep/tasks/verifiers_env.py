@@ -22,6 +22,7 @@ class VerifiersEnvTask(BuiltTask):
     def __init__(self, settings: schema.VerifiersTask, seed: int) -> None:
         """Start the environment. Raises TaskError if it cannot be loaded, or has too few tasks."""
         self._settings, self._seed = settings, seed
+        self.turns = schema.Turns(limit=settings.requests, reply_tokens=settings.reply_tokens)
         self._programs = VerifiersPrograms(settings)
         self.name = Path(settings.env).stem
         rows = [
@@ -58,6 +59,3 @@ class VerifiersEnvTask(BuiltTask):
 
     def programs(self, prompt: Prompt) -> Programs | None:
         return self._programs
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return schema.Turns(limit=self._settings.requests, reply_tokens=self._settings.reply_tokens)

@@ -57,6 +57,15 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock: Lock | None, attempt: int) -> None:
         self.path = path
+        self.recipe_path = path / "recipe.yaml"
+        self.manifest_path = path / MANIFEST
+        self.metrics_path = path / "metrics.jsonl"
+        self.events_path = path / "events.jsonl"
+        self.log_path = path / "log.txt"
+        self.spikes_path = path / "spikes.jsonl"
+        self.rollouts_path = path / "rollouts"
+        self.scores_path = path / "scores"
+        self.report_path = path / "report.html"
         self._lock = lock
         self.attempt = attempt
         """1 for the process that created the run, one more for each that resumed it."""
@@ -133,50 +142,13 @@ class RunDirectory:
             raise
         return run
 
-    # --- paths ---
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     @property
-    def recipe_path(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / MANIFEST
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def log_path(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def spikes_path(self) -> Path:
-        return self.path / "spikes.jsonl"
-
-    @property
-    def rollouts_path(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def scores_path(self) -> Path:
-        return self.path / "scores"
-
-    @property
     def checkpoints_path(self) -> Path:
         return checkpoints_of(self.path)
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
 
     # --- content ---
     def recipe_yaml(self) -> str:
