@@ -7,12 +7,9 @@ from enum import StrEnum
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.brief import DIGEST, Brief, brief_of
-from lockstep.evaluation.intervals import item_points, paired_difference
+from lockstep.evaluation.intervals import ALPHA, item_points, paired_difference
 from lockstep.evaluation.records import comparable
 from lockstep.types import Conditions, Score
-
-ALPHA = 0.05
-"""Limit of p below which a difference is called an effect."""
 
 FEW = 20
 """Fewer replies than this are often the same after a small update: that is no sign of weights that were not loaded."""

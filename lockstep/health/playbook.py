@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from lockstep.health.trends import WIDTH
+from lockstep.health.trends import WIDTH, change
 
 LATEST = 10
 """Steps that "lately" means."""
@@ -146,9 +146,8 @@ def improves(rows: Sequence[Mapping[str, float]]) -> bool:
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if len(rewards) < 2 * WIDTH:
         return True  # too early to call it flat
-    first, last = rewards[:WIDTH], rewards[-WIDTH:]
-    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WIDTH)
-    return statistics.fmean(last) - statistics.fmean(first) > 2 * error
+    rise, error = change(rewards)
+    return rise > 2 * error
 
 
 def seen(sign: Sign, rows: Sequence[Mapping[str, float]]) -> str:

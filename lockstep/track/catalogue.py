@@ -103,7 +103,7 @@ class Judge:
                 outside.append(name)
             info = find(name)
             if info is not None and info.drift is not None and math.isfinite(value):
-                self._earlier[name] = _window(info.drift, [*earlier, value])
+                self._earlier[name] = window(info.drift, [*earlier, value])
         return outside
 
 
@@ -117,7 +117,7 @@ def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
             return statistics.median(values[-rule.steps :]) if len(values) >= LEAST else None
 
 
-def _window(rule: Drift, values: list[float]) -> list[float]:
+def window(rule: Drift, values: list[float]) -> list[float]:
     """Return those of all finite values so far that the rule's baseline needs."""
     return values[: rule.steps] if rule.against == "start" else values[-rule.steps :]
 

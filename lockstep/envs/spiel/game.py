@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from lockstep.config import schema
 from lockstep.envs.spiel.play import Mover, mover_of, scaled_reward, value
@@ -24,9 +24,10 @@ class SpielGame:
     or tokens run out, scores the same as a lost one.
     """
 
-    def __init__(self, settings: schema.OpenSpielTask, case: str, state: Any, opponent: Mover) -> None:
-        self._settings, self._case, self._state, self._opponent = settings, case, state, opponent
-        self._player = state.current_player()
+    def __init__(self, settings: schema.OpenSpielTask, prompt: Prompt, opponent: Mover) -> None:
+        self._settings, self._case, self._opponent = settings, str(prompt.data[CASE]), opponent
+        self._state = state_at(*place_of(prompt))
+        self._player = self._state.current_player()
         self._numbers = random.Random()
         self._low = scaled_reward(0.0, settings.reward_range)
         self._due = self._low
@@ -95,7 +96,11 @@ def spiel_maker(settings: schema.OpenSpielTask) -> Callable[[Prompt], SpielGame]
     opponent = mover_of(settings.opponent, settings.simulations)
 
     def make(prompt: Prompt) -> SpielGame:
-        history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
-        return SpielGame(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), opponent)
+        return SpielGame(settings, prompt, opponent)
 
     return make
+
+
+def place_of(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+    """Return the state of a prompt: its game, and the moves that lead to it."""
+    return str(prompt.data[GAME]), tuple(int(action) for action in cast(Sequence[int], prompt.data[HISTORY]))
