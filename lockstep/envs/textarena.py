@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.config import schema
+from lockstep.envs.packages import package
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
 from lockstep.user_code import load_callable
@@ -93,7 +94,7 @@ def random_move(text: str, numbers: random.Random) -> str:
 
 def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
     """Return a function that makes the game. Raises TaskError for a missing game, or one for more than two players."""
-    ta, where = _textarena(), f"task.game={settings.game}"
+    ta, where = package("textarena", "textarena"), f"task.game={settings.game}"
     name = _raw_name(settings.game, ta.envs.registration.ENV_REGISTRY, where)
     opponent: Opponent = random_move
     if settings.opponent != "random":
@@ -132,13 +133,3 @@ def _raw_name(game: str, registry: Any, where: str) -> str:
     near = get_close_matches(game, [known for known in registry if not known.endswith(("-raw", "-train"))], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "textarena.envs.registration.ENV_REGISTRY lists the games"
     raise TaskError(f"TextArena has no game {game!r}", where=where, fix=hint)
-
-
-def _textarena() -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise TaskError(
-            "textarena is not installed", where="task.kind=textarena", fix="pip install 'lockstep-rl[envs]'"
-        ) from error
-    return textarena

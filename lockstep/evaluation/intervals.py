@@ -17,7 +17,7 @@ from lockstep.errors import EvaluationError
 from lockstep.seeds import seed_for
 
 CONFIDENCE = 0.95
-"""Of all intervals."""
+"""Confidence of every interval."""
 ALPHA = 0.05
 """Limit of p below which a difference is called an effect."""
 RESAMPLES = 2000
@@ -41,9 +41,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """trained - base over the same items."""
+    """trained - base over the same items: the mean, and its 95 % interval by bootstrap over items. Shares, not per cent."""
 
-    mean: float
+    difference: float
     low: float
     high: float
     b: int

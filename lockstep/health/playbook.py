@@ -14,8 +14,8 @@ from lockstep.health.trends import WIDTH, change
 LATEST = 10
 """Steps that "lately" means."""
 
-Statistic: TypeAlias = Literal["lately", "largest", "growth", "peak"]
-"""lately: the median of the last steps; largest: of all steps; growth: lately over the mean of the first steps; peak: the largest
+Statistic: TypeAlias = Literal["lately", "growth", "peak"]
+"""lately: the median of the last steps; growth: lately over the mean of the first steps; peak: the largest
 over the median."""
 
 
@@ -160,7 +160,6 @@ def seen(sign: Sign, rows: Sequence[Mapping[str, float]]) -> str:
         return ""
     forms = {
         "lately": f"{value:.4g} lately",
-        "largest": f"{value:.4g} at most",
         "growth": f"{value:.3g} times its start",
         "peak": f"{value:.3g} times its median at most",
     }
@@ -172,8 +171,6 @@ def statistic(kind: Statistic, values: Sequence[float]) -> float | None:
     match kind:
         case "lately":
             return statistics.median(values[-LATEST:])
-        case "largest":
-            return max(values)
         case "growth":
             start = statistics.fmean(values[:WIDTH])
             return statistics.median(values[-LATEST:]) / start if start > 0 else None

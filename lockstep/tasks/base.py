@@ -176,7 +176,7 @@ class VerifiedTask(BuiltTask):
         return grade_replies(self.verifier, prompt, replies)
 
     def problems(self, prompt: Prompt) -> list[str]:
-        return grading_problems(self.verifier, prompt)
+        return self_test(self.verifier, prompt, exact=not isinstance(self.verifier, UserGrader), mutations=True)
 
     def garbage(self, prompt: Prompt) -> str:
         return scored_garbage(self.verifier, prompt)
@@ -229,11 +229,6 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
             where=where,
             fix="choose reward functions that apply to these rows, or add the columns that the functions read to the rows",
         )
-
-
-def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
-    """Return the results of the full self-test of one prompt."""
-    return self_test(verifier, prompt, exact=not isinstance(verifier, UserGrader), mutations=True)
 
 
 def _sample(indices: range, count: int) -> Sequence[int]:

@@ -11,7 +11,7 @@ from typing import cast
 
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
-from lockstep.envs.make import SEED, env_maker, is_env_task, made_with, own_class
+from lockstep.envs.make import SEED, env_maker, is_env_task, own_class
 from lockstep.envs.programs import CommandPrograms, Programs
 from lockstep.envs.runners import MOST, Fault, InlineRunner, ProcessRunner, Runner
 from lockstep.envs.tool_env import explained, schemas
@@ -22,7 +22,7 @@ from lockstep.tasks.base import BuiltTask, OfOthers, draw_batch, first_heldout
 from lockstep.tasks.generator import Side, side_of
 from lockstep.tasks.python import UserTask, as_task
 from lockstep.types import EnvTask, Grade, Message, Prompt
-from lockstep.verifiers.python import UserFunction
+from lockstep.verifiers.python import UserFunction, make_object
 
 OPENINGS = 32
 """Number of openings that are requested together."""
@@ -283,7 +283,8 @@ def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisod
     made = own_class(settings.path)
     if not is_env_task(made):
         return SeededEpisodes(settings, made.__name__, seed)
-    return OwnEpisodes(cast(EnvTask, as_task(made_with(made, settings), settings.path)), settings)
+    task = as_task(make_object(made, settings.settings, settings.path), settings.path)
+    return OwnEpisodes(cast(EnvTask, task), settings)
 
 
 def _played_only(name: str) -> Grade:

@@ -75,6 +75,12 @@ def drift(name: str, value: float, earlier: Sequence[float]) -> Verdict:
     return "warn" if outside else "ok"
 
 
+def accuracies(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the accuracy of each mode that a step has evaluated."""
+    parts = [(name.split("/"), value) for name, value in metrics.items()]
+    return [(path[1], value) for path, value in parts if len(path) == 3 and path[0] == "eval" and path[2] == "accuracy"]
+
+
 def applies(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric's ranges and rules apply to a step: those of sameness do not if most replies are right."""
     info = find(name)

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from lockstep.errors import RunDirectoryError
+from lockstep.config.text import parse
+from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.track.facts import manifest_facts
 from lockstep.track.files import read_plain, remove_temporary, require_plain, write_atomic
 from lockstep.track.jsonl import dumps, read_json
@@ -162,6 +163,14 @@ class RunDirectory:
                 "the recipe is not UTF-8", where=str(self.recipe_path), fix="restore it from a copy"
             ) from error
 
+    def settings(self) -> dict[str, Any]:
+        """Return the recipe as data, whatever its version. Raises RunDirectoryError if it is gone, or none."""
+        try:
+            tree = parse(self.recipe_yaml(), "recipe.yaml").value
+        except ConfigError as error:
+            raise RunDirectoryError(f"cannot be read: {error.mistakes[0]}", where=str(self.recipe_path)) from error
+        return tree if isinstance(tree, dict) else {"recipe": tree}
+
     def replace_recipe(self, recipe_yaml: str) -> None:
         """Put another resolved recipe in its place."""
         self.require_writable()
@@ -243,6 +252,15 @@ class _Manifest(BaseModel):
     packages: dict[str, Any] | None = None
     parent: _Parent | None = None
     fetched_from: dict[str, str] | None = None
+
+
+def ancestors(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the runs that a run started from, newest first, each in words."""
+    found, parent = [], manifest.get("parent")
+    while parent:
+        found.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+        parent = parent.get("parent")
+    return found
 
 
 def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:

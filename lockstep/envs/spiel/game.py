@@ -43,22 +43,19 @@ class SpielGame:
     def step(self, reply: str) -> Turn:
         turn = self.take(reply)
         while turn is None:
-            turn = self.oppose(self._opponent(self._state, self._numbers))
+            turn = self.play(self._opponent(self._state, self._numbers))
         return turn
 
     def take(self, reply: str) -> Turn | None:
-        """Return the turn after a reply; None if an opponent must move first, by `oppose`."""
+        """Return the turn after a reply; None if an opponent must move first, by `play`."""
         moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
         if read.text is None or read.text not in moves:
             return self._illegal(read.text)
         self._noted, self._moved = {"legal_moves": 1.0}, read.text
-        return self._go_on(moves[read.text])
+        return self.play(moves[read.text])
 
-    def oppose(self, action: int) -> Turn | None:
-        """Move for the opponent; returns the player's next turn, None if another opponent's move comes first."""
-        return self._go_on(action)
-
-    def _go_on(self, action: int) -> Turn | None:
+    def play(self, action: int) -> Turn | None:
+        """Make a move; returns the player's next turn, None if an opponent's move comes first."""
         self._state.apply_action(action)
         play_chances(self._state, self._numbers)
         if not self._state.is_terminal():

@@ -47,7 +47,7 @@ class RivalGame(SpielGame):
         action = moves.get(read.text or "")
         illegal = self._noted.get("rival_illegal", 0.0) + float(action is None)
         self._noted["rival_illegal"] = illegal
-        return self.oppose(random_mover(self._state, self._numbers) if action is None else action)
+        return self.play(random_mover(self._state, self._numbers) if action is None else action)
 
 
 class RivalRunner:
