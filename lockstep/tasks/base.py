@@ -13,7 +13,7 @@ from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
 from lockstep.types import Grade, OpenEndpoint, Prompt, ReplyText
-from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, workers_of
+from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, unscored, workers_of
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserGrader
 from lockstep.verifiers.selftest import applies, scored_garbage, self_test
@@ -117,6 +117,15 @@ class NoQuestions(BuiltTask):
             where="task.kind=none",
             fix="give a recipe that has a task: --recipe RECIPE",
         )
+
+
+class Episodes(BuiltTask):
+    """A task whose environments give the rewards."""
+
+    plays = True
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return unscored(f"{self.name} is played, not graded by one reply")
 
 
 class OfOthers(BuiltTask):

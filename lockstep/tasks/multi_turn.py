@@ -18,10 +18,10 @@ from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
 from lockstep.errors import TaskError
 from lockstep.seeds import seed_for
-from lockstep.tasks.base import BuiltTask, OfOthers, draw_batch, first_heldout
+from lockstep.tasks.base import BuiltTask, Episodes, OfOthers, draw_batch, first_heldout
 from lockstep.tasks.generator import Side, side_of
 from lockstep.tasks.python import UserTask, as_task
-from lockstep.types import EnvTask, Grade, Message, Prompt
+from lockstep.types import EnvTask, Message, Prompt
 from lockstep.verifiers.python import UserFunction, make_object
 
 OPENINGS = 32
@@ -109,12 +109,11 @@ class AgentQuestions(PlayedQuestions):
         return self._programs
 
 
-class Guessing(BuiltTask):
+class Guessing(Episodes):
     """Games of guessing a number. Every number is either asked in training or held out: half of the numbers by hash."""
 
     name = "guess_number"
     notes: tuple[str, ...] = ()
-    plays = True
 
     def __init__(self, settings: schema.GuessNumberTask, seed: int) -> None:
         self._settings, self._seed, self.turns = settings, seed, settings.turns
@@ -133,9 +132,6 @@ class Guessing(BuiltTask):
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         return first_heldout({"id_probe": self._heldout}, role, size, f"task {self.name}", "episodes")
 
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return _played_only(self.name)
-
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._runner
 
@@ -146,14 +142,12 @@ class Guessing(BuiltTask):
         return Prompt(f"guess_number/{s.low}-{s.high}/{number}", opening(s.low, s.high), str(number), self.name)
 
 
-class SeededEpisodes(BuiltTask):
+class SeededEpisodes(Episodes):
     """Episodes of one environment, distinguished by their seeds.
 
     If openings differ from seed to seed, training and held-out episodes share no opening: its hash decides. If they are alike
     (a game that begins with an empty board), the two have different seeds.
     """
-
-    plays = True
 
     def __init__(
         self,
@@ -184,9 +178,6 @@ class SeededEpisodes(BuiltTask):
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         drawn = self._drawn("heldout", size, Side.HELDOUT) if role == "id_probe" else ()
         return first_heldout({"id_probe": drawn}, role, size, self._where, "episodes")
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return _played_only(self.name)
 
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._runner
@@ -285,7 +276,3 @@ def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisod
         return SeededEpisodes(settings, made.__name__, seed)
     task = as_task(make_object(made, settings.settings, settings.path), settings.path)
     return OwnEpisodes(cast(EnvTask, task), settings)
-
-
-def _played_only(name: str) -> Grade:
-    return Grade(None, error=f"{name} is played, not graded by one reply")

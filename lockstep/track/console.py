@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from lockstep.config.metric import Range
 from lockstep.text import hide_values
 from lockstep.track.catalogue import Judge, accuracies
-from lockstep.track.files import Appender
+from lockstep.track.files import Appender, Closing
 from lockstep.track.text import one_line, plain_table, visible
 from lockstep.track.writer import StepRecord
 
@@ -72,7 +72,7 @@ LEAST_TIME_S = 0.05
 """Shorter phases are left off the line."""
 
 
-class Console:
+class Console(Closing):
     """Prints a run's progress and appends it to `log` (log.txt; None writes none). Messages are plain text, not markup.
 
     An output that is closed (`| head`) or full ends the printing, not the run; log.txt goes on and says so.
@@ -188,12 +188,6 @@ class Console:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _eta(self, step: int) -> str:
         """Estimate the time of the steps and evaluations that are left, each as long as those so far."""

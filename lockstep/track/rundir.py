@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lockstep.config.text import parse
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.track.facts import manifest_facts
-from lockstep.track.files import read_plain, remove_temporary, require_plain, write_atomic
+from lockstep.track.files import Closing, read_plain, remove_temporary, require_plain, write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.lock import Holder, Lock
 from lockstep.track.places import (
@@ -53,7 +53,7 @@ UNFINISHED = {LOCK, RECORD, "recipe.yaml"}
 """Files that a killed creation may have left, besides empty folders; manifest.json is written last."""
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     """Paths and the manifest of one run. Use `create`, `resume` (both hold the lock) or `open` (reads only)."""
 
     def __init__(self, path: Path, lock: Lock | None, attempt: int) -> None:
@@ -206,12 +206,6 @@ class RunDirectory:
         """Let go of the lock. Twice is once."""
         if self._lock is not None:
             self._lock.release()
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _write_manifest(self, manifest: Mapping[str, object]) -> None:
         self.require_writable()

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, V
 
 from lockstep.errors import RunDirectoryError
 from lockstep.text import hide_values
+from lockstep.track.files import Closing
 from lockstep.track.jsonl import JsonlFile, Prefix, number, read_jsonl, strict
 from lockstep.track.rollouts import RolloutRow, read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
@@ -69,7 +70,7 @@ T = TypeVar("T")
 _STEP, _EVENT = TypeAdapter(StepRecord), TypeAdapter(Event)
 
 
-class RunWriter:
+class RunWriter(Closing):
     """Appends to the metrics and events of a run whose lock this process holds.
 
     Opening it logs what the last process left undone: `lock_taken_over`, `torn_line`.
@@ -112,12 +113,6 @@ class RunWriter:
     def close(self) -> None:
         self._metrics.close()
         self._events.close()
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def read_metrics(run: RunDirectory) -> list[StepRecord]:
