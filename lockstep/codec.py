@@ -1,12 +1,13 @@
-"""Converts frozen dataclasses to JSON values and back. Errors name the path of a missing, unknown or wrongly typed field."""
+"""Reads JSON strictly; converts frozen dataclasses to JSON values and back, with errors that name the path of a wrong field."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 Reader: TypeAlias = Callable[[Any], Any]
@@ -26,6 +27,18 @@ class CodecError(ValueError):
     def __str__(self) -> str:
         path = self.path.removeprefix(".")
         return f"{path}: {self.reason}" if path else self.reason
+
+
+def strict_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], object] | None = None) -> Any:
+    """Return a JSON value; `pairs` makes each object of its fields. Raises ValueError, also for NaN, infinities, deep nesting."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def to_json(value: object) -> Any:

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -108,6 +109,15 @@ class LoopbackHandler(BaseHTTPRequestHandler):
         """Return False for another Host, which a name bound to this address by its owner (DNS rebinding) has."""
         hosts = self.headers.get_all("Host", [])  # any port: it may be forwarded from another machine
         return len(hosts) == 1 and re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", hosts[0]) is not None
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        """Send a whole answer."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep requests, which may hold a token, out of the terminal."""

@@ -7,9 +7,10 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import LockstepError, TaskError
 
@@ -32,6 +33,16 @@ def load_object(spec: str, failure: type[LockstepError] = TaskError) -> object:
         hint = f"did you mean {' or '.join(near)}?" if near else f"define {name} there"
         raise failure(f"{path} has no {name}", where=spec, fix=hint)
     return names[name]
+
+
+def load_callable(
+    spec: str, failure: type[LockstepError] = TaskError, fix: str = "give a function, written file.py:function"
+) -> Callable[..., Any]:
+    """Load an object that can be called. Raises `failure` as `load_object` does, and for an object that cannot."""
+    found = load_object(spec, failure)
+    if not callable(found):
+        raise failure(f"the path names an object of type {type(found).__name__}, not a function", where=spec, fix=fix)
+    return found
 
 
 def texts_of(value: object) -> Iterator[str]:

@@ -14,7 +14,7 @@ from lockstep.config.algorithm import PythonLoss
 from lockstep.config.section import Json
 from lockstep.errors import LearnerError
 from lockstep.types import LossInput, LossOutput
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable
 
 _RETURN = "return one finite loss per token, like inputs.logprobs_T and with gradient, alone or in a LossOutput"
 
@@ -67,13 +67,7 @@ def load_loss(settings: PythonLoss) -> UserLoss:
 
 def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callable[..., object]:
     """Load a user's function and see that it takes (first, **settings). Raises LearnerError."""
-    function = load_object(path, LearnerError)
-    if not callable(function):
-        raise LearnerError(
-            f"the path leads to a {type(function).__name__}, not a function",
-            where=path,
-            fix="give the path of a function (file.py:function)",
-        )
+    function = load_callable(path, LearnerError)
     if inspect.iscoroutinefunction(function):
         raise LearnerError(
             "the function is async, but Lockstep does not await it", where=path, fix="define it with def, not async def"

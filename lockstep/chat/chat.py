@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.chat.continuation import Continuation
+from lockstep.chat.continuation import Continuation, alike
 from lockstep.chat.mask import spans_by_prefix, spans_by_template
 from lockstep.chat.parser import CHANNEL, CLOSE, OPEN, Parser, answer_of, opens_thought, parser_of
 from lockstep.chat.template import (
     FIXED_DATE,
-    as_ids,
+    Template,
     check_kwargs,
     control_pattern,
-    end_of_turn,
     frame,
     freeze_date,
     has_generation,
-    marked_by_template,
     refuse_control_tokens,
     shows_tools,
     template_of,
@@ -44,8 +42,7 @@ class ChatFormat:
     Raises ChatError if the tokenizer has no template, or nothing ends a reply.
     """
 
-    template: str
-    """The template in force (with a fixed date, where it would print today's)."""
+    template: Template
     stop_ids: TokenIds
     """Every id that ends a reply: the tokenizer's and the generation config's end tokens, and the template's own."""
     template_hash: str
@@ -60,16 +57,16 @@ class ChatFormat:
     ) -> None:
         self.tokenizer, self.chat = tokenizer, chat
         raw = template_of(tokenizer)
-        self.template = freeze_date(raw, where(tokenizer))
+        self.template = Template(tokenizer, freeze_date(raw, where(tokenizer)), chat.template_kwargs)
         check_kwargs(tokenizer, chat.template_kwargs)
-        self.parser: Parser = parser_of(self.template) if chat.parser == "auto" else chat.parser
+        self.parser: Parser = parser_of(self.template.source) if chat.parser == "auto" else chat.parser
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._marked = self.parser != "none" and not self._special.isdisjoint((OPEN, CLOSE, CHANNEL))
         self._control = control_pattern(tokenizer)
         self.stop_ids = self._stop_ids(generation_eos)
         self.template_hash = self._hash()
-        self.notes = self._notes(dated=self.template != raw)
+        self.notes = self._notes(dated=self.template.source != raw)
         self.prefix = self._common_prefix()
         self._opened = self.parser == "think" and self._opens_thought()
 
@@ -92,7 +89,7 @@ class ChatFormat:
                 where="messages",
                 fix="end the messages with a user turn",
             )
-        if tools and not shows_tools(self.template):
+        if tools and not shows_tools(self.template.source):
             turns, tools = with_tools(turns, tools), ""
         return self._ids(turns, generate=True, tools=tools)
 
@@ -116,7 +113,7 @@ class ChatFormat:
 
     def continuation(self) -> Continuation:
         """Return the rule by which observations follow a reply."""
-        return Continuation(self.tokenizer, self.template, self.chat.template_kwargs, self.stop_ids)
+        return Continuation(self.template, self.stop_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a whole reply for people and records, without its end token and other special tokens except those
@@ -153,8 +150,7 @@ class ChatFormat:
 
     def _opens_thought(self) -> bool:
         """Return whether the template opens a thought for the reply, tested on a chat that does not mention thoughts."""
-        probe = [Message(role="user", content="a")]
-        ids = as_ids(self.tokenizer, self.template, probe, self.chat.template_kwargs, generate=True)
+        ids = self.template.ids([Message(role="user", content="a")], generate=True)
         return opens_thought(self._text(ids, special=True))
 
     def preview(self, messages: Sequence[Message], tools: str = "") -> str:
@@ -184,16 +180,15 @@ class ChatFormat:
                 where="messages",
                 fix="end the messages with an assistant turn",
             )
-        if tools and not shows_tools(self.template):
+        if tools and not shows_tools(self.template.source):
             added = with_tools(turns, tools)
             turns, tools, before = added, "", before + len(added) - len(turns)
         render = partial(self._ids, tools=tools)
         ids = render(turns, generate=False)
         replies = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         chosen = replies[-1:] if last_only else [reply for reply in replies if reply >= before]
-        if has_generation(self.template):
-            marked = marked_by_template(self.tokenizer, self.template, turns, self._kwargs(tools))
-            spans = spans_by_template(ids, marked, len(replies))
+        if has_generation(self.template.source):
+            spans = spans_by_template(ids, self.template.marked(turns, tools), len(replies))
             spans = [span for reply, span in zip(replies, spans, strict=True) if reply in chosen]
         else:
             spans = [spans_by_prefix(render, turns, reply, ids, self.stop_ids) for reply in chosen]
@@ -208,12 +203,11 @@ class ChatFormat:
             one, other = (self.render(({"role": "user", "content": text},)) for text in ("0", "What?"))
         except ChatError:  # a template that refuses such a chat: nothing is shared, and prompts report the fault
             return ()
-        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        return one[: max(0, same - 1)]
+        return one[: max(0, alike(one, other) - 1)]
 
     def _ids(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> TokenIds:
         refuse_control_tokens(self._control, [*turns, Message(role="tools", content=tools)])
-        ids = as_ids(self.tokenizer, self.template, turns, self._kwargs(tools), generate=generate)
+        ids = self.template.ids(turns, generate=generate, tools=tools)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == (bos, bos):
             raise ChatError(
@@ -223,15 +217,11 @@ class ChatFormat:
             )
         return ids
 
-    def _kwargs(self, tools: str) -> dict[str, object]:
-        return self.chat.template_kwargs | ({"tools": json.loads(tools)} if tools else {})
-
     def _stop_ids(self, generation_eos: int | Sequence[int] | None) -> TokenIds:
         found: set[int] = set()
         if generation_eos is not None:
             found.update([generation_eos] if isinstance(generation_eos, int) else generation_eos)
-        turn_end = end_of_turn(self.tokenizer, self.template, self.chat.template_kwargs)
-        found.update(i for i in (self.tokenizer.eos_token_id, turn_end) if isinstance(i, int))
+        found.update(i for i in (self.tokenizer.eos_token_id, self.template.end_of_turn()) if isinstance(i, int))
         if not found:
             raise ChatError(
                 "no token ends a reply: tokenizer, generation config and chat template have no end token",
@@ -243,7 +233,7 @@ class ChatFormat:
     def _hash(self) -> str:
         added = self.tokenizer.added_tokens_decoder
         parts = {
-            "template": self.template,
+            "template": self.template.source,
             "system": self.chat.system,
             "examples": [[example.user, example.assistant] for example in self.chat.examples],
             "suffix": self.chat.suffix,
@@ -266,8 +256,7 @@ class ChatFormat:
         bos = self.tokenizer.bos_token_id
         if bos is not None:
             plain = self.tokenizer("a")["input_ids"]
-            probe = [Message(role="user", content="a")]
-            ids = as_ids(self.tokenizer, self.template, probe, self.chat.template_kwargs, generate=True)
+            ids = self.template.ids([Message(role="user", content="a")], generate=True)
             if plain[:1] == [bos] and ids[:1] != (bos,):
                 notes.append(
                     f"the tokenizer puts {self.tokenizer.bos_token} before plain text but the template does not: "

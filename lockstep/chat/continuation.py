@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from lockstep.chat.template import as_text, check_messages, control_pattern, encode, where
+from lockstep.chat.template import PROBE_REPLY, Template, check_messages, control_pattern, where
 from lockstep.errors import ChatError
 from lockstep.types import Message, TokenIds
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_REPLY = "lockstepprobereply"
 _TOOL = re.compile(r"""['"]tool['"]|tool_response""")
 
 
@@ -30,16 +25,10 @@ class Continuation:
     notes: tuple[str, ...]
     """Remarks about this template in chats of several turns, for the log."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: str,
-        template_kwargs: Mapping[str, object],
-        stop_ids: TokenIds,
-    ) -> None:
-        self._tokenizer, self._template, self._kwargs, self._stop_ids = tokenizer, template, template_kwargs, stop_ids
-        self._control = control_pattern(tokenizer)
-        self.role = "tool" if _TOOL.search(template) and self._shows_tool_results() else "user"
+    def __init__(self, template: Template, stop_ids: TokenIds) -> None:
+        self._template, self._stop_ids = template, stop_ids
+        self._control = control_pattern(template.tokenizer)
+        self.role = "tool" if _TOOL.search(template.source) and self._shows_tool_results() else "user"
         self._closing = self._closing_ids()
         self.notes = self._notes()
 
@@ -50,7 +39,7 @@ class Continuation:
         space is put into text that contains a control token. Raises ChatError for turns that are not a valid chat.
         """
         check_messages(observation)
-        ids = encode(self._tokenizer, self._tail([self._said(message) for message in observation]))
+        ids = self._template.encode(self._tail([self._said(message) for message in observation]))
         return ids[len(self._closing) :] if last in self._stop_ids else ids
 
     def _said(self, message: Message) -> Message:
@@ -62,13 +51,12 @@ class Continuation:
 
     def _tail(self, observation: Sequence[Message]) -> str:
         """Return the template's text after a reply when these turns follow it."""
-        probe = [Message(role="user", content="a"), Message(role="assistant", content=_REPLY), *observation]
-        tokenizer, kwargs = self._tokenizer, self._kwargs
-        _, found, tail = as_text(tokenizer, self._template, probe, kwargs, generate=True).partition(_REPLY)
+        probe = [Message(role="user", content="a"), Message(role="assistant", content=PROBE_REPLY), *observation]
+        _, found, tail = self._template.text(probe, generate=True).partition(PROBE_REPLY)
         if not found:
             raise ChatError(
                 "the chat template leaves out the assistant's earlier turns, so no chat of several turns is possible",
-                where=where(tokenizer),
+                where=where(self._template.tokenizer),
                 fix="give the tokenizer another chat template",
             )
         return tail
@@ -76,10 +64,9 @@ class Continuation:
     def _closing_ids(self) -> TokenIds:
         """Return the ids between a reply and the next turn, up to the token that ends the reply; empty if nothing ends it."""
         one, other = (
-            encode(self._tokenizer, self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
+            self._template.encode(self._tail([Message(role="user", content=text)])) for text in ("0", "What?")
         )
-        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        ends = [i for i in range(same) if one[i] in self._stop_ids]
+        ends = [i for i in range(alike(one, other)) if one[i] in self._stop_ids]
         return one[: ends[0] + 1] if ends else ()
 
     def _shows_tool_results(self) -> bool:
@@ -89,16 +76,18 @@ class Continuation:
             return False
 
     def _notes(self) -> tuple[str, ...]:
-        chat = [Message(role="user", content="a"), Message(role="assistant", content=f"<think>x</think>{_REPLY}")]
-        tokenizer, kwargs = self._tokenizer, self._kwargs
+        chat = [Message(role="user", content="a"), Message(role="assistant", content=f"<think>x</think>{PROBE_REPLY}")]
         then = [*chat, Message(role="user", content="b")]
-        alone, inside = (
-            as_text(tokenizer, self._template, turns, kwargs, generate=False).partition(_REPLY)[0]
-            for turns in (chat, then)
-        )
+        alone, inside = (self._template.text(turns, generate=False).partition(PROBE_REPLY)[0] for turns in (chat, then))
         if alone == inside and "<think>" in inside:
             return ()
         return (
             "the template rewrites earlier replies (their thoughts are dropped). Here they stay as they were sampled, in "
             "sampling and in training: ids are only ever appended",
         )
+
+
+def alike(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))

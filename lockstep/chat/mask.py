@@ -18,7 +18,7 @@ class Render(Protocol):
 
 def spans_by_template(ids: TokenIds, marked: tuple[TokenIds, tuple[bool, ...]], replies: int) -> list[Span]:
     """Return the spans that the template marks by {% generation %}, one per reply; `marked` is the result of
-    `marked_by_template`.
+    `Template.marked`.
 
     Raises ChatError if the ids differ from `ids`, or the number of spans from that of the replies.
     """

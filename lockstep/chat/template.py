@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ ROLES = ("system", "user", "assistant", "tool")
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:'([^'\n]*)'|"([^"\n]*)")\s*\)""")
 _DATE_ANY = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_PROBE_REPLY = "lockstepprobereply"
+PROBE_REPLY = "lockstepprobereply"
+"""Stands for a reply where only the text around it is wanted."""
 _LONGEST_TEMPLATE = 1_000_000
 _TOOLS = re.compile(r"\btools\b")
 _EXPLAINED = """# Tools
@@ -194,102 +196,86 @@ def refuse_control_tokens(pattern: re.Pattern[str] | None, messages: Sequence[Me
             )
 
 
-def apply(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    turns: Sequence[Message],
-    kwargs: Mapping[str, object],
-    **how: bool,
-) -> Any:
-    """Call the tokenizer's apply_chat_template; `how` are its switches. The only call of it.
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A tokenizer, the text of its chat template, and the recipe's variables for it."""
 
-    Raises ChatError if the template refuses the turns, or exceeds the limits of lockstep.chat.limits: these hold for the
-    first rendering of each sequence of roles.
-    """
-    # Typed as Any: its result is text, a list or a mapping, by its switches; the callers below know which.
-    call: Any = tokenizer.apply_chat_template
-    plain, roles = [dict(turn) for turn in turns], ", ".join(turn["role"] for turn in turns)
-    generate = how.get("add_generation_prompt", False)
-    kind = (template, roles, generate, str(kwargs))
-    if kind not in _within_limits:
-        text = partial(call, plain, chat_template=template, tokenize=False, add_generation_prompt=generate, **kwargs)
-        if exceeded := beyond_limits(text):
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    """The template in force (with a fixed date, where it would print today's)."""
+    kwargs: Mapping[str, object]
+
+    def text(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> str:
+        """Return the rendered text; `generate` opens the assistant's turn at the end. `tools`: as in ChatFormat.render."""
+        return str(self._apply(turns, tools, tokenize=False, add_generation_prompt=generate))
+
+    def ids(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> TokenIds:
+        """Return the ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
+        ids = self.encode(self.text(turns, generate=generate, tools=tools))
+        direct = self._apply(turns, tools, tokenize=True, return_dict=False, add_generation_prompt=generate)
+        if ids != tuple(direct):
             raise ChatError(
-                f"rendering the chat template exceeded the limits: {exceeded}",
-                where=where(tokenizer),
+                "this tokenizer's apply_chat_template gives ids that differ from those of the text that it renders",
+                where=where(self.tokenizer),
+                fix=DEFECT,
+            )
+        return ids
+
+    def marked(self, turns: Sequence[Message], tools: str = "") -> tuple[TokenIds, tuple[bool, ...]]:
+        """Return the chat's ids, and which of them {% generation %} blocks hold, as transformers reports it."""
+        out = self._apply(turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return tuple(out["input_ids"]), tuple(bool(mark) for mark in out["assistant_masks"])
+
+    def encode(self, text: str) -> TokenIds:
+        """Return the ids of rendered text. The template has written every special token itself, so none is added."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def end_of_turn(self) -> int | None:
+        """Return the special token that the template writes after a reply; None if it writes none."""
+        probe = [Message(role="user", content="a"), Message(role="assistant", content=PROBE_REPLY)]
+        _, found, tail = self.text(probe, generate=False).rpartition(PROBE_REPLY)
+        if not found:
+            raise ChatError(
+                "the chat template leaves out the assistant's turns",
+                where=where(self.tokenizer),
                 fix="give the tokenizer another chat template",
             )
-        if len(_within_limits) > 10_000:  # chats of clients have no end of kinds
-            _within_limits.clear()
-        _within_limits.add(kind)
-    try:
-        return call(plain, chat_template=template, **how, **kwargs)
-    except Exception as error:  # a template may raise whatever Python can
-        raise ChatError(
-            f"the chat template refused turns of {roles}: {describe(error, None)}",
-            where=where(tokenizer),
-            fix="change chat.system, chat.examples or the task's messages to what this model's template accepts",
-        ) from error
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return next((i for i in self.encode(tail) if i in special), None)
 
+    def _apply(self, turns: Sequence[Message], tools: str, **how: bool) -> Any:
+        """Call the tokenizer's apply_chat_template; `how` are its switches. The only call of it.
 
-def as_text(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    turns: Sequence[Message],
-    kwargs: Mapping[str, object],
-    *,
-    generate: bool,
-) -> str:
-    """Return the rendered text; `generate` opens the assistant's turn at the end."""
-    return str(apply(tokenizer, template, turns, kwargs, tokenize=False, add_generation_prompt=generate))
-
-
-def as_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    turns: Sequence[Message],
-    kwargs: Mapping[str, object],
-    *,
-    generate: bool,
-) -> TokenIds:
-    """Return the ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
-    ids = encode(tokenizer, as_text(tokenizer, template, turns, kwargs, generate=generate))
-    direct = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=False, add_generation_prompt=generate)
-    if ids != tuple(direct):
-        raise ChatError(
-            "this tokenizer's apply_chat_template gives ids that differ from those of the text that it renders",
-            where=where(tokenizer),
-            fix=DEFECT,
-        )
-    return ids
-
-
-def marked_by_template(
-    tokenizer: PreTrainedTokenizerBase, template: str, turns: Sequence[Message], kwargs: Mapping[str, object]
-) -> tuple[TokenIds, tuple[bool, ...]]:
-    """Return the chat's ids, and which of them the template's {% generation %} blocks hold, as transformers reports it."""
-    out = apply(tokenizer, template, turns, kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    return tuple(out["input_ids"]), tuple(bool(mark) for mark in out["assistant_masks"])
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
-    """Return the ids of rendered text. The template has written every special token itself, so none is added."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Mapping[str, object]) -> int | None:
-    """Return the special token that the template writes after a reply; None if it writes none."""
-    probe = [Message(role="user", content="a"), Message(role="assistant", content=_PROBE_REPLY)]
-    text = as_text(tokenizer, template, probe, kwargs, generate=False)
-    _, found, tail = text.rpartition(_PROBE_REPLY)
-    if not found:
-        raise ChatError(
-            "the chat template leaves out the assistant's turns",
-            where=where(tokenizer),
-            fix="give the tokenizer another chat template",
-        )
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((i for i in encode(tokenizer, tail) if i in special), None)
+        Raises ChatError if the template refuses the turns, or exceeds the limits of lockstep.chat.limits: these hold for the
+        first rendering of each sequence of roles.
+        """
+        # Typed as Any: its result is text, a list or a mapping, by its switches; the callers above know which.
+        call: Any = self.tokenizer.apply_chat_template
+        kwargs = {**self.kwargs, **({"tools": json.loads(tools)} if tools else {})}
+        plain, roles = [dict(turn) for turn in turns], ", ".join(turn["role"] for turn in turns)
+        generate = how.get("add_generation_prompt", False)
+        kind = (self.source, roles, generate, str(kwargs))
+        if kind not in _within_limits:
+            text = partial(
+                call, plain, chat_template=self.source, tokenize=False, add_generation_prompt=generate, **kwargs
+            )
+            if exceeded := beyond_limits(text):
+                raise ChatError(
+                    f"rendering the chat template exceeded the limits: {exceeded}",
+                    where=where(self.tokenizer),
+                    fix="give the tokenizer another chat template",
+                )
+            if len(_within_limits) > 10_000:  # chats of clients have no end of kinds
+                _within_limits.clear()
+            _within_limits.add(kind)
+        try:
+            return call(plain, chat_template=self.source, **how, **kwargs)
+        except Exception as error:  # a template may raise whatever Python can
+            raise ChatError(
+                f"the chat template refused turns of {roles}: {describe(error, None)}",
+                where=where(self.tokenizer),
+                fix="change chat.system, chat.examples or the task's messages to what this model's template accepts",
+            ) from error
 
 
 def shows_tools(template: str) -> bool:

@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
     """Return the turns before the reply. Raises BadRow."""
     if columns.messages is not None:
-        turns = _turns(value_at(values, columns.messages), columns.messages)
+        turns = _turns(values, columns.messages)
         turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
         if not turns or turns[-1]["role"] != "user":
             raise BadRow(f"{columns.messages!r} has no user message before its last reply")
@@ -134,7 +134,7 @@ def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message
         return (Message(role="user", content=_text(_bare(value, columns), columns.prompt)),)
     if not isinstance(value, list):
         raise BadRow(f"{columns.prompt!r} must be text or a list of messages, this is {kind_of(value)}")
-    turns = _turns(value, columns.prompt)
+    turns = _turns(values, columns.prompt)
     if turns[-1]["role"] != "user":
         raise BadRow(f"{columns.prompt!r} must end with a user message")
     if not (columns.before or columns.after):
@@ -146,7 +146,7 @@ def question_of(values: Mapping[str, object], columns: Columns) -> tuple[Message
 def answer_of(values: Mapping[str, object], columns: Columns) -> str:
     """Return the reference answer. Raises BadRow."""
     if columns.messages is not None:
-        turns = _turns(value_at(values, columns.messages), columns.messages)
+        turns = _turns(values, columns.messages)
         if turns[-1]["role"] != "assistant":
             raise BadRow(f"{columns.messages!r} must end with an assistant message, which is the answer")
         return _extracted(turns[-1]["content"], columns.extract, columns.messages)
@@ -158,9 +158,7 @@ def answer_of(values: Mapping[str, object], columns: Columns) -> str:
         return json.dumps(value, ensure_ascii=False, default=repr)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{columns.answer!r} is {value}, not a finite number")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise BadRow(f"{columns.answer!r} must be text or a number, this is {kind_of(value)}")
-    return _extracted(value if isinstance(value, str) else repr(value), columns.extract, columns.answer)
+    return _extracted(_written(value, columns.answer), columns.extract, columns.answer)
 
 
 def in_verl_layout(values: Mapping[str, object], columns: Columns) -> bool:
@@ -172,14 +170,11 @@ def in_verl_layout(values: Mapping[str, object], columns: Columns) -> bool:
 def to_conversation(values: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
     """Return a chat that ends with the assistant: the messages column, or the question and its response. Raises BadRow."""
     if columns.messages is not None:
-        turns = _turns(value_at(values, columns.messages), columns.messages)
+        turns = _turns(values, columns.messages)
         if turns[-1]["role"] != "assistant":
             raise BadRow(f"{columns.messages!r} must end with an assistant message")
         return turns
-    response = value_at(values, columns.response)
-    if isinstance(response, bool) or not isinstance(response, str | int | float):
-        raise BadRow(f"{columns.response!r} must be text or a number, this is {kind_of(response)}")
-    reply = _text(response if isinstance(response, str) else repr(response), columns.response)
+    reply = _text(_written(value_at(values, columns.response), columns.response), columns.response)
     return (*question_of(values, columns), Message(role="assistant", content=reply))
 
 
@@ -245,7 +240,14 @@ def _extracted(text: str, extract: Extract, column: str) -> str:
     return _text(found, column)
 
 
-def _turns(value: object, column: str) -> tuple[Message, ...]:
+def _written(value: object, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRow(f"{column!r} must be text or a number, this is {kind_of(value)}")
+    return value if isinstance(value, str) else repr(value)
+
+
+def _turns(values: Mapping[str, object], column: str) -> tuple[Message, ...]:
+    value = value_at(values, column)
     if not isinstance(value, list):
         raise BadRow(f"{column!r} must be a list of messages, this is {kind_of(value)}")
     turns = tuple(_message(turn, f"{column}[{index}]") for index, turn in enumerate(value))

@@ -32,10 +32,10 @@ from lockstep.data.questions import question_digest, raw_digest
 from lockstep.data.sources import Row
 from lockstep.errors import DataError
 from lockstep.types import Prompt
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable
 from lockstep.verifiers.build import build_verifier
-from lockstep.verifiers.extract import DIGITS, MINUS
-from lockstep.verifiers.normalise import plain
+from lockstep.verifiers.extract import MINUS
+from lockstep.verifiers.normalise import MAX_DIGITS, plain, ungrouped
 from lockstep.verifiers.selftest import self_test
 
 EXAMPLES = 5
@@ -254,11 +254,8 @@ def as_integer(text: str) -> int | None:
     """Return the whole number that an answer is written as, or None: 12, +3, $1{,}234$, −5. Takes linear time."""
     body = plain(text.translate(MINUS) if not text.isascii() else text)
     digits = body.removeprefix("-") if body.startswith("-") else body.removeprefix("+")
-    first, *groups = digits.split(",")
-    if groups and not (1 <= len(first) <= 3 and all(len(group) == 3 for group in groups)):
-        return None
-    joined = "".join([first, *groups])
-    if not joined or len(joined) > 1000 or not DIGITS.issuperset(joined):
+    joined = ungrouped(digits)
+    if not joined or len(joined) > MAX_DIGITS:
         return None
     return -int(joined) if body.startswith("-") else int(joined)
 
@@ -345,14 +342,8 @@ def _not_in(settings: NotIn, columns: Columns, where: str, read_prompts: ReadPro
 
 
 def _own(settings: PythonFilter) -> Keep:
-    function = load_object(settings.path, DataError)
+    function = load_callable(settings.path, DataError)
     file = Path(settings.path.rpartition(":")[0]).expanduser()
-    if not callable(function):
-        raise DataError(
-            f"the path names an object of type {type(function).__name__}, not a function",
-            where=settings.path,
-            fix="give a function, written file.py:function",
-        )
 
     def keep(row: Row) -> bool:
         try:

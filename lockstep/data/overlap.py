@@ -7,12 +7,11 @@ length that GPT-3's authors took (Brown et al. 2020, appendix C). A question of 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.config.data import Match
-from lockstep.data.questions import question_digest, raw_digest
+from lockstep.data.questions import normalised_question, question_digest, raw_digest
 from lockstep.types import Message, Prompt
 
 NGRAM = 13
@@ -52,9 +51,7 @@ class Overlap:
 
 def ngrams(messages: Sequence[Message]) -> Iterator[int]:
     """Yield hashes of the runs of 13 words. They are valid in this process only."""
-    text = "\n".join(message["content"] for message in messages)
-    folded = text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
-    words = _WORD.findall(folded)
+    words = _WORD.findall(normalised_question(messages))
     for start in range(len(words) - NGRAM + 1):
         yield hash(tuple(words[start : start + NGRAM]))
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from lockstep.codec import strict_json
 from lockstep.data.columns import kind_of
 from lockstep.errors import DataError
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable
 
 BATCH_BYTES, MOST_ROWS = 256 << 20, 256
 """Bytes and rows of a parquet file that are held at once."""
@@ -66,13 +66,7 @@ def generated_rows(spec: str, settings: Mapping[str, object]) -> Iterator[Row]:
     Raises DataError if it is missing or fails.
     """
     file = Path(spec.rpartition(":")[0]).expanduser()
-    function = load_object(spec, DataError)
-    if not callable(function):
-        raise DataError(
-            f"the path names an object of type {type(function).__name__}, not a function",
-            where=spec,
-            fix="give a function, written file.py:function",
-        )
+    function = load_callable(spec, DataError)
     number = 0
     try:
         for values in function(**settings):
@@ -96,10 +90,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue
-                values = json.loads(text, parse_constant=_no_constant)
+                values = strict_json(text)
             except UnicodeDecodeError as error:
                 yield Row(number, None, f"not UTF-8 at byte {error.start}", path, number)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 yield Row(number, None, f"malformed JSON: {error}", path, number)
             else:
                 yield _object(values, number, path)
@@ -111,10 +105,6 @@ def _object(values: object, number: int, path: Path) -> Row:
     return Row(number, None, f"a JSON object is expected, this is {kind_of(values)}", path, number)
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _json(path: Path) -> Iterator[Row]:
     """Yield the objects of a list, or of lines: many hub data sets give jsonl the suffix .json."""
     with path.open("rb") as file:
@@ -123,8 +113,8 @@ def _json(path: Path) -> Iterator[Row]:
         yield from _jsonl(path)
         return
     try:
-        items = json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        items = strict_json(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
         raise DataError(
             f"the file is not valid JSON: {error}", where=str(path), fix="write or copy the file again"
         ) from error

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.config import schema
+from lockstep.envs.packages import package
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
-from lockstep.user_code import load_object
+from lockstep.user_code import load_callable
 
 _NUMBER = re.compile(r"-?\d{1,9}(?!\d)")
 
@@ -79,17 +80,11 @@ class GymText:
 
 def gym_maker(settings: schema.GymnasiumTask) -> Callable[[], GymText]:
     """Return the environment's maker. Raises TaskError for a missing one, or one whose spaces cannot be put into words."""
-    gymnasium = _gymnasium()
+    gymnasium = package("gymnasium", "gymnasium")
     factory: Callable[..., Any]
     if ".py:" in settings.env:
-        found = load_object(settings.env)
-        if not callable(found):
-            raise TaskError(
-                "the path does not name a class",
-                where=settings.env,
-                fix="give a class with the methods reset and step, written file.py:Class",
-            )
-        factory = found
+        fix = "give a class with the methods reset and step, written file.py:Class"
+        factory = load_callable(settings.env, fix=fix)
     else:
 
         def factory(**arguments: Any) -> Any:
@@ -135,13 +130,3 @@ def _plain(observation: object) -> object:
     if isinstance(observation, tuple):
         return tuple(_plain(value) for value in observation)
     return observation.tolist() if hasattr(observation, "tolist") else observation
-
-
-def _gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise TaskError(
-            "gymnasium is not installed", where="task.kind=gymnasium", fix="pip install 'lockstep-rl[envs]'"
-        ) from error
-    return gymnasium

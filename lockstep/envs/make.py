@@ -95,16 +95,11 @@ def own_class(path: str) -> type:
     return made
 
 
-def made_with(made: type, settings: tasks.EnvTask) -> object:
-    """Return an object of the user's class. Raises TaskError if the class cannot be made with the task's settings."""
-    return make_object(made, settings.settings, settings.path)
-
-
 def _own(settings: tasks.EnvTask) -> Make:
     made = own_class(settings.path)
     if not is_env_task(made):
-        return _seeded(lambda: cast(Env, made_with(made, settings)))
-    task = cast(EnvTask, made_with(made, settings))
+        return _seeded(lambda: cast(Env, make_object(made, settings.settings, settings.path)))
+    task = cast(EnvTask, make_object(made, settings.settings, settings.path))
 
     def make(prompt: Prompt) -> Env:
         env = task.env(prompt)

@@ -21,6 +21,7 @@ import httpx
 
 from lockstep.config import schema
 from lockstep.envs import die_with_parent
+from lockstep.envs.packages import package
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
 
@@ -180,12 +181,7 @@ def openenv_maker(settings: schema.OpenEnvTask) -> Callable[[], OpenEnv]:
 
     Raises TaskError for a server that does not come up or answer, and for an action that a reply cannot be put into.
     """
-    try:
-        import websockets.sync.client  # noqa: F401 - here, so that no episode imports it again
-    except ImportError as error:
-        raise TaskError(
-            "websockets is not installed", where="task.kind=openenv", fix="pip install 'lockstep-rl[openenv]'"
-        ) from error
+    package("websockets.sync.client", "openenv", extra="openenv")  # here, so that no episode imports it again
     if settings.url is not None:
         address = settings.url.rstrip("/")
         action = _action_schema(address, settings.start_seconds)

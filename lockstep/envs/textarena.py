@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.config import schema
+from lockstep.envs.packages import package
 from lockstep.errors import TaskError
 from lockstep.types import Message, Turn
-from lockstep.user_code import load_object
+from lockstep.user_code import load_callable
 
 MAX_OPPONENT_TURNS = 200
 """Most actions of the opponent in a row; a game that never returns to the player is broken."""
@@ -93,18 +94,12 @@ def random_move(text: str, numbers: random.Random) -> str:
 
 def arena_maker(settings: schema.TextArenaTask) -> Callable[[], Arena]:
     """Return a function that makes the game. Raises TaskError for a missing game, or one for more than two players."""
-    ta, where = _textarena(), f"task.game={settings.game}"
+    ta, where = package("textarena", "textarena"), f"task.game={settings.game}"
     name = _raw_name(settings.game, ta.envs.registration.ENV_REGISTRY, where)
     opponent: Opponent = random_move
     if settings.opponent != "random":
-        found = load_object(settings.opponent)
-        if not callable(found):
-            raise TaskError(
-                "the path does not name a function",
-                where=settings.opponent,
-                fix="give a function with the parameters (text, numbers), written file.py:function",
-            )
-        opponent = found
+        fix = "give a function with the parameters (text, numbers), written file.py:function"
+        opponent = load_callable(settings.opponent, fix=fix)
 
     def make() -> Arena:
         return Arena(ta.make(name, **settings.settings), players, settings.seat if players == 2 else 0, opponent)
@@ -138,13 +133,3 @@ def _raw_name(game: str, registry: Any, where: str) -> str:
     near = get_close_matches(game, [known for known in registry if not known.endswith(("-raw", "-train"))], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "textarena.envs.registration.ENV_REGISTRY lists the games"
     raise TaskError(f"TextArena has no game {game!r}", where=where, fix=hint)
-
-
-def _textarena() -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise TaskError(
-            "textarena is not installed", where="task.kind=textarena", fix="pip install 'lockstep-rl[envs]'"
-        ) from error
-    return textarena

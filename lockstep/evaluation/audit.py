@@ -89,7 +89,7 @@ def summary_lines(score: Score, audit: ParserAudit) -> list[str]:
     return lines
 
 
-def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
+def suspect_lines(number: int, one: Suspect) -> list[str]:
     """Return a reply for reading: what was expected, what was read and how, and the reply's end."""
     from lockstep.track.text import one_line, reading_line
 
@@ -98,8 +98,8 @@ def suspect_lines(number: int, one: Suspect, width: int = TAIL) -> list[str]:
     facts += ["cut off"] if r.truncated else []
     facts += ["no box"] if r.boxed is False else []
     head = f"{number:>3} {'?' if one.suspicious else ' '} {one_line(r.id, 60)} #{r.sample}: {', '.join(facts)}"
-    start = "…" if len(r.text) > width else ""
-    return [head, f"      {start}{one_line(r.text[-width:])}"]
+    start = "…" if len(r.text) > TAIL else ""
+    return [head, f"      {start}{one_line(r.text[-TAIL:])}"]
 
 
 def text_of(score: Score, audit: ParserAudit) -> list[str]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.brief import DIGEST, Brief, brief_of
-from lockstep.evaluation.intervals import item_points, paired_difference
+from lockstep.evaluation.intervals import ALPHA, Difference, item_points, paired_difference
 from lockstep.evaluation.records import comparable
 from lockstep.types import Conditions, Score
-
-ALPHA = 0.05
-"""Limit of p below which a difference is called an effect."""
 
 FEW = 20
 """Fewer replies than this are often the same after a small update: that is no sign of weights that were not loaded."""
@@ -29,27 +26,15 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """trained - base over the items that both scored. Shares, not per cent."""
+class Comparison(Difference):
+    """The difference of two scores over the items that both scored."""
 
     estimate: str
     """Name of the compared estimate. Example: "pass@1"."""
     base: float
     trained: float
-    difference: float
-    low: float
-    high: float
-    """Upper end of the 95 % interval of the difference, by bootstrap over items."""
-    b: int
-    """Number of items that fell (right before, wrong after)."""
-    c: int
-    """Number of items that rose."""
-    p: float
-    test: str
     n: int
     """Number of items compared."""
-    floor: float | None
-    """Smallest difference that can be told from noise; None if none can."""
     dropped: int
     """Number of items left out because a reply could not be scored in one of the two, or is missing there."""
     texts: int
@@ -112,23 +97,15 @@ def compare(
             fix="evaluate both on the same held-out items (task, role and number)",
         )
     before, after = [left[id] for id in common], [right[id] for id in common]
-    difference = paired_difference(before, after)
     texts, changed = _changed_texts(first, second)
     same_length = len(first.marks.ids) == len(second.marks.ids)
     identical = changed == 0 and texts > 0 and same_length and texts == sum(map(len, first.marks.digests)) // DIGEST
     return Comparison(
+        **asdict(paired_difference(before, after)),
         estimate=name,
         base=sum(before) / len(common),
         trained=sum(after) / len(common),
-        difference=difference.mean,
-        low=difference.low,
-        high=difference.high,
-        b=difference.b,
-        c=difference.c,
-        p=difference.p,
-        test=difference.test,
         n=len(common),
-        floor=difference.floor,
         dropped=len({*first.marks.ids, *second.marks.ids}) - len(common),
         texts=texts,
         changed_texts=changed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lockstep.config.evaluate import Gate
 from lockstep.config.schema import Recipe
-from lockstep.evaluation.compare import ALPHA, compare
+from lockstep.evaluation.compare import compare
+from lockstep.evaluation.intervals import ALPHA
 from lockstep.evaluation.plan import gate_words
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.track.rundir import RunDirectory

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from lockstep.errors import EvaluationError
 from lockstep.seeds import seed_for
 
+CONFIDENCE = 0.95
+"""Confidence of every interval."""
+ALPHA = 0.05
+"""Limit of p below which a difference is called an effect."""
 RESAMPLES = 2000
 """Number of resamples of a bootstrap interval."""
 FLIPS = 10_000
@@ -29,7 +33,7 @@ _ALL_SIGNS = 12
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % interval unless said otherwise, in the unit of its quantity (shares, not per cent)."""
+    """A 95 % interval, in the unit of its quantity (shares, not per cent)."""
 
     low: float
     high: float
@@ -37,9 +41,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """trained - base over the same items."""
+    """trained - base over the same items: the mean, and its 95 % interval by bootstrap over items. Shares, not per cent."""
 
-    mean: float
+    difference: float
     low: float
     high: float
     b: int
@@ -54,7 +58,7 @@ class Difference:
     """With this many items changed, a smaller difference (as a share) cannot be told from noise; None if none can."""
 
 
-def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
+def wilson(correct: int, n: int) -> Interval:
     """Return the score interval of a share (Wilson 1927, JASA 22:209). Unlike p ± 2 se it stays in [0, 1] and is valid near
     both ends.
 
@@ -66,7 +70,7 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
             where="wilson",
             fix="pass n of at least 1, and correct from 0 to n",
         )
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     p, z2 = correct / n, z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
@@ -76,15 +80,13 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> Interval:
     return Interval(low, high)
 
 
-def bootstrap_mean(
-    values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = RESAMPLES, confidence: float = 0.95
-) -> Interval:
+def bootstrap_mean(values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Return the percentile interval of the mean over items (Efron 1979), each value the mean of an item's samples.
 
     Items, not samples, are resampled: samples of one item are not independent. Raises EvaluationError without values.
     """
     means = _resampled_means(_array(values), seed, resamples)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(float(low), float(high))
 
 
@@ -133,41 +135,41 @@ def paired_difference(
     return Difference(float(d.mean()), interval.low, interval.high, fell, rose, p, test, floor)
 
 
-def noise_floor(changed: int, n: int, alpha: float = 0.05) -> float | None:
+def noise_floor(changed: int, n: int) -> float | None:
     """Return the smallest difference (as a share) that `mcnemar` calls an effect when `changed` of n items changed.
 
     None with five or fewer changed items: even all of them changing the same way is not rare enough.
     """
-    least = _least_margin(changed, alpha)
+    least = _least_margin(changed)
     return None if least is None else least / n
 
 
-def _flip_floor(d: Floats, p: float, alpha: float = 0.05) -> float | None:
+def _flip_floor(d: Floats, p: float) -> float | None:
     """Return approximately the smallest mean difference that `sign_flip` calls an effect: 1.96 of its deviations under chance,
     which is too small for few items. It is placed on the same side of the observed difference as p indicates.
     """
     if np.count_nonzero(d) <= 5:  # the rarest of 2^5 sign patterns and its opposite: p = 0.0625
         return None
     usual, found = 1.96 * math.sqrt(float((d * d).sum())) / len(d), abs(float(d.mean()))
-    return min(usual, found) if p < alpha else max(usual, math.nextafter(found, 1.0))
+    return min(usual, found) if p < ALPHA else max(usual, math.nextafter(found, 1.0))
 
 
 @cache
-def _least_margin(changed: int, alpha: float) -> int | None:
+def _least_margin(changed: int) -> int | None:
     margins = range(changed % 2, changed + 1, 2)
     place = bisect_left(
-        margins, True, key=lambda margin: mcnemar((changed - margin) // 2, (changed + margin) // 2) < alpha
+        margins, True, key=lambda margin: mcnemar((changed - margin) // 2, (changed + margin) // 2) < ALPHA
     )
     return margins[place] if place < len(margins) else None
 
 
-def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: int = FLIPS) -> float:
+def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0) -> float:
     """Return two-sided p that paired differences are equally often positive and negative, by flipping their signs at random.
 
     If an item's samples come from one distribution in both evaluations, its difference is as likely as its negative, so the
     test is exact for any number of items, where a bootstrap p is too small for few (three equal differences: 0.25 here, 0
     there). For differences -1, 0, 1 it is McNemar's test. All signs are tried for up to 12 differences; random ones give (1 +
-    hits) / (1 + flips), which is never 0. 1.0 without any difference. Source: Fisher 1935, The Design of Experiments, §21;
+    hits) / (1 + FLIPS), which is never 0. 1.0 without any difference. Source: Fisher 1935, The Design of Experiments, §21;
     Davison and Hinkley 1997, §4.3.
     """
     d = _array(differences)
@@ -181,10 +183,10 @@ def sign_flip(differences: Sequence[float] | Floats, *, seed: int = 0, flips: in
         return float((np.abs(every @ d) >= bound).mean())
     rng = _rng("sign-flip", seed)
     hits, rows = 0, max(1, _CELLS // len(d))
-    for start in range(0, flips, rows):
-        signs = rng.integers(0, 2, size=(min(rows, flips - start), len(d))) * 2 - 1
+    for start in range(0, FLIPS, rows):
+        signs = rng.integers(0, 2, size=(min(rows, FLIPS - start), len(d))) * 2 - 1
         hits += int((np.abs(signs @ d) >= bound).sum())
-    return (1 + hits) / (1 + flips)
+    return (1 + hits) / (1 + FLIPS)
 
 
 def standard_error_of_mean(values: Sequence[float]) -> float:
@@ -200,7 +202,7 @@ def item_points(n: int) -> float:
     return 100 / n
 
 
-def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: float = 0.8) -> float | None:
+def smallest_detectable(n: int, changing: float, power: float = 0.8) -> float | None:
     """Return the smallest true difference (as a share, to 0.0001) that `mcnemar` finds in n items with probability `power`.
 
     `changing` is the share of items that change in either direction. None if even all of them changing the same way would not
@@ -213,7 +215,7 @@ def smallest_detectable(n: int, changing: float, alpha: float = 0.05, power: flo
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     away = 6 * math.sqrt(n * changing * (1 - changing))
     counts = range(max(0, math.floor(n * changing - away)), min(n, math.ceil(n * changing + away)) + 1)
-    weighed = [(float(_binomial(logs, n, np.array([k]), changing)[0]), k, _least_rises(logs, k, alpha)) for k in counts]
+    weighed = [(float(_binomial(logs, n, np.array([k]), changing)[0]), k, _least_rises(logs, k)) for k in counts]
 
     def found(difference: float) -> float:
         rise = (1 + difference / changing) / 2
@@ -235,10 +237,10 @@ def _binomial(logs: Floats, n: int, counts: NDArray[np.int64], share: float) -> 
     return np.asarray(np.exp(logs[n] - logs[counts] - logs[n - counts] + chances), dtype=np.float64)
 
 
-def _least_rises(logs: Floats, changed: int, alpha: float) -> int:
+def _least_rises(logs: Floats, changed: int) -> int:
     """Return how many changed items must rise for `mcnemar` to call it an effect; more than `changed` if no number suffices."""
     tails = _binomial(logs, changed, np.arange(changed + 1), 0.5)[::-1].cumsum()
-    return changed + 1 - int((2 * tails < alpha).sum())
+    return changed + 1 - int((2 * tails < ALPHA).sum())
 
 
 def resolution(n: int, changing: float = 0.2) -> str:

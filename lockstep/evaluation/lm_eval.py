@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def load_task(settings: LmEvalSet, chat: ChatFormat) -> LmEvalTask:
             (task,) = TaskManager(include_defaults=False).load(str(path.resolve()))["tasks"].values()
             if settings.fewshot is not None:
                 task.set_config(key="num_fewshot", value=settings.fewshot)
-            _Model(None, chat, 0).requests(task, settings)
+            _build_requests(task, settings, chat)
     except Exception as error:  # a user's YAML, its templates and its data
         raise EvaluationError(
             f"lm-eval cannot load the task: {type(error).__name__}: {str(error)[:500]}",
@@ -120,7 +121,7 @@ def evaluate_task(
     require_proof(engine, proof)
     require_numerics(engine, plan.numerics)
     started = time.perf_counter()
-    model = _Model(engine, chat, plan.seed, plan.context, proof.version, progress)
+    model = _Model(engine, chat, plan, proof.version, progress)
     given = {task.settings.name: task.task}
     limit, framed = task.settings.items, task.settings.chat
     task.task.set_fewshot_seed(seed=FEWSHOT_SEED)  # the requests are built again
@@ -177,46 +178,47 @@ def _item(task: LmEvalTask, sample: dict[str, Any], made: dict[int, tuple[int, b
     )
 
 
+def _build_requests(task: Any, settings: LmEvalSet, chat: ChatFormat) -> None:
+    """Build the requests of a task, with the examples that lm-eval draws."""
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    task.build_all_requests(
+        limit=settings.items,
+        rank=0,
+        world_size=1,
+        apply_chat_template=settings.chat,
+        fewshot_as_multiturn=settings.chat,
+        chat_template=partial(_framed, chat) if settings.chat else None,
+        tokenizer_name=chat.template_hash,
+    )
+
+
+def _framed(chat: ChatFormat, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
+    """Return messages in the model's template, as text."""
+    return str(
+        chat.tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+    )
+
+
 class _Model:
     """An engine as lm-eval asks a model."""
 
     def __init__(
         self,
-        engine: RolloutEngine | None,
+        engine: RolloutEngine,
         chat: ChatFormat,
-        seed: int,
-        context: int | None = None,
-        version: int = 0,
-        progress: Callable[[int, int], None] = lambda done, of: None,
+        plan: EvalPlan,
+        version: int,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._engine, self._chat, self._tokenizer = engine, chat, chat.tokenizer
-        self._seed, self._context, self._version, self._progress = seed, context, version, progress
+        self._seed, self._room, self._version, self._progress = plan.seed, plan.context or 2**31, version, progress
         self.made: dict[int, tuple[int, bool]] = {}
         """Item to the number of tokens of its reply, and whether it was cut off."""
-
-    def requests(self, task: Any, settings: LmEvalSet) -> None:
-        """Build the requests of a task, with the examples that lm-eval draws."""
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        task.build_all_requests(
-            limit=settings.items,
-            rank=0,
-            world_size=1,
-            apply_chat_template=settings.chat,
-            fewshot_as_multiturn=settings.chat,
-            chat_template=self.framed if settings.chat else None,
-            tokenizer_name=self._chat.template_hash,
-        )
-
-    def framed(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
-        """Return messages in the model's template, as text."""
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
 
     def lm(self) -> Any:
         """Return it as a class of lm-eval, whose rules split a context from its continuation."""
@@ -235,7 +237,7 @@ class _Model:
                 return list(tokenizer.encode(string, add_special_tokens=special))
 
             def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-                return mine.framed(chat_history, add_generation_prompt)
+                return _framed(mine._chat, chat_history, add_generation_prompt)
 
             def _loglikelihood_tokens(self, requests: Any, **given: object) -> list[tuple[float, bool]]:
                 return mine.likelihoods([(tuple(context), tuple(rest)) for _, context, rest in requests])
@@ -252,9 +254,7 @@ class _Model:
 
     def likelihoods(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether a greedy choice would have given it."""
-        assert self._engine is not None
-        room = self._context or 2**31
-        whole = [((*before, *rest)[-room:], len(rest)) for before, rest in pairs]
+        whole = [((*before, *rest)[-self._room :], len(rest)) for before, rest in pairs]
         scored = self._engine.score([ids for ids, _ in whole])
         sums = [sum(logprobs[len(logprobs) - count :]) for logprobs, (_, count) in zip(scored, whole, strict=True)]
         asked = [
@@ -283,7 +283,7 @@ class _Model:
                 top_p=float(settings.get("top_p", 1.0)),
                 stop=tuple(until),
             )
-            room = (self._context or 2**31) - count
+            room = self._room - count
             asked.append((tuple(self._encode(text)[-room:]), sampling, f"{one.doc_id}#{number}"))
             ends.append(until)
         found = {one.request.id: one for one in self._sampled(asked)}
@@ -298,7 +298,6 @@ class _Model:
         return texts
 
     def _sampled(self, asked: Sequence[tuple[tuple[int, ...], Sampling, str]]) -> list[Any]:
-        assert self._engine is not None
         self._engine.submit(
             [
                 Request(key, ids, key, seed_for(self._seed, "lm_eval", key), sampling, self._version)

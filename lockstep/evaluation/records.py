@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.codec import CodecError, from_json, to_json
+from lockstep.codec import CodecError, from_json, strict_json, to_json
 from lockstep.errors import DEFECT, EvaluationError
 from lockstep.evaluation.brief import Brief, Marks, brief_of, default_estimate, marks_of
 from lockstep.evaluation.estimates import estimate
@@ -153,8 +153,8 @@ def _parts(raw: bytes, path: Path) -> _Parts | None:
 def _older(raw: bytes, path: Path) -> Score:
     """Return a record of version 1. Raises EvaluationError if it is not one."""
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        body = strict_json(raw)
+    except ValueError as error:
         raise _foreign(path, f"not JSON ({error})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise _foreign(path, f"not a record of format {FORMAT}")
@@ -192,10 +192,6 @@ def _upgraded(payload: Any) -> Score:
     made = estimate(score.results, default_estimate(score.samples), score.samples)
     one = dataclasses.replace(made, value=score.accuracy, low=score.low, high=score.high)
     return dataclasses.replace(score, estimates=(one,))
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _damaged(path: Path) -> EvaluationError:

@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from lockstep.chat.chat import ChatFormat, check_length
 from lockstep.config.numerics import numeric_in
@@ -224,16 +223,9 @@ def score_of(
     )
 
 
-@runtime_checkable
-class Dealt(Protocol):
-    """An engine that deals its requests to several workers."""
-
-    workers: int
-
-
 def workers_of(engine: RolloutEngine) -> int:
-    """Return the number of workers that sample."""
-    return engine.workers if isinstance(engine, Dealt) else 1
+    """Return the number of workers that sample: more than one if the engine deals its requests."""
+    return int(getattr(engine, "workers", 1))
 
 
 def item_result(rollout: Rollout) -> ItemResult:

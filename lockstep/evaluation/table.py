@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.alarms import untrained_alarm
-from lockstep.evaluation.brief import default_estimate
+from lockstep.evaluation.brief import Brief, brief_of, default_estimate
 from lockstep.evaluation.compare import Comparison, compare, power_line
 from lockstep.evaluation.intervals import item_points
 from lockstep.track.text import one_line
@@ -41,10 +41,13 @@ def comparison_table(base: Sequence[Score], trained: Sequence[Score], allow_mism
             where="comparison of scores",
             fix="evaluate both sides on the same tasks and in the same modes",
         )
-    return [
-        Row(task, mode, score, right[task, mode], compare(score, right[task, mode], allow_mismatch))
-        for (task, mode), score in left.items()
-    ]
+    return [row_of(brief_of(score), brief_of(right[key]), allow_mismatch) for key, score in left.items()]
+
+
+def row_of(base: Brief, trained: Brief, allow_mismatch: bool = False) -> Row:
+    """Return the row of two scores of one task and mode. Raises EvaluationError as `compare`."""
+    conditions = base.score.conditions
+    return Row(conditions.task, conditions.mode, base.score, trained.score, compare(base, trained, allow_mismatch))
 
 
 def table_lines(rows: Sequence[Row], equal_rewards: bool | None = None) -> list[str]:

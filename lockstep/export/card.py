@@ -13,7 +13,7 @@ from lockstep.evaluation.table import estimate_line
 from lockstep.export.prompt import asking_code, kind_of_load, prompt_section
 from lockstep.export.verify import Verified
 from lockstep.scoring.targets import Target
-from lockstep.track.rundir import RunDirectory
+from lockstep.track.rundir import RunDirectory, ancestors
 
 LIBRARIES = {"model": "transformers", "adapter": "peft", "gguf": "gguf"}
 
@@ -51,17 +51,8 @@ def source_of(target: Target, architecture: str) -> Source:
         numerics=recipe.numerics.label("train", "bf16" if saved == "bf16" else "fp32"),
         weights=str(meta.get("fingerprint", "")),
         architecture=architecture,
-        lineage=tuple(_lineage(target.run)),
+        lineage=tuple(ancestors(RunDirectory.open(target.run).manifest())) if target.run else (),
     )
-
-
-def _lineage(run: Path | None) -> list[str]:
-    parent: Any = RunDirectory.open(run).manifest().get("parent") if run is not None else None
-    lines = []
-    while parent is not None:
-        lines.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
-        parent = parent["parent"]
-    return lines
 
 
 def model_card(

@@ -15,9 +15,9 @@ from typing import assert_never
 from lockstep.config.health import HealthRule
 from lockstep.config.metric import Rule
 from lockstep.config.schema import Recipe
-from lockstep.health.rules import MAGNIFIED, QUANTISED, RECENT, SPARE_GIB, START
+from lockstep.health.rules import DRIFTS, MAGNIFIED, QUANTISED, SPARE_GIB
 from lockstep.health.trends import Trends
-from lockstep.track.catalogue import applies, baseline
+from lockstep.track.catalogue import applies, baseline, window
 
 SHOWN = 10
 """Values of the last steps that an alarm names."""
@@ -107,8 +107,8 @@ class HealthJudge:
             return None
         past, value = self._past[rule.name], metrics[rule.metric]
         limit = self._limit(rule, setting.limit, past.earlier)
-        if math.isfinite(value):
-            past.earlier = _window(rule, [*past.earlier, value])
+        if (drift := DRIFTS.get(rule.when.against)) is not None and math.isfinite(value):
+            past.earlier = window(drift, [*past.earlier, value])
         if limit is None:
             return None
         past.seen.append(Seen(step, value, outside(rule, value, limit.value)))
@@ -132,14 +132,11 @@ class HealthJudge:
                     factor * recipe.lr, f"{factor * recipe.lr:g} ({factor:g} times optimizer.lr = {recipe.lr:g})"
                 )
             case "start" | "recent":
-                drift = START if rule.when.against == "start" else RECENT
-                base = baseline(drift, earlier)
-                over = (
-                    f"mean of the first {drift.steps}"
-                    if rule.when.against == "start"
-                    else f"median of the last {drift.steps}"
-                )
-                return None if not base else Limit(factor * base, f"{factor:g} times {base:.4g}, the {over} steps")
+                drift = DRIFTS[rule.when.against]
+                if not (base := baseline(drift, earlier)):
+                    return None
+                over = "mean of the first" if drift.against == "start" else "median of the last"
+                return Limit(factor * base, f"{factor:g} times {base:.4g}, the {over} {drift.steps} steps")
             case "numerics":
                 times, why = _differing(recipe)
                 return Limit(factor * times, f"{factor * times:g}{why}")
@@ -173,14 +170,3 @@ def replay(recipe: Recipe, rows: Iterable[tuple[int, Mapping[str, float]]], chec
         if any(alarm.setting.tier == "stop" for alarm in found):
             break
     return found
-
-
-def _window(rule: Rule, values: list[float]) -> list[float]:
-    """Select the finite values that the rule's baseline needs."""
-    match rule.when.against:
-        case "start":
-            return values[: START.steps]
-        case "recent":
-            return values[-RECENT.steps :]
-        case _:
-            return []

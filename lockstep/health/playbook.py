@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, assert_never
 
-from lockstep.health.trends import WIDTH
+from lockstep.health.trends import WIDTH, change
 
 LATEST = 10
 """Steps that "lately" means."""
 
-Statistic: TypeAlias = Literal["lately", "largest", "growth", "peak"]
-"""lately: the median of the last steps; largest: of all steps; growth: lately over the mean of the first steps; peak: the largest
+Statistic: TypeAlias = Literal["lately", "growth", "peak"]
+"""lately: the median of the last steps; growth: lately over the mean of the first steps; peak: the largest
 over the median."""
 
 
@@ -146,9 +146,8 @@ def improves(rows: Sequence[Mapping[str, float]]) -> bool:
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if len(rewards) < 2 * WIDTH:
         return True  # too early to call it flat
-    first, last = rewards[:WIDTH], rewards[-WIDTH:]
-    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WIDTH)
-    return statistics.fmean(last) - statistics.fmean(first) > 2 * error
+    rise, error = change(rewards)
+    return rise > 2 * error
 
 
 def seen(sign: Sign, rows: Sequence[Mapping[str, float]]) -> str:
@@ -161,7 +160,6 @@ def seen(sign: Sign, rows: Sequence[Mapping[str, float]]) -> str:
         return ""
     forms = {
         "lately": f"{value:.4g} lately",
-        "largest": f"{value:.4g} at most",
         "growth": f"{value:.3g} times its start",
         "peak": f"{value:.3g} times its median at most",
     }
@@ -173,8 +171,6 @@ def statistic(kind: Statistic, values: Sequence[float]) -> float | None:
     match kind:
         case "lately":
             return statistics.median(values[-LATEST:])
-        case "largest":
-            return max(values)
         case "growth":
             start = statistics.fmean(values[:WIDTH])
             return statistics.median(values[-LATEST:]) / start if start > 0 else None

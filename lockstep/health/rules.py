@@ -10,8 +10,8 @@ QUANTISED = 4.0
 MAGNIFIED = 10.0
 """Factor where activations have four bits: a learner and a GPU engine that hold the same weights differ by 0.41 nats instead of
 0.018 (mxfp4-w4a4, a 1.5B model with random weights on an H200; benchmarks/results/gpu_numerics.txt)."""
-START = Drift(against="start", steps=5)
-RECENT = Drift(against="recent", steps=50)
+DRIFTS = {"start": Drift(against="start", steps=5), "recent": Drift(against="recent", steps=50)}
+"""Baselines of rules on the run's own past."""
 SPARE_GIB = 0.25
 """Disk space to spare beside checkpoints: rollouts, scores and logs of the next steps."""
 

@@ -78,14 +78,17 @@ def drop(rewards: Sequence[float]) -> float | None:
 
     The error is that of the step means themselves, so that it holds the chance of prompts and of replies.
     """
-    if len(rewards) < 2 * WIDTH:
+    if len(rewards) < 2 * WIDTH or not all(map(math.isfinite, (*rewards[:WIDTH], *rewards[-WIDTH:]))):
         return None
+    rise, error = change(rewards)
+    return -rise / max(error, 1e-3) if rise < -LEAST else 0.0
+
+
+def change(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return how far the mean of the last steps is above that of the first, and its standard error."""
     first, last = rewards[:WIDTH], rewards[-WIDTH:]
-    if not all(map(math.isfinite, (*first, *last))):
-        return None
-    fall = statistics.fmean(first) - statistics.fmean(last)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WIDTH)
-    return max(0.0, fall) / max(error, 1e-3) if fall > LEAST else 0.0
+    return statistics.fmean(last) - statistics.fmean(first), error
 
 
 def divergence(scores: Sequence[tuple[Point, float]], rewards: Sequence[Point]) -> float:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from lockstep.config.metric import Range
 from lockstep.report.gather import NamedScore, find_outside
-from lockstep.track.catalogue import find, healthy_text
+from lockstep.track.catalogue import accuracies, find, healthy_text
 from lockstep.track.writer import Event, StepRecord
 
 Ranges: TypeAlias = Mapping[str, Range]
@@ -192,11 +192,9 @@ def _series(records: Sequence[StepRecord], metric: str, label: str) -> Series:
 
 def _from_metrics(records: Sequence[StepRecord]) -> Iterable[tuple[str, int, Point]]:
     for record in records:
-        for name, value in record.metrics.items():
-            parts = name.split("/")
-            if len(parts) == 3 and parts[0] == "eval" and parts[2] == "accuracy":
-                low, high = (record.metrics.get(f"eval/{parts[1]}/{end}") for end in ("low", "high"))
-                yield parts[1], record.step, (finite(value), finite(low), finite(high))
+        for mode, value in accuracies(record.metrics):
+            low, high = (record.metrics.get(f"eval/{mode}/{end}") for end in ("low", "high"))
+            yield mode, record.step, (finite(value), finite(low), finite(high))
 
 
 def _from_scores(scores: Sequence[NamedScore]) -> Iterable[tuple[str, int, Point]]:

@@ -22,7 +22,7 @@ from lockstep.report.gather import RunFacts, gather
 from lockstep.report.tables import short
 from lockstep.track.files import write_atomic
 from lockstep.track.rollouts import RolloutRow
-from lockstep.track.rundir import RunDirectory
+from lockstep.track.rundir import RunDirectory, ancestors
 from lockstep.track.text import reading_line, visible
 from lockstep.track.writer import Event, StepRecord, proof_from_json
 from lockstep.types import Proof
@@ -161,10 +161,7 @@ def _sft(sft: Sft) -> list[Fact]:
 
 def _parent(run: RunFacts) -> list[Fact]:
     """Name the chain of runs that this one started from, back to a model."""
-    steps, parent = [], run.manifest.get("parent")
-    while parent:
-        steps.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
-        parent = parent.get("parent")
+    steps = ancestors(run.manifest)
     return [("warm start from", ", which started from ".join(steps))] if steps else []
 
 

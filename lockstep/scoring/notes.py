@@ -9,8 +9,7 @@ from statistics import fmean
 
 from lockstep.errors import EvaluationError
 from lockstep.evaluation.collect import base_and_last, records_of
-from lockstep.evaluation.records import read_score
-from lockstep.evaluation.table import comparison_table, table_lines
+from lockstep.evaluation.table import row_of, table_lines
 from lockstep.track.files import read_plain, write_atomic
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.state import state_of
@@ -94,10 +93,7 @@ def _scores(run: RunDirectory, rows: Sequence[StepRecord]) -> list[str]:
         pairs = base_and_last(records_of(str(run.path)))
     except EvaluationError as error:
         return [f"no comparison of scores: {error.what}"]
-    before, after = (
-        [read_score(side.path) for side in sides] for sides in zip(*((p.before, p.after) for p in pairs), strict=True)
-    )
-    compared = comparison_table(before, after)
+    compared = [row_of(one.before.brief, one.after.brief) for one in pairs]
     rewards = [row.metrics["reward/mean"] for row in rows if "reward/mean" in row.metrics]
     rise = fmean(rewards[-STRETCH:]) - fmean(rewards[:STRETCH]) if len(rewards) > 2 * STRETCH else 0.0
     flat = all(row.comparison.difference <= 0 for row in compared)

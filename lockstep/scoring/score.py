@@ -1,4 +1,7 @@
-"""Scores the targets that a user names, in all their sets and modes, and optionally the base of each. It never trains."""
+"""Scores the targets that a user names, in all their sets and modes, and optionally the base of each. It never trains.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lockstep.config.schema import EvalMode, EvalSet, LmEvalSet, Recipe
 from lockstep.errors import EvaluationError
+from lockstep.evaluation.alarms import identity_alarms
+from lockstep.evaluation.brief import brief_of
+from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
+from lockstep.evaluation.plan import EvalPlan, eval_plan
+from lockstep.evaluation.records import read_brief, score_path, stored_score, write_score
+from lockstep.evaluation.runner import evaluate, heldout_items, score_conditions
+from lockstep.plan.devices import require_gpus
+from lockstep.scoring.targets import Saved, Target, build_eval_session
+from lockstep.types import Conditions, Proof, Score
 
 if TYPE_CHECKING:
-    from lockstep.evaluation.plan import EvalPlan
-    from lockstep.scoring.targets import Saved, Target
     from lockstep.scoring.workers import Session
-    from lockstep.types import Conditions, Proof, Score
 
 Progress: TypeAlias = Callable[[int, int], None]
 Watcher: TypeAlias = Callable[[str, int], Progress]
@@ -73,7 +82,6 @@ class Measuring:
 def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator[Outcome]:
     """Yield one outcome per target. Checkpoints of one run share a model in memory and the score of their base."""
     from lockstep.device import free_memory
-    from lockstep.plan.devices import require_gpus
     from lockstep.scoring.workers import open_session
 
     for target in targets:  # before any slow work
@@ -101,10 +109,7 @@ def score_targets(targets: Sequence[Target], options: ScoreOptions) -> Generator
 
 def measure_once(target: Target, chosen: EvalSet, mode: EvalMode, progress: Progress | None = None) -> Score:
     """Return one score of a target; it is not stored."""
-    from lockstep.evaluation.plan import eval_plan
-    from lockstep.evaluation.runner import evaluate
     from lockstep.run.evaluation import computing, numerics_of
-    from lockstep.scoring.targets import build_eval_session
 
     session = build_eval_session(target.recipe)
     numerics = numerics_of(target.recipe, session.policy.numerics)
@@ -150,7 +155,6 @@ def _shares(one: Target, other: Target) -> bool:
 
 def _score_recipe_model(target: Target, options: ScoreOptions) -> Outcome | None:
     from lockstep.device import free_memory
-    from lockstep.scoring.targets import Target
     from lockstep.scoring.workers import open_session
 
     if not options.recipe_model or target.recipe_model is None:
@@ -207,10 +211,6 @@ def _measure(measuring: Measuring, proof: Proof, step: int, *, reuse: bool) -> t
 
 def _of_lm_eval(measuring: Measuring, proof: Proof, step: int, asked: LmEvalSet, *, base: bool) -> Score:
     """Return the score of a task of lm-eval, the stored one if its conditions are the same."""
-    from lockstep.evaluation.lm_eval import conditions_of, evaluate_task, load_task
-    from lockstep.evaluation.plan import eval_plan
-    from lockstep.evaluation.records import score_path, stored_score
-
     target, session, name = measuring.target, measuring.session, f"lm_eval.{asked.name}"
     chat, options = session.policy.chat, measuring.options
     plan = eval_plan(target.recipe, measuring.numerics, session.policy.context)
@@ -231,10 +231,6 @@ def _of_lm_eval(measuring: Measuring, proof: Proof, step: int, asked: LmEvalSet,
 
 
 def _one(measuring: Measuring, proof: Proof, step: int, chosen: EvalSet, mode: EvalMode, *, reuse: bool) -> Score:
-    from lockstep.evaluation.plan import eval_plan
-    from lockstep.evaluation.records import stored_score
-    from lockstep.evaluation.runner import evaluate, heldout_items, score_conditions
-
     session, target = measuring.session, measuring.target
     name = target.recipe.eval.score_name(chosen.role, mode.name)
     plan = eval_plan(target.recipe, measuring.numerics, session.policy.context, chosen)
@@ -277,10 +273,6 @@ def _same_as_before(target: Target, name: str, step: int, score: Score) -> list[
 
     At step 0 the numerics alone count: a fresh adapter has other weights by another seed, and the base's replies.
     """
-    from lockstep.evaluation.alarms import identity_alarms
-    from lockstep.evaluation.brief import brief_of
-    from lockstep.evaluation.records import read_brief, score_path
-
     if target.run is None:
         return []
     path = score_path(target.run, step, name)
@@ -319,8 +311,6 @@ def _home(
     In a run, scores under the run's own conditions are stored beside those of its training; others in a separate folder, so
     that they never mix. For a model or an adapter the first score has the plain name, one under other conditions a folder.
     """
-    from lockstep.evaluation.records import score_path
-
     target, recipe = measuring.target, measuring.target.recipe
     name = recipe.eval.score_name(chosen.role, mode.name)
     if target.run is None or target.trained is None:
@@ -333,8 +323,6 @@ def _home(
 
 def free_path(path: Path, conditions: Conditions) -> Path:
     """Return the path, or one in a separate folder if it holds another score. Raises the errors of read_brief."""
-    from lockstep.evaluation.records import read_brief
-
     if not path.exists() or read_brief(path).score.conditions == conditions:
         return path
     return path.parent / conditions_digest(conditions) / path.name
@@ -345,7 +333,6 @@ def conditions_digest(conditions: Conditions) -> str:
 
 
 def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan: EvalPlan) -> bool:
-    from lockstep.evaluation.plan import eval_plan
     from lockstep.run.evaluation import numerics_of
 
     target, policy = measuring.target, measuring.session.policy
@@ -361,8 +348,6 @@ def _is_the_runs_own(measuring: Measuring, chosen: EvalSet, mode: EvalMode, plan
 
 def _store(measuring: Measuring, score: Score, stored: Path | None, path: Path) -> None:
     """Write the score, unless it exists already. A stored score under the same conditions is kept."""
-    from lockstep.evaluation.records import write_score
-
     if path != stored:
         with _writing(path):
             write_score(path, score)

@@ -348,16 +348,11 @@ class Handler(LoopbackHandler):
 
     # --- writing --------------------------------------------------------------------------------------------------
     def _send(self, status: int, answer: dict[str, Any], **headers: str) -> None:
-        body = json.dumps(answer, allow_nan=False).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        named = {"Content-Type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        named |= {"Connection": "close"} if self.close_connection else {}
+        self.answer(status, json.dumps(answer, allow_nan=False).encode(), named)
 
     def _begin_stream(self) -> None:
         self.streaming = self.close_connection = True  # its end is the end of the stream

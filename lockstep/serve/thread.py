@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from lockstep.errors import BusyError, EngineError, LockstepError
 from lockstep.rollout.reply_progress import report_progress
@@ -110,9 +109,7 @@ class EngineThread:
     def __enter__(self) -> EngineThread:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- the thread -----------------------------------------------------------------------------------------------

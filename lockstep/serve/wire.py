@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lockstep.codec import strict_json
 from lockstep.serve.conversations import Said
 from lockstep.types import Sampling, TokenIds
 
@@ -78,8 +79,8 @@ def sampling(
 def parsed(kind: type[B], data: bytes) -> B:
     """Read a request's body. Raises Refusal with status 400 that names the field."""
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # no JSON, too deep, a number of thousands of digits
+        value = strict_json(data.decode("utf-8"))
+    except ValueError as error:  # no JSON, too deep, a number of thousands of digits
         raise Refusal(400, f"the body is not JSON that can be read: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise Refusal(400, "the body is not a JSON object")
@@ -99,13 +100,9 @@ def parsed(kind: type[B], data: bytes) -> B:
 def checked_json(text: str, field: str) -> str:
     """Return the text of a JSON object. Raises Refusal for anything else."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = strict_json(text)
+    except ValueError as error:
         raise Refusal(400, f"{field}: not JSON", field) from error
     if not isinstance(value, dict):
         raise Refusal(400, f"{field}: not a JSON object", field)
     return text
-
-
-def _no_constant(name: str) -> Literal[0]:
-    raise ValueError(f"{name} is not a JSON number")

@@ -13,7 +13,7 @@ from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
 from lockstep.types import Grade, OpenEndpoint, Prompt, ReplyText
-from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, workers_of
+from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, unscored, workers_of
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserGrader
 from lockstep.verifiers.selftest import applies, scored_garbage, self_test
@@ -31,6 +31,8 @@ class BuiltTask(ABC):
     name: str
     open_endpoint: OpenEndpoint | None = None
     """Opens the endpoint that programs ask; set where a run is built."""
+    turns = Turns()
+    """Limits of an episode; they mean nothing for a question with one reply."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -80,8 +82,8 @@ class BuiltTask(ABC):
         return None
 
     def limits(self, prompt: Prompt) -> Turns:
-        """Return the limits of an episode; they mean nothing for a question with one reply."""
-        return _NO_LIMITS
+        """Return the limits of the prompt's episode."""
+        return self.turns
 
     def problems(self, prompt: Prompt) -> list[str]:
         """Return faults in the grading of a prompt: of a right reply, an empty one, garbage, and wrong answers."""
@@ -93,9 +95,6 @@ class BuiltTask(ABC):
 
     def keep_in(self, folder: Path) -> None:  # noqa: B027 - most tasks have nothing to keep
         """Store in `folder` any results that must not be requested twice, such as a judge's verdicts."""
-
-
-_NO_LIMITS = Turns()
 
 
 class NoQuestions(BuiltTask):
@@ -120,6 +119,53 @@ class NoQuestions(BuiltTask):
         )
 
 
+class Episodes(BuiltTask):
+    """A task whose environments give the rewards."""
+
+    plays = True
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        return unscored(f"{self.name} is played, not graded by one reply")
+
+
+class OfOthers(BuiltTask):
+    """A task whose prompts come from other tasks, which grade the replies to them."""
+
+    members: tuple[BuiltTask, ...]
+
+    @abstractmethod
+    def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
+        """Return the task that a prompt came from, and the prompt as that task grades it."""
+
+    @property
+    def workers(self) -> int:
+        return max(task.workers for task in self.members)
+
+    def workers_for(self, prompt: Prompt) -> int:
+        """Return the number of workers of the prompt's own task: tasks that grade in this process get one reply at a time."""
+        return self.own(prompt)[0].workers
+
+    def keep_in(self, folder: Path) -> None:
+        for task in self.members:
+            task.keep_in(folder)
+
+    def problems(self, prompt: Prompt) -> list[str]:
+        task, own = self.own(prompt)
+        return task.problems(own)
+
+    def grade(self, prompt: Prompt, reply: str) -> Grade:
+        task, own = self.own(prompt)
+        return task.grade(own, reply)
+
+    def reads(self, prompt: Prompt) -> Reads:
+        task, own = self.own(prompt)
+        return task.reads(own)
+
+    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
+        task, own = self.own(prompt)
+        return task.grade_replies(own, replies)
+
+
 class VerifiedTask(BuiltTask):
     """A task whose replies are graded by a verifier."""
 
@@ -139,7 +185,7 @@ class VerifiedTask(BuiltTask):
         return grade_replies(self.verifier, prompt, replies)
 
     def problems(self, prompt: Prompt) -> list[str]:
-        return grading_problems(self.verifier, prompt)
+        return self_test(self.verifier, prompt, exact=not isinstance(self.verifier, UserGrader), mutations=True)
 
     def garbage(self, prompt: Prompt) -> str:
         return scored_garbage(self.verifier, prompt)
@@ -192,11 +238,6 @@ def check_references(verifier: Verifier, prompts: Sequence[Prompt], where: str) 
             where=where,
             fix="choose reward functions that apply to these rows, or add the columns that the functions read to the rows",
         )
-
-
-def grading_problems(verifier: Verifier, prompt: Prompt) -> list[str]:
-    """Return the results of the full self-test of one prompt."""
-    return self_test(verifier, prompt, exact=not isinstance(verifier, UserGrader), mutations=True)
 
 
 def _sample(indices: range, count: int) -> Sequence[int]:

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from lockstep.config import schema
 from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
-from lockstep.tasks.base import BuiltTask
-from lockstep.types import Grade, Group, Prompt, ReplyText
-from lockstep.verifiers.base import Reads
+from lockstep.tasks.base import BuiltTask, OfOthers
+from lockstep.types import Group, Prompt
 
 STEPS = 1000
 """Number of parts to which weights are rounded, so that the dealing repeats."""
@@ -47,7 +45,7 @@ class Progress:
         return Progress(dict(saved["drawn"]), dict(saved["rates"]), dict(saved["credit"]))
 
 
-class Mixed(BuiltTask):
+class Mixed(OfOthers):
     """Deals the prompts of a step to tasks in proportion to their weights, without randomness: every task has its share at any
     time.
 
@@ -58,14 +56,14 @@ class Mixed(BuiltTask):
     def __init__(self, settings: schema.MixedTask, tasks: Mapping[str, BuiltTask]) -> None:
         self.name = "+".join(tasks)
         self.curriculum = settings.curriculum
-        self._tasks = tasks
+        self._tasks, self.members = tasks, tuple(tasks.values())
         self._weights = {name: share.weight for name, share in settings.tasks.items()}
 
     @property
     def notes(self) -> tuple[str, ...]:
         total = sum(self._weights.values())
         shares = ", ".join(f"{name} {weight / total:.0%}" for name, weight in self._weights.items())
-        return (*(note for task in self._tasks.values() for note in task.notes), f"mix: {shares} of the prompts")
+        return (*(note for task in self.members for note in task.notes), f"mix: {shares} of the prompts")
 
     # --- Task -----------------------------------------------------------------------------------------------------
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
@@ -82,58 +80,30 @@ class Mixed(BuiltTask):
         parts = {name: self._tasks[name].heldout(role, count) for name, count in counts.items()}
         return [self._named(name, prompt) for name, prompts in parts.items() for prompt in prompts]
 
-    def keep_in(self, folder: Path) -> None:
-        for task in self._tasks.values():
-            task.keep_in(folder)
-
-    def problems(self, prompt: Prompt) -> list[str]:
-        task, own = self._own(prompt)
-        return task.problems(own)
+    def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
+        task = self._tasks[prompt.task]
+        return task, replace(prompt, id=prompt.id.partition("/")[2], task=task.name)
 
     def garbage(self, prompt: Prompt) -> str:
-        task, own = self._own(prompt)
+        task, own = self.own(prompt)
         return task.garbage(own)
 
-    @property
-    def members(self) -> tuple[BuiltTask, ...]:
-        return tuple(self._tasks.values())
-
-    @property
-    def workers(self) -> int:
-        return max(task.workers for task in self._tasks.values())
-
-    def workers_for(self, prompt: Prompt) -> int:
-        """Return the number of workers of the prompt's own task: tasks that grade in this process get one reply at a time."""
-        return self._own(prompt)[0].workers
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        task, own = self._own(prompt)
-        return task.grade(own, reply)
-
-    def reads(self, prompt: Prompt) -> Reads:
-        task, own = self._own(prompt)
-        return task.reads(own)
-
-    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
-        task, own = self._own(prompt)
-        return task.grade_replies(own, replies)
-
     def programs(self, prompt: Prompt) -> Programs | None:
-        task, own = self._own(prompt)
+        task, own = self.own(prompt)
         return task.programs(own)
 
     def runner(self, prompt: Prompt) -> Runner | None:
-        task, own = self._own(prompt)
+        task, own = self.own(prompt)
         return task.runner(own)
 
     def limits(self, prompt: Prompt) -> schema.Turns:
-        task, own = self._own(prompt)
+        task, own = self.own(prompt)
         return task.limits(own)
 
     @property
     def plays(self) -> bool:
         """True if any of its tasks has episodes."""
-        return any(task.plays for task in self._tasks.values())
+        return any(task.plays for task in self.members)
 
     # --- curriculum -----------------------------------------------------------------------------------------------
     def deal(self, progress: Progress, size: int) -> Sequence[Prompt]:
@@ -199,11 +169,6 @@ class Mixed(BuiltTask):
 
     def _named(self, name: str, prompt: Prompt) -> Prompt:
         return replace(prompt, id=f"{name}/{prompt.id}", task=name)
-
-    def _own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
-        """Return the task of a prompt, and the prompt as that task gave it."""
-        task = self._tasks[prompt.task]
-        return task, replace(prompt, id=prompt.id.partition("/")[2], task=task.name)
 
 
 def _smooth(weights: Mapping[str, float], size: int, credit: dict[str, float]) -> list[str]:

@@ -3,82 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
-
-from pydantic import BaseModel
+from typing import cast
 
 from lockstep.config import schema
 from lockstep.data.questions import question_digest
-from lockstep.envs.make import SEED, env_maker, is_env_task, made_with, own_class
+from lockstep.envs.make import SEED, env_maker, is_env_task, own_class
 from lockstep.envs.programs import CommandPrograms, Programs
 from lockstep.envs.runners import MOST, Fault, InlineRunner, ProcessRunner, Runner
 from lockstep.envs.tool_env import explained, schemas
 from lockstep.envs.tools import BUILT_IN, build_tools
 from lockstep.errors import TaskError
 from lockstep.seeds import seed_for
-from lockstep.tasks.base import BuiltTask, draw_batch, first_heldout
+from lockstep.tasks.base import BuiltTask, Episodes, OfOthers, draw_batch, first_heldout
 from lockstep.tasks.generator import Side, side_of
-from lockstep.tasks.python import UserTask
-from lockstep.types import EnvTask, Grade, Message, Prompt, ReplyText
-from lockstep.verifiers.base import Reads
-from lockstep.verifiers.python import UserFunction
+from lockstep.tasks.python import UserTask, as_task
+from lockstep.types import EnvTask, Message, Prompt
+from lockstep.verifiers.python import UserFunction, make_object
 
 OPENINGS = 32
 """Number of openings that are requested together."""
 
 
-class LazyRunner:
-    """A runner that is started when the first episode needs it."""
-
-    def __init__(self, start: Callable[[], Runner]) -> None:
-        self._start = start
-
-    @cached_property
-    def runner(self) -> Runner:
-        return self._start()
-
-
-class PlayedQuestions(BuiltTask):
+class PlayedQuestions(OfOthers):
     """Questions of another task, which are answered in an episode; the final answer is graded as theirs."""
 
     plays = True
 
     def __init__(self, questions: BuiltTask, turns: schema.Turns) -> None:
-        self._questions, self._turns = questions, turns
+        self._questions, self.members, self.turns = questions, (questions,), turns
         self.name = questions.name
+
+    def own(self, prompt: Prompt) -> tuple[BuiltTask, Prompt]:
+        return self._questions, prompt
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
         return [self._asked(prompt) for prompt in self._questions.batch(step, size)]
 
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         return [self._asked(prompt) for prompt in self._questions.heldout(role, size)]
-
-    def keep_in(self, folder: Path) -> None:
-        self._questions.keep_in(folder)
-
-    @property
-    def workers(self) -> int:
-        return self._questions.workers
-
-    def problems(self, prompt: Prompt) -> list[str]:
-        """Return faults in the grading of the final answer, which sees the question as it is."""
-        return self._questions.problems(prompt)
-
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return self._questions.grade(prompt, reply)
-
-    def reads(self, prompt: Prompt) -> Reads:
-        return self._questions.reads(prompt)
-
-    def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
-        return self._questions.grade_replies(prompt, replies)
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._turns
 
     def _asked(self, prompt: Prompt) -> Prompt:
         """Return a question as the episode begins with it."""
@@ -93,15 +59,20 @@ class ToolQuestions(PlayedQuestions):
         super().__init__(questions, settings.turns)
         self._settings = settings
         self._tools = build_tools(settings.tools)
-        own = any(not isinstance(tool, schema.Tool) or tool.path not in BUILT_IN for tool in settings.tools)
-        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=own))
 
     @property
     def notes(self) -> tuple[str, ...]:
         return (*self._questions.notes, f"{self.name}: replies may call {', '.join(self._tools)}")
 
     def runner(self, prompt: Prompt) -> Runner | None:
-        return self._lazy.runner
+        return self._runner
+
+    @cached_property
+    def _runner(self) -> Runner:
+        """Return a runner in this process for tools that come with Lockstep, a separate one for others."""
+        if all(isinstance(tool, schema.Tool) and tool.path in BUILT_IN for tool in self._settings.tools):
+            return InlineRunner(env_maker(self._settings))
+        return ProcessRunner(self._settings, self.turns.step_seconds)
 
     def _asked(self, prompt: Prompt) -> Prompt:
         if self._settings.format == "hermes":
@@ -138,22 +109,21 @@ class AgentQuestions(PlayedQuestions):
         return self._programs
 
 
-class Guessing(BuiltTask):
+class Guessing(Episodes):
     """Games of guessing a number. Every number is either asked in training or held out: half of the numbers by hash."""
 
     name = "guess_number"
     notes: tuple[str, ...] = ()
-    plays = True
 
     def __init__(self, settings: schema.GuessNumberTask, seed: int) -> None:
-        self._settings, self._seed = settings, seed
+        self._settings, self._seed, self.turns = settings, seed, settings.turns
         sides: dict[Side, list[int]] = {Side.TRAIN: [], Side.HELDOUT: []}
         for number in sorted(range(settings.low, settings.high + 1), key=lambda n: seed_for("guess_number", n)):
             sides[min(sides, key=lambda side: len(sides[side]))].append(number)
         self._train, self._heldout = (
             tuple(self._prompt(number) for number in sides[side]) for side in (Side.TRAIN, Side.HELDOUT)
         )
-        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=False))
+        self._runner = InlineRunner(env_maker(settings))
         self.notes = (f"{self.name}: {len(self._train)} numbers to train on, {len(self._heldout)} others held out",)
 
     def batch(self, step: int, size: int) -> Sequence[Prompt]:
@@ -162,14 +132,8 @@ class Guessing(BuiltTask):
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         return first_heldout({"id_probe": self._heldout}, role, size, f"task {self.name}", "episodes")
 
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return _played_only(self.name)
-
     def runner(self, prompt: Prompt) -> Runner | None:
-        return self._lazy.runner
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
+        return self._runner
 
     def _prompt(self, number: int) -> Prompt:
         from lockstep.envs.guess import opening
@@ -178,14 +142,12 @@ class Guessing(BuiltTask):
         return Prompt(f"guess_number/{s.low}-{s.high}/{number}", opening(s.low, s.high), str(number), self.name)
 
 
-class SeededEpisodes(BuiltTask):
+class SeededEpisodes(Episodes):
     """Episodes of one environment, distinguished by their seeds.
 
     If openings differ from seed to seed, training and held-out episodes share no opening: its hash decides. If they are alike
     (a game that begins with an empty board), the two have different seeds.
     """
-
-    plays = True
 
     def __init__(
         self,
@@ -195,7 +157,7 @@ class SeededEpisodes(BuiltTask):
         most: int = MOST,
     ) -> None:
         """Build the environment, of which `most` episodes run at a time. Raises TaskError if it cannot be made or started."""
-        self.name, self._settings, self._seed = name, settings, seed
+        self.name, self._settings, self._seed, self.turns = name, settings, seed, settings.turns
         self._where = f"task {name}"
         self._runner = ProcessRunner(settings, settings.turns.step_seconds, most)
         try:
@@ -217,14 +179,8 @@ class SeededEpisodes(BuiltTask):
         drawn = self._drawn("heldout", size, Side.HELDOUT) if role == "id_probe" else ()
         return first_heldout({"id_probe": drawn}, role, size, self._where, "episodes")
 
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return _played_only(self.name)
-
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._runner
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
 
     @cached_property
     def _train(self) -> tuple[Prompt, ...]:
@@ -294,14 +250,14 @@ class OwnEpisodes(UserTask):
         grader = UserFunction(settings.path, settings.grading, settings.settings)
         grader.pool.close()  # the class is known to load; many environments never need a grade
         super().__init__(task, Path(settings.path.rpartition(":")[0]).expanduser(), grader)
-        self._settings = settings
-        self._lazy = LazyRunner(lambda: _runner(settings, settings.turns, apart=True))
+        self._settings, self.turns = settings, settings.turns
 
     def runner(self, prompt: Prompt) -> Runner | None:
-        return self._lazy.runner
+        return self._runner
 
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
+    @cached_property
+    def _runner(self) -> Runner:
+        return ProcessRunner(self._settings, self.turns.step_seconds)
 
     def problems(self, prompt: Prompt) -> list[str]:
         """Return nothing, as one reply cannot show a fault: `grade` may never be called."""
@@ -318,24 +274,5 @@ def build_own(settings: schema.EnvTask, seed: int) -> SeededEpisodes | OwnEpisod
     made = own_class(settings.path)
     if not is_env_task(made):
         return SeededEpisodes(settings, made.__name__, seed)
-    task = made_with(made, settings)
-    for method in ("batch", "heldout", "grade"):
-        if not callable(getattr(task, method, None)):
-            raise TaskError(
-                f"the task's class has no method {method}",
-                where=settings.path,
-                fix=f"define {method} as lockstep.types.EnvTask has it",
-            )
-    if not isinstance(getattr(task, "name", None), str) or not cast(Any, task).name:
-        raise TaskError("the task has no name", where=settings.path, fix='set one in its class: self.name = "my_task"')
+    task = as_task(make_object(made, settings.settings, settings.path), settings.path)
     return OwnEpisodes(cast(EnvTask, task), settings)
-
-
-def _runner(settings: BaseModel, limits: schema.Turns, *, apart: bool) -> Runner:
-    if apart:
-        return ProcessRunner(settings, limits.step_seconds)
-    return InlineRunner(env_maker(cast(schema.Task, settings)))
-
-
-def _played_only(name: str) -> Grade:
-    return Grade(None, error=f"{name} is played, not graded by one reply")

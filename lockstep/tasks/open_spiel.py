@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from lockstep.config import schema
 from lockstep.envs.runners import InlineRunner, ProcessRunner, Runner
 from lockstep.envs.spiel.cases import Case, load, pyspiel, select
-from lockstep.envs.spiel.game import CASE, GAME, HISTORY, spiel_maker
+from lockstep.envs.spiel.game import CASE, GAME, HISTORY, place_of, spiel_maker
 from lockstep.envs.spiel.outcome import pool
 from lockstep.envs.spiel.play import scaled_reward
 from lockstep.envs.spiel.rival import RivalRunner, Sampler
@@ -67,7 +67,7 @@ class SpielStates(BuiltTask):
         return [row[index] for index in range(each) for row in rows][:size]
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
-        s, game, history = self._settings, *_place(prompt)
+        s, game, history = self._settings, *place_of(prompt)
         read, moves = read_move(reply, s.answer), moves_at(game, history)
         action = None if read.text is None else moves.get(read.text)
         metrics = {"has_answer": float(read.text is not None), "legal": float(action is not None)}
@@ -87,7 +87,7 @@ class SpielStates(BuiltTask):
         """Run the self-test: a legal move gets a reward; an empty reply, garbage, another player's move, two moves, and extra
         text do not.
         """
-        moves, answer, found = tuple(moves_at(*_place(prompt))), self._settings.answer, []
+        moves, answer, found = tuple(moves_at(*place_of(prompt))), self._settings.answer, []
         low = scaled_reward(0.0, self._settings.reward_range)
         ends = {moves[0], moves[-1]} if self._settings.reward_mode == "legal" else {moves[0]}  # playouts take time
         for move in ends:
@@ -173,7 +173,7 @@ class SpielGames(SpielStates):
 
     def __init__(self, settings: schema.OpenSpielTask, seed: int) -> None:
         super().__init__(settings, seed)
-        self.rival = settings.rival
+        self.rival, self.turns = settings.rival, settings.turns
         """Adapter that must be seated before the first game."""
         self._sampler: Sampler | None = None
 
@@ -195,9 +195,6 @@ class SpielGames(SpielStates):
     def runner(self, prompt: Prompt) -> Runner | None:
         return self._runner
 
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return self._settings.turns
-
     @cached_property
     def _runner(self) -> Runner:
         """Return a runner in this process for an opponent that moves in microseconds, a separate one for others."""
@@ -217,11 +214,6 @@ def build_spiel(settings: schema.OpenSpielTask, seed: int) -> SpielStates:
             spiel_maker(settings)  # a missing opponent is reported now
         return SpielGames(settings, seed)
     return SpielStates(settings, seed)
-
-
-def _place(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-    """Return the state of a prompt: its game, and the moves that lead to it."""
-    return str(prompt.data[GAME]), tuple(int(action) for action in cast(Sequence[int], prompt.data[HISTORY]))
 
 
 def _longest(case: Case) -> int:

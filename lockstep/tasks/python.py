@@ -104,17 +104,22 @@ def build_python_task(settings: schema.PythonTask, seed: int) -> UserTask:
     arguments: dict[str, schema.Json] = dict(settings.settings)
     if "seed" in inspect.signature(made).parameters:
         arguments.setdefault("seed", seed)
-    task = cast(Task, make_object(made, arguments, settings.path))  # checked below
+    task = as_task(make_object(made, arguments, settings.path), settings.path)
+    file = Path(settings.path.rpartition(":")[0]).expanduser()
+    return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))
+
+
+def as_task(made: object, path: str) -> Task:
+    """Return an object of the user's class as a task. Raises TaskError if it lacks a method of the protocol, or a name."""
     for method, parameters in METHODS.items():
-        function = getattr(task, method, None)
+        function = getattr(made, method, None)
         if not callable(function):
             raise TaskError(
                 f"the task's class has no method {method}",
-                where=settings.path,
+                where=path,
                 fix=f"define {method}(self, {', '.join(parameters)})",
             )
-        check_call(function, parameters, f"{settings.path}.{method}")
-    if not isinstance(getattr(task, "name", None), str) or not task.name:
-        raise TaskError("the task has no name", where=settings.path, fix=f"set one in its class: {_EXAMPLE}")
-    file = Path(settings.path.rpartition(":")[0]).expanduser()
-    return UserTask(task, file, UserFunction(settings.path, settings.grading, arguments))
+        check_call(function, parameters, f"{path}.{method}")
+    if not isinstance(getattr(made, "name", None), str) or not cast(Task, made).name:
+        raise TaskError("the task has no name", where=path, fix=f"set one in its class: {_EXAMPLE}")
+    return cast(Task, made)

@@ -10,18 +10,17 @@ from lockstep.data.split import split
 from lockstep.envs.programs import Programs
 from lockstep.envs.verifiers_env import INDEX, VerifiersPrograms
 from lockstep.errors import TaskError
-from lockstep.tasks.base import BuiltTask, draw_batch, first_heldout
-from lockstep.types import Grade, Prompt
+from lockstep.tasks.base import Episodes, draw_batch, first_heldout
+from lockstep.types import Prompt
 
 
-class VerifiersEnvTask(BuiltTask):
+class VerifiersEnvTask(Episodes):
     """A verifiers environment as a task. Its rows are read at the start; some are held out by a hash of the question."""
-
-    plays = True
 
     def __init__(self, settings: schema.VerifiersTask, seed: int) -> None:
         """Start the environment. Raises TaskError if it cannot be loaded, or has too few tasks."""
         self._settings, self._seed = settings, seed
+        self.turns = schema.Turns(limit=settings.requests, reply_tokens=settings.reply_tokens)
         self._programs = VerifiersPrograms(settings)
         self.name = Path(settings.env).stem
         rows = [
@@ -50,14 +49,8 @@ class VerifiersEnvTask(BuiltTask):
     def heldout(self, role: str, size: int) -> Sequence[Prompt]:
         return first_heldout({"id_probe": self._heldout}, role, size, f"task {self.name}", "tasks")
 
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return Grade(None, error=f"{self.name} is graded by its own environment, not by one reply")
-
     def keep_in(self, folder: Path) -> None:
         self._programs.log = folder / "verifiers.log"
 
     def programs(self, prompt: Prompt) -> Programs | None:
         return self._programs
-
-    def limits(self, prompt: Prompt) -> schema.Turns:
-        return schema.Turns(limit=self._settings.requests, reply_tokens=self._settings.reply_tokens)

@@ -75,6 +75,12 @@ def drift(name: str, value: float, earlier: Sequence[float]) -> Verdict:
     return "warn" if outside else "ok"
 
 
+def accuracies(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the accuracy of each mode that a step has evaluated."""
+    parts = [(name.split("/"), value) for name, value in metrics.items()]
+    return [(path[1], value) for path, value in parts if len(path) == 3 and path[0] == "eval" and path[2] == "accuracy"]
+
+
 def applies(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric's ranges and rules apply to a step: those of sameness do not if most replies are right."""
     info = find(name)
@@ -103,7 +109,7 @@ class Judge:
                 outside.append(name)
             info = find(name)
             if info is not None and info.drift is not None and math.isfinite(value):
-                self._earlier[name] = _window(info.drift, [*earlier, value])
+                self._earlier[name] = window(info.drift, [*earlier, value])
         return outside
 
 
@@ -117,7 +123,7 @@ def baseline(rule: Drift, earlier: Sequence[float]) -> float | None:
             return statistics.median(values[-rule.steps :]) if len(values) >= LEAST else None
 
 
-def _window(rule: Drift, values: list[float]) -> list[float]:
+def window(rule: Drift, values: list[float]) -> list[float]:
     """Return those of all finite values so far that the rule's baseline needs."""
     return values[: rule.steps] if rule.against == "start" else values[-rule.steps :]
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from lockstep.config.metric import Range
 from lockstep.text import hide_values
-from lockstep.track.catalogue import Judge
-from lockstep.track.files import Appender
+from lockstep.track.catalogue import Judge, accuracies
+from lockstep.track.files import Appender, Closing
 from lockstep.track.text import one_line, plain_table, visible
 from lockstep.track.writer import StepRecord
 
@@ -72,7 +72,7 @@ LEAST_TIME_S = 0.05
 """Shorter phases are left off the line."""
 
 
-class Console:
+class Console(Closing):
     """Prints a run's progress and appends it to `log` (log.txt; None writes none). Messages are plain text, not markup.
 
     An output that is closed (`| head`) or full ends the printing, not the run; log.txt goes on and says so.
@@ -189,12 +189,6 @@ class Console:
             self._log.close()
             self._log = None
 
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _eta(self, step: int) -> str:
         """Estimate the time of the steps and evaluations that are left, each as long as those so far."""
         if not self._times or not self._total:
@@ -259,7 +253,7 @@ def step_line(record: StepRecord, total: int, eta: str, warned: Sequence[str]) -
         f"{one.label} {metrics[one.name]:{one.form}}s" for one in TIMES if metrics.get(one.name, 0) >= LEAST_TIME_S
     ]
     parts += [" ".join(times)] if times else []
-    parts += [f"eval {mode} {value:.3f}" for mode, value in _accuracies(metrics)]
+    parts += [f"eval {mode} {value:.3f}" for mode, value in accuracies(metrics)]
     parts += [f"eta {eta}"] if eta else []
     parts += ["! " + " ".join(warned)] if warned else []
     return one_line("  ".join(parts))
@@ -274,7 +268,7 @@ def brief_line(record: StepRecord, total: int, eta: str, outside: int, width: in
     known = {one.label: f"{one.label} {metrics[one.name]:{one.form}}" for one in SHOWN if one.name in metrics}
     middle = [known[label] for label in BRIEF if label in known]
     head = [f"step {record.step:>{len(str(total))}}/{total}"]
-    tail = [f"eval {mode} {value:.3f}" for mode, value in _accuracies(metrics)]
+    tail = [f"eval {mode} {value:.3f}" for mode, value in accuracies(metrics)]
     tail += [f"{metrics['time/step'] - metrics.get('time/evaluate', 0.0):.1f}s"] if "time/step" in metrics else []
     tail += [f"eta {eta}"] if eta else []
     tail += [f"! {outside}"] if outside else []
@@ -309,8 +303,3 @@ def _discard(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
-
-
-def _accuracies(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    parts = [(name.split("/"), value) for name, value in metrics.items()]
-    return [(path[1], value) for path, value in parts if len(path) == 3 and path[0] == "eval" and path[2] == "accuracy"]

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from lockstep.errors import RunDirectoryError, StorageError
 
@@ -54,7 +55,20 @@ def require_plain(folder: Path, *, skip: frozenset[str] = frozenset()) -> None:
             folders[:] = [name for name in folders if name not in skip]
 
 
-class Appender:
+class Closing:
+    """An object that is closed at the end of a `with` statement."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Appender(Closing):
     """A file that only grows, by whole pieces: one that does not fit on the disk leaves nothing behind."""
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
-from lockstep.track.files import Appender, read_plain
+from lockstep.track.files import Appender, Closing, read_plain
 
 NON_FINITE = {"nan", "inf", "-inf"}
 
@@ -108,7 +108,7 @@ class Prefix:
         return len(content) >= self.bytes and hashlib.sha256(content[: self.bytes]).hexdigest() == self.sha256
 
 
-class JsonlFile:
+class JsonlFile(Closing):
     """A file open for appending. A torn last line, left by a process that was killed, is moved to `<name>.torn` first.
 
     A last line that only lacks its newline is complete and is kept.
@@ -136,12 +136,6 @@ class JsonlFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> JsonlFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _content(path: Path) -> bytes:
@@ -183,8 +177,5 @@ def _mend(path: Path) -> int:
 
 
 def _append(path: Path, data: bytes) -> None:
-    file = Appender(path)
-    try:
+    with Appender(path) as file:
         file.append(data)
-    finally:
-        file.close()

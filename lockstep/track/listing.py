@@ -8,8 +8,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lockstep.config.text import read
 from lockstep.errors import CheckpointError, LockstepError, RunLockedError
+from lockstep.track.catalogue import accuracies
 from lockstep.track.lock import Lock
 from lockstep.track.places import checkpoints_of, drop_empty, twin_of
 from lockstep.track.rundir import LOCK, RunDirectory, is_run, never_began
@@ -49,10 +49,9 @@ def _listed(path: Path) -> Listed:
     try:
         run = RunDirectory.open(path)
         manifest, rows, state = run.manifest(), read_metrics(run), state_of(run)
-        settings = read(run.recipe_path).value
+        recipe = run.settings()
     except LockstepError as error:
         return Listed(path, "unreadable", error.what, 0, 0, None, None, "", (), False, {})
-    recipe: dict[str, Any] = settings if isinstance(settings, dict) else {}
     steps = recipe.get("steps")
     own = (recipe.get("track") or {}).get("tags") or []
     return Listed(
@@ -71,12 +70,8 @@ def _listed(path: Path) -> Listed:
 
 
 def _best(rows: list[StepRecord]) -> tuple[str, float, int] | None:
-    names = [name for row in rows for name in row.metrics if name.startswith("eval/") and name.endswith("/accuracy")]
-    if not names:
-        return None
-    scored = [(row.metrics[names[0]], -row.step) for row in rows if names[0] in row.metrics]
-    value, step = max(scored)
-    return names[0].removeprefix("eval/").removesuffix("/accuracy"), value, -step
+    scored = [(mode, value, row.step) for row in rows for mode, value in accuracies(row.metrics)]
+    return max((one for one in scored if one[0] == scored[0][0]), key=lambda one: (one[1], -one[2]), default=None)
 
 
 def annotate(path: Path, **facts: object) -> None:

@@ -125,13 +125,11 @@ def write_rollouts(
     return path
 
 
-def read_rollouts(run: RunDirectory, step: int) -> list[RolloutRow]:
-    """Return the rollouts of a step, groups and samples in order. Raises RunDirectoryError if not stored, or damaged."""
-    return read_rows(run, step)
+def read_rollouts(run: RunDirectory, step: int, wanted: Sequence[int] | None = None) -> list[RolloutRow]:
+    """Return the rollouts of a step, groups and samples in order; `wanted`: those with these positions in its file.
 
-
-def read_rows(run: RunDirectory, step: int, wanted: Sequence[int] | None = None) -> list[RolloutRow]:
-    """Read the rows with these positions in a step's file, or all of them. Raises as `read_rollouts`."""
+    Raises RunDirectoryError if not stored, or damaged.
+    """
     table = read_table(run, step)
     with _readable(rollout_path(run, step)):
         return [_from_row(row) for row in (table if wanted is None else table.take(wanted)).to_pylist()]

@@ -18,9 +18,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from lockstep.errors import RunDirectoryError
+from lockstep.config.text import parse
+from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.track.facts import manifest_facts
-from lockstep.track.files import read_plain, remove_temporary, require_plain, write_atomic
+from lockstep.track.files import Closing, read_plain, remove_temporary, require_plain, write_atomic
 from lockstep.track.jsonl import dumps, read_json
 from lockstep.track.lock import Holder, Lock
 from lockstep.track.places import (
@@ -52,11 +53,20 @@ UNFINISHED = {LOCK, RECORD, "recipe.yaml"}
 """Files that a killed creation may have left, besides empty folders; manifest.json is written last."""
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     """Paths and the manifest of one run. Use `create`, `resume` (both hold the lock) or `open` (reads only)."""
 
     def __init__(self, path: Path, lock: Lock | None, attempt: int) -> None:
         self.path = path
+        self.recipe_path = path / "recipe.yaml"
+        self.manifest_path = path / MANIFEST
+        self.metrics_path = path / "metrics.jsonl"
+        self.events_path = path / "events.jsonl"
+        self.log_path = path / "log.txt"
+        self.spikes_path = path / "spikes.jsonl"
+        self.rollouts_path = path / "rollouts"
+        self.scores_path = path / "scores"
+        self.report_path = path / "report.html"
         self._lock = lock
         self.attempt = attempt
         """1 for the process that created the run, one more for each that resumed it."""
@@ -133,50 +143,13 @@ class RunDirectory:
             raise
         return run
 
-    # --- paths ---
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     @property
-    def recipe_path(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / MANIFEST
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def log_path(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def spikes_path(self) -> Path:
-        return self.path / "spikes.jsonl"
-
-    @property
-    def rollouts_path(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def scores_path(self) -> Path:
-        return self.path / "scores"
-
-    @property
     def checkpoints_path(self) -> Path:
         return checkpoints_of(self.path)
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
 
     # --- content ---
     def recipe_yaml(self) -> str:
@@ -189,6 +162,14 @@ class RunDirectory:
             raise RunDirectoryError(
                 "the recipe is not UTF-8", where=str(self.recipe_path), fix="restore it from a copy"
             ) from error
+
+    def settings(self) -> dict[str, Any]:
+        """Return the recipe as data, whatever its version. Raises RunDirectoryError if it is gone, or none."""
+        try:
+            tree = parse(self.recipe_yaml(), "recipe.yaml").value
+        except ConfigError as error:
+            raise RunDirectoryError(f"cannot be read: {error.mistakes[0]}", where=str(self.recipe_path)) from error
+        return tree if isinstance(tree, dict) else {"recipe": tree}
 
     def replace_recipe(self, recipe_yaml: str) -> None:
         """Put another resolved recipe in its place."""
@@ -225,12 +206,6 @@ class RunDirectory:
         """Let go of the lock. Twice is once."""
         if self._lock is not None:
             self._lock.release()
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _write_manifest(self, manifest: Mapping[str, object]) -> None:
         self.require_writable()
@@ -271,6 +246,15 @@ class _Manifest(BaseModel):
     packages: dict[str, Any] | None = None
     parent: _Parent | None = None
     fetched_from: dict[str, str] | None = None
+
+
+def ancestors(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the runs that a run started from, newest first, each in words."""
+    found, parent = [], manifest.get("parent")
+    while parent:
+        found.append(f"{parent['run']} at step {parent['step']}, weights {parent['fingerprint']}")
+        parent = parent.get("parent")
+    return found
 
 
 def _attempt(number: int, facts: Mapping[str, object]) -> dict[str, object]:

@@ -71,10 +71,7 @@ class Wandb:
 
         asked = os.environ.get("WANDB_MODE") if run.mode == "auto" else run.mode
         if run.mode == "online" and not has_wandb_key():  # it would ask for one at the terminal
-            raise ConfigError(
-                ["track.sinks: wandb: mode online needs WANDB_API_KEY"],
-                fix="set the variable WANDB_API_KEY, or mode: offline",
-            )
+            raise _needs_key("wandb", "WANDB_API_KEY")
         offline = asked in ("offline", "disabled", "dryrun") or not has_wandb_key()
         # Its own notes of the command line would show what `mask` hides in the manifest.
         own = wandb.Settings(
@@ -271,10 +268,7 @@ class SwanLab:
 
         key = bool(os.environ.get("SWANLAB_API_KEY"))
         if run.mode == "online" and not key:
-            raise ConfigError(
-                ["track.sinks: swanlab: mode online needs SWANLAB_API_KEY"],
-                fix="set the variable SWANLAB_API_KEY, or mode: offline",
-            )
+            raise _needs_key("swanlab", "SWANLAB_API_KEY")
         self.mode = "online" if key and run.mode != "offline" else "offline"
         self._swanlab = swanlab
         swanlab.init(
@@ -327,6 +321,11 @@ def has_wandb_key() -> bool:
 
 def wandb_address() -> str:
     return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+
+
+def _needs_key(name: str, variable: str) -> ConfigError:
+    what = f"track.sinks: {name}: mode online needs {variable}"
+    return ConfigError([what], fix=f"set the variable {variable}, or mode: offline")
 
 
 @contextmanager

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.errors import RunDirectoryError
 from lockstep.text import hide_values
+from lockstep.track.files import Closing
 from lockstep.track.jsonl import JsonlFile, Prefix, number, read_jsonl, strict
 from lockstep.track.rollouts import RolloutRow, read_rollouts, write_rollouts
 from lockstep.track.rundir import RunDirectory
@@ -64,10 +66,11 @@ class Event:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+T = TypeVar("T")
 _STEP, _EVENT = TypeAdapter(StepRecord), TypeAdapter(Event)
 
 
-class RunWriter:
+class RunWriter(Closing):
     """Appends to the metrics and events of a run whose lock this process holds.
 
     Opening it logs what the last process left undone: `lock_taken_over`, `torn_line`.
@@ -111,27 +114,13 @@ class RunWriter:
         self._metrics.close()
         self._events.close()
 
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def read_metrics(run: RunDirectory) -> list[StepRecord]:
     """Return one record a step, in order of steps. Where attempts overlap the last one wins: see `lineage`.
 
     Raises RunDirectoryError, naming the line, if the file was damaged elsewhere than at its end.
     """
-    rows: list[StepRecord] = []
-    for index, row in enumerate(read_jsonl(run.metrics_path), start=1):
-        try:
-            rows.append(_STEP.validate_python(row))
-            if rows[-1].proof is not None:
-                proof_from_json(rows[-1].proof)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _not_a("row of metrics", f"{run.metrics_path}:{index}", error) from error
-    return lineage(rows)
+    return lineage(_read(run.metrics_path, _step, "row of metrics"))
 
 
 def lineage(rows: Iterable[StepRecord]) -> list[StepRecord]:
@@ -155,13 +144,7 @@ def lineage(rows: Iterable[StepRecord]) -> list[StepRecord]:
 
 def read_events(run: RunDirectory) -> list[Event]:
     """Return all events of all attempts, as they happened. Raises RunDirectoryError as `read_metrics`."""
-    events: list[Event] = []
-    for index, row in enumerate(read_jsonl(run.events_path), start=1):
-        try:
-            events.append(_EVENT.validate_python(row))
-        except ValidationError as error:
-            raise _not_a("record of an event", f"{run.events_path}:{index}", error) from error
-    return events
+    return _read(run.events_path, _EVENT.validate_python, "record of an event")
 
 
 def proof_from_json(row: Mapping[str, Any]) -> Proof:
@@ -180,16 +163,30 @@ def proof_from_json(row: Mapping[str, Any]) -> Proof:
     )
 
 
-def _not_a(noun: str, where: str, error: Exception) -> RunDirectoryError:
-    reason = repr(error)
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False)[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return RunDirectoryError(
-        f"the line is not a {noun}: {reason}",
-        where=where,
-        fix="restore the file from a backup; without one, start a new run",
-    )
+def _read(path: Path, read: Callable[[object], T], noun: str) -> list[T]:
+    """Read each line of a file. Raises RunDirectoryError, naming the line."""
+    found = []
+    for index, row in enumerate(read_jsonl(path), start=1):
+        try:
+            found.append(read(row))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = repr(error)
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False, include_context=False)[0]
+                reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise RunDirectoryError(
+                f"the line is not a {noun}: {reason}",
+                where=f"{path}:{index}",
+                fix="restore the file from a backup; without one, start a new run",
+            ) from error
+    return found
+
+
+def _step(row: object) -> StepRecord:
+    record = _STEP.validate_python(row)
+    if record.proof is not None:
+        proof_from_json(record.proof)
+    return record
 
 
 def _merge(before: StepRecord, after: StepRecord) -> StepRecord:

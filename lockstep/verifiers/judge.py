@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import logging
 import os
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,11 +18,11 @@ from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import Verifier, keep_in, shown, unscored
 from lockstep.verifiers.endpoint import ChatEndpoint, Refused, Unanswered
 from lockstep.verifiers.extract import final_span
-from lockstep.verifiers.judged import Verdicts
 
 if TYPE_CHECKING:
     from lockstep.config import schema
 
+log = logging.getLogger(__name__)
 BEST = 10
 """Scores are whole numbers from 0 to this."""
 MAX_REPLY = 32_768
@@ -176,3 +178,57 @@ def label(settings: schema.JudgeVerifier) -> str:
 def _today() -> datetime.date:
     """Return the day on which this process first asked, in UTC: all scores of a run compare, also past midnight."""
     return datetime.datetime.now(datetime.UTC).date()
+
+
+# --- verdicts that are kept -----------------------------------------------------------------------------------------
+class Verdicts:
+    """Scores by content hash, so that no reply is judged twice; after `move` also in a file, a line of JSON each. Several threads
+    use it.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._lock = threading.Lock()
+        self._scores: dict[str, int] = {}
+
+    def move(self, path: Path) -> None:
+        """Keep them in this file from now on, and know what it holds."""
+        with self._lock:
+            before, self._path = self._scores, path
+            self._scores = _read(path)
+        for key in before.keys() - self._scores.keys():
+            self.keep(key, before[key])
+
+    def find(self, key: str) -> int | None:
+        with self._lock:
+            return self._scores.get(key)
+
+    def keep(self, key: str, score: int) -> None:
+        """Raises OSError if the file cannot be written."""
+        day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        with self._lock:
+            self._scores[key] = score
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="ascii") as file:
+                    file.write(json.dumps({"key": key, "score": score, "day": day}) + "\n")
+
+
+def _read(path: Path) -> dict[str, int]:
+    """Return the file's verdicts. Lines that are none, left by a run that was killed, are removed from it."""
+    if not path.exists():
+        return {}
+    scores, kept, dropped = {}, b"", 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+            scores[str(value["key"])] = int(value["score"])
+            kept += line.rstrip(b"\n") + b"\n"
+        except (ValueError, KeyError, TypeError):
+            dropped += 1
+    if dropped:
+        log.warning("%s: dropped %d lines that are no verdicts; the judge is asked again for them", path, dropped)
+        new = path.with_suffix(".new")
+        new.write_bytes(kept)
+        new.replace(path)
+    return scores

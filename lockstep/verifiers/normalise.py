@@ -172,7 +172,7 @@ def _scaled(mantissa: str, exponent: str) -> Fraction | None:
 def _decimal(text: str) -> Fraction | None:
     """Digits with an optional point; commas only between groups of three of the whole part."""
     whole, _, rest = text.partition(".")
-    whole_digits = _ungrouped(whole)
+    whole_digits = ungrouped(whole)
     if whole_digits is None or (rest and not _all_digits(rest)) or not (whole_digits or rest):
         return None
     if len(whole_digits) + len(rest) > MAX_DIGITS:
@@ -180,8 +180,8 @@ def _decimal(text: str) -> Fraction | None:
     return Fraction(int(whole_digits + rest), 10 ** len(rest))
 
 
-def _ungrouped(text: str) -> str | None:
-    """1,234,567 as 1234567; None for other characters or other grouping."""
+def ungrouped(text: str) -> str | None:
+    """Return 1,234,567 as 1234567; None for other characters or other grouping."""
     first, *groups = text.split(",")
     if not groups:
         return text if not text or _all_digits(text) else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt, ReplyText
-from lockstep.user_code import describe, load_object
+from lockstep.user_code import describe, load_callable, load_object
 from lockstep.verifiers.base import Reads, unscored
 from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
 from lockstep.workers.wire import dumps
@@ -92,18 +92,6 @@ def load(path: str, arguments: Mapping[str, Any] | None) -> Callable[[Any], list
     """Load what UserFunction calls, in a worker. Raises TaskError if it cannot be used."""
     function = load_function(path) if arguments is None else load_method(path, arguments)
     return lambda call: [as_grade(function(call["prompt"], reply)) for reply in call["replies"]]
-
-
-def load_callable(spec: str) -> Callable[..., Any]:
-    """Load the function `file.py:function`. Raises TaskError if it is missing or no function."""
-    function = load_object(spec)
-    if not callable(function):
-        raise TaskError(
-            f"the path names an object of type {type(function).__name__}, not a function",
-            where=spec,
-            fix="give a function, written file.py:function",
-        )
-    return function
 
 
 def load_function(spec: str) -> UserGrade:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
+from lockstep.codec import strict_json
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.base import shown, unscored, verdict
@@ -90,7 +90,7 @@ def read_json(text: str) -> Any:
     """Return a JSON value. Raises ValueError for NaN, infinities, repeated keys, nesting deeper than 64, and anything else."""
     if _depth(text) > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+    return strict_json(text, _distinct)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -119,10 +119,6 @@ def _depth(text: str) -> int:
         elif char in "]}":
             depth -= 1
     return deepest
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt, ReplyText
+from lockstep.user_code import load_callable
 from lockstep.verifiers.base import unscored
-from lockstep.verifiers.python import RewardFunctions, as_number, load_callable
+from lockstep.verifiers.python import RewardFunctions, as_number
 
 if TYPE_CHECKING:  # a worker has no use for the settings
     from lockstep.config import schema

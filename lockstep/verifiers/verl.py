@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.types import Grade, Prompt
+from lockstep.user_code import load_callable
 from lockstep.verifiers.base import shown, unscored
-from lockstep.verifiers.python import RewardFunctions, as_number, load_callable
+from lockstep.verifiers.python import RewardFunctions, as_number
 from lockstep.verifiers.trl import metric_name
 
 if TYPE_CHECKING:  # a worker has no use for the settings

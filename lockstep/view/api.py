@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.errors import EvaluationError, LockstepError, RunDirectoryError
 from lockstep.evaluation.collect import Pair, base_and_last, newest, pair, records_of
-from lockstep.evaluation.compare import compare, power_line
-from lockstep.evaluation.table import Row
+from lockstep.evaluation.compare import power_line
+from lockstep.evaluation.table import row_of
 from lockstep.report.figures import Curve, Figure, curve_figure, figures, marks, times
 from lockstep.report.tables import COMPARISON, SCORES, comparison_row, score_row
 from lockstep.track.catalogue import find
-from lockstep.track.rollouts import LEARNED, RolloutRow, read_rows
+from lockstep.track.rollouts import LEARNED, RolloutRow, read_rollouts
 from lockstep.types import Branch
 from lockstep.view.differences import differences
 from lockstep.view.funnel import funnel
@@ -135,7 +135,7 @@ class Viewer:
         """Return all about one rollout, its tokens too if the tokenizer is on this machine."""
         ask = _read(Ask, params)
         one = self._run(ask.run)
-        (row,) = read_rows(one.run, ask.step, [ask.row])
+        (row,) = read_rollouts(one.run, ask.step, [ask.row])
         decode = one.tokenizer.decoder()
         tokens: dict[str, object] = {}
         if decode is not None:
@@ -148,7 +148,7 @@ class Viewer:
         ask = _read(Ask, params)
         sql = "SELECT row FROM rollouts WHERE run = ? AND step = ? AND prompt_id = ? ORDER BY row"
         places = [int(found["row"]) for found in self.index.rows(sql, [ask.run, ask.step, ask.prompt])]
-        rows = read_rows(self._run(ask.run).run, ask.step, places) if places else []
+        rows = read_rollouts(self._run(ask.run).run, ask.step, places) if places else []
         return [_shown(row, ask.step, place) for place, row in zip(places, rows, strict=True)]
 
     def funnel(self, params: Params) -> object:
@@ -238,18 +238,11 @@ def _rest(spent: float) -> float:
 def _compared(find_pairs: Callable[[], list[Pair]]) -> dict[str, object]:
     """Compare pairs of scores; what may not be compared is said in words."""
     try:
-        pairs = find_pairs()
-        rows = [_row(one) for one in pairs]
+        rows = [row_of(one.before.brief, one.after.brief) for one in find_pairs()]
     except EvaluationError as error:
         return {"columns": COMPARISON, "rows": [], "notes": [f"not compared: {error.what}"]}
     notes = [note for row in rows for note in (power_line(row.comparison), row.comparison.warning) if note]
     return {"columns": COMPARISON, "rows": [comparison_row(row) for row in rows], "notes": list(dict.fromkeys(notes))}
-
-
-def _row(one: Pair) -> Row:
-    before, after = one.before.brief, one.after.brief
-    conditions = before.score.conditions
-    return Row(conditions.task, conditions.mode, before.score, after.score, compare(before, after))
 
 
 def _single(metric: str) -> Curve:

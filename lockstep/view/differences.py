@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.config.help import groups
-from lockstep.config.text import parse
-from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.track.rundir import RunDirectory
 
 FACTS = ("lockstep", "code", "packages", "python", "platform", "cpu", "gpu", "cuda", "threads", "formula")
@@ -31,7 +28,7 @@ class Setting:
 def differences(first: RunDirectory, second: RunDirectory) -> list[Setting]:
     """Compare recipes and manifests, value by value. Raises RunDirectoryError for a recipe that is none."""
     helps = {setting.path: setting.help for group in groups() for setting in group.settings}
-    recipes = _flat(_recipe(first)), _flat(_recipe(second))
+    recipes = _flat(first.settings()), _flat(second.settings())
     manifests = _manifest(first), _manifest(second)
     return [*_compare("setting", *recipes, helps), *_compare("environment", *manifests, {})]
 
@@ -45,14 +42,6 @@ def _compare(kind: str, first: dict[str, str], second: dict[str, str], helps: Ma
 def _manifest(run: RunDirectory) -> dict[str, str]:
     manifest = run.manifest()
     return _flat({key: manifest.get(key) for key in FACTS})
-
-
-def _recipe(run: RunDirectory) -> dict[str, Any]:
-    try:
-        tree = parse(run.recipe_yaml(), "recipe.yaml").value
-    except ConfigError as error:
-        raise RunDirectoryError(f"cannot be read: {error.mistakes[0]}", where=str(run.recipe_path)) from error
-    return tree if isinstance(tree, dict) else {"recipe": tree}
 
 
 def _flat(tree: object, path: str = "") -> dict[str, str]:

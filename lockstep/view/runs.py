@@ -11,8 +11,7 @@ from pathlib import Path
 
 from lockstep.config.load import load
 from lockstep.config.metric import Range
-from lockstep.config.text import parse
-from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
+from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.report.gather import NamedScore, read_scores
 from lockstep.track.lock import read_holder
 from lockstep.track.rundir import LOCK, RunDirectory
@@ -96,10 +95,9 @@ def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
 
 def _planned_steps(run: RunDirectory) -> int | None:
     try:
-        tree = parse(run.recipe_yaml(), "recipe.yaml").value
-    except (ConfigError, RunDirectoryError):
+        steps = run.settings().get("steps")
+    except RunDirectoryError:
         return None
-    steps = tree.get("steps") if isinstance(tree, dict) else None
     return steps if isinstance(steps, int) else None
 
 

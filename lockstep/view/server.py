@@ -125,10 +125,4 @@ class Handler(LoopbackHandler):
         return self._send(status, "application/json", body)
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        for header, value in HEADERS.items():
-            self.send_header(header, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(status, body, HEADERS | {"Content-Type": f"{kind}; charset=utf-8"})

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
+from lockstep.chat.continuation import alike
 from lockstep.config.load import load
 from lockstep.config.schema import Model
 from lockstep.errors import LockstepError, ModelError
@@ -93,7 +94,7 @@ def shown_branches(row: RolloutRow, decode: Decode) -> list[ShownBranch]:
     wholes = [(*one.prompt_ids, *one.ids) for one in rows]
     found = []
     for number, one in enumerate(row.branches, 1):
-        same = [_alike(one.prompt_ids, whole) for whole in wholes[:number]]
+        same = [alike(one.prompt_ids, whole) for whole in wholes[:number]]
         parent, count = same.index(max(same)), max(same)
         start, rest = len(rows[parent].prompt_ids), one.prompt_ids[count:]
         logprobs = ((0.0,) * start + rows[parent].logprobs)[:count]
@@ -102,12 +103,6 @@ def shown_branches(row: RolloutRow, decode: Decode) -> list[ShownBranch]:
         parts = (tuple(stretches(part, decode)) for part in (shared, context, one))
         found.append(ShownBranch(one.text, parent + 1, *parts))
     return found
-
-
-def _alike(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

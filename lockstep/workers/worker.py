@@ -87,13 +87,8 @@ def main() -> None:
     os.dup2(2, 1)  # what the work prints must not mix with the answers
     threading.Thread(target=_end_with_owner, args=(requests.fileno(), os.getppid()), daemon=True).start()
     settings = wire.loads(requests.readline())
-    try:
-        handler = _load(settings)
-    except LockstepError as error:
-        _send(answers, _refusal(error))
-        return
-    _send(answers, {"ready": os.getpid()})
-    serve(handler, settings, requests, answers)
+    if (handler := _load(settings, answers)) is not None:
+        serve(handler, settings, requests, answers)
 
 
 def _template(control: socket.socket) -> None:
@@ -108,12 +103,8 @@ def _template(control: socket.socket) -> None:
             return
         first += data
     settings = wire.loads(first)
-    try:
-        handler = _load(settings)
-    except LockstepError as error:
-        _send(lines, _refusal(error))
+    if (handler := _load(settings, lines)) is None:
         return
-    _send(lines, {"ready": os.getpid()})
     gc.freeze()  # what is loaded stays shared with the copies
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 2)
@@ -167,10 +158,6 @@ def _status(pid: int, seconds: float) -> int | None:
         time.sleep(0.001)
 
 
-def _refusal(error: LockstepError) -> dict[str, Any]:
-    return {"refused": [error.what, error.where, error.fix]}
-
-
 def serve(handler: Handler, settings: dict[str, Any], requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer each request, each within the limits of the settings (see process.Work)."""
     base, guard, process = _held(), Guard(), os.getpid()
@@ -201,9 +188,14 @@ def serve(handler: Handler, settings: dict[str, Any], requests: BinaryIO, answer
             os._exit(0)
 
 
-def _load(settings: dict[str, Any]) -> Handler:
-    """Return what answers calls. Each process imports only what it needs."""
-    handler: Handler = importlib.import_module(settings["module"]).load(**settings["arguments"])
+def _load(settings: dict[str, Any], answers: BinaryIO) -> Handler | None:
+    """Return what answers calls, and say that it is ready; None if it refuses. Each process imports only what it needs."""
+    try:
+        handler: Handler = importlib.import_module(settings["module"]).load(**settings["arguments"])
+    except LockstepError as error:
+        _send(answers, {"refused": [error.what, error.where, error.fix]})
+        return None
+    _send(answers, {"ready": os.getpid()})
     return handler
 
 

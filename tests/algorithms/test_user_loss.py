@@ -110,7 +110,7 @@ def test_an_unusable_result_stops_the_update_and_names_the_function(tmp_path: Pa
 @pytest.mark.parametrize(
     ("body", "settings", "message"),
     [
-        ("loss = 3", None, "the path leads to a int, not a function"),
+        ("loss = 3", None, "the path names an object of type int, not a function"),
         ("def other(inputs): ...", None, "has no loss"),
         ("async def loss(inputs): ...", None, "the function is async"),
         ("def loss(): ...", None, r"the function is defined with \(\), but would be called with \(inputs\)"),

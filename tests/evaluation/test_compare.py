@@ -271,7 +271,7 @@ def verdicts(rng: np.random.Generator, pairs: int, fall: float, rise: float) -> 
         draw = rng.random(1000)
         after = np.where(before, draw >= 2 * fall, draw < 2 * rise)
         d = paired_difference(before.astype(float).tolist(), after.astype(float).tolist())
-        out.append(verdict_of(d.mean, d.p))
+        out.append(verdict_of(d.difference, d.p))
     return out
 
 

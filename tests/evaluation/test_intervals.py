@@ -108,7 +108,7 @@ def test_the_floor_of_shares_and_the_verdict_agree() -> None:
         if found.floor is None:
             assert found.p >= 0.05
         else:
-            assert (abs(found.mean) >= found.floor) == (found.p < 0.05)
+            assert (abs(found.difference) >= found.floor) == (found.p < 0.05)
 
 
 def test_bootstrap_depends_on_its_seed_alone() -> None:
@@ -176,7 +176,7 @@ def test_paired_difference_by_hand() -> None:
     base = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     trained = [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
     got = paired_difference(base, trained)
-    assert (got.b, got.c, got.mean, got.test) == (1, 4, 0.375, "mcnemar-exact")
+    assert (got.b, got.c, got.difference, got.test) == (1, 4, 0.375, "mcnemar-exact")
     assert got.p == mcnemar(1, 4) == 0.375  # 2 * (1 + 5) / 32
     assert got.low < 0.375 < got.high
 
@@ -184,7 +184,7 @@ def test_paired_difference_by_hand() -> None:
 def test_paired_difference_of_shares_flips_signs() -> None:
     got = paired_difference([0.5, 0.25, 1.0, 0.0], [0.75, 0.25, 0.5, 1.0])
     assert (got.b, got.c, got.test) == (1, 2, "sign-flip")
-    assert got.mean == pytest.approx(0.1875)
+    assert got.difference == pytest.approx(0.1875)
     assert got.p == 0.75  # of the sums ±1/4 ±1/2 ±1, all but ±1/4 are as far from 0 as the 3/4 that was seen
 
 
@@ -193,7 +193,7 @@ def test_paired_difference_is_antisymmetric() -> None:
     x, y = rng.integers(0, 2, 100).astype(float).tolist(), rng.integers(0, 2, 100).astype(float).tolist()
     there, back = paired_difference(x, y), paired_difference(y, x)
     assert (there.b, there.c, there.p) == (back.c, back.b, back.p)
-    assert there.mean == -back.mean
+    assert there.difference == -back.difference
 
 
 def test_lists_of_other_lengths_are_refused() -> None:

@@ -253,7 +253,7 @@ def test_lines_that_are_no_verdicts_are_dropped_and_counted(
         keep_in(again, tmp_path)
         assert again.grade(PROMPT, "mode:ten kept").reward == 1
     assert file.read_bytes() == whole
-    assert [record.args[1] for record in caplog.records if record.name.endswith("judged")] == [torn.count(b"\n") or 1]
+    assert [record.args[1] for record in caplog.records if record.name.endswith("judge")] == [torn.count(b"\n") or 1]
     assert len(server.asked("ten")) == 1
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.config import schema
 from lockstep.config.section import Json
+from lockstep.envs.packages import package
 from lockstep.errors import TaskError
 
 BOARD = (
@@ -63,13 +64,7 @@ class Case:
 
 def pyspiel() -> Any:
     """Return the package. Raises TaskError if it is not installed."""
-    try:
-        import pyspiel as package
-    except ImportError as error:
-        raise TaskError(
-            "open_spiel is not installed", where="task.kind=open_spiel", fix="pip install 'lockstep-rl[envs]'"
-        ) from error
-    return package
+    return package("pyspiel", "open_spiel", name="open_spiel")
 
 
 def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
@@ -93,28 +88,28 @@ def select(settings: schema.OpenSpielTask) -> tuple[Case, ...]:
 @lru_cache(maxsize=256)
 def load(game: str) -> Any:
     """Return the game of a load string. Raises TaskError if there is none, or if it cannot be played by one reply at a time."""
-    package, where = pyspiel(), f"task.games: {game}"
+    spiel, where = pyspiel(), f"task.games: {game}"
     try:
-        found = package.load_game(game)
-    except (package.SpielError, IndexError, ValueError) as error:
+        found = spiel.load_game(game)
+    except (spiel.SpielError, IndexError, ValueError) as error:
         raise TaskError(
             f"OpenSpiel rejects this game or its parameters: {_first_line(error)}", where=where, fix=_hint(game)
         ) from error
-    if why := _unplayable(package, found):
+    if why := _unplayable(spiel, found):
         raise TaskError(why, where=where, fix="choose another game, or leave task.games out to take the built-in suite")
     return found
 
 
-def _unplayable(package: Any, game: Any) -> str:
+def _unplayable(spiel: Any, game: Any) -> str:
     """Return why a game cannot be played one move at a time; empty if it can."""
     kind, utilities = game.get_type(), (game.min_utility(), game.max_utility())
-    if kind.dynamics != package.GameType.Dynamics.SEQUENTIAL:
+    if kind.dynamics != spiel.GameType.Dynamics.SEQUENTIAL:
         return "the players do not move one after the other"
-    if kind.chance_mode == package.GameType.ChanceMode.SAMPLED_STOCHASTIC:
+    if kind.chance_mode == spiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
         return "the game's chance events are drawn inside OpenSpiel: its states cannot be rebuilt from their moves"
     if not all(map(math.isfinite, utilities)) or utilities[0] >= utilities[1]:
         return f"the game's results go from {utilities[0]} to {utilities[1]}, which cannot be scaled to a reward"
-    if kind.information == package.GameType.Information.PERFECT_INFORMATION:
+    if kind.information == spiel.GameType.Information.PERFECT_INFORMATION:
         return ""
     if not (kind.provides_information_state_string or kind.provides_observation_string):
         return "the game has no text that describes what a player sees"

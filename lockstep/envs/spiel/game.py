@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from lockstep.config import schema
 from lockstep.envs.spiel.play import Mover, mover_of, scaled_reward, value
@@ -24,9 +24,10 @@ class SpielGame:
     or tokens run out, scores the same as a lost one.
     """
 
-    def __init__(self, settings: schema.OpenSpielTask, case: str, state: Any, opponent: Mover) -> None:
-        self._settings, self._case, self._state, self._opponent = settings, case, state, opponent
-        self._player = state.current_player()
+    def __init__(self, settings: schema.OpenSpielTask, prompt: Prompt, opponent: Mover) -> None:
+        self._settings, self._case, self._opponent = settings, str(prompt.data[CASE]), opponent
+        self._state = state_at(*place_of(prompt))
+        self._player = self._state.current_player()
         self._numbers = random.Random()
         self._low = scaled_reward(0.0, settings.reward_range)
         self._due = self._low
@@ -42,22 +43,19 @@ class SpielGame:
     def step(self, reply: str) -> Turn:
         turn = self.take(reply)
         while turn is None:
-            turn = self.oppose(self._opponent(self._state, self._numbers))
+            turn = self.play(self._opponent(self._state, self._numbers))
         return turn
 
     def take(self, reply: str) -> Turn | None:
-        """Return the turn after a reply; None if an opponent must move first, by `oppose`."""
+        """Return the turn after a reply; None if an opponent must move first, by `play`."""
         moves, read = moves_of(self._state), read_move(reply, self._settings.answer)
         if read.text is None or read.text not in moves:
             return self._illegal(read.text)
         self._noted, self._moved = {"legal_moves": 1.0}, read.text
-        return self._go_on(moves[read.text])
+        return self.play(moves[read.text])
 
-    def oppose(self, action: int) -> Turn | None:
-        """Move for the opponent; returns the player's next turn, None if another opponent's move comes first."""
-        return self._go_on(action)
-
-    def _go_on(self, action: int) -> Turn | None:
+    def play(self, action: int) -> Turn | None:
+        """Make a move; returns the player's next turn, None if an opponent's move comes first."""
         self._state.apply_action(action)
         play_chances(self._state, self._numbers)
         if not self._state.is_terminal():
@@ -95,7 +93,11 @@ def spiel_maker(settings: schema.OpenSpielTask) -> Callable[[Prompt], SpielGame]
     opponent = mover_of(settings.opponent, settings.simulations)
 
     def make(prompt: Prompt) -> SpielGame:
-        history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
-        return SpielGame(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), opponent)
+        return SpielGame(settings, prompt, opponent)
 
     return make
+
+
+def place_of(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+    """Return the state of a prompt: its game, and the moves that lead to it."""
+    return str(prompt.data[GAME]), tuple(int(action) for action in cast(Sequence[int], prompt.data[HISTORY]))

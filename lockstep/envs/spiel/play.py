@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lockstep.envs.spiel.cases import pyspiel
 from lockstep.envs.spiel.states import moves_of, play_chances
 from lockstep.errors import TaskError
-from lockstep.user_code import load_object
+from lockstep.user_code import load_callable
 from lockstep.verifiers.python import check_call
 
 Mover = Callable[[Any, random.Random], int]
@@ -41,15 +41,8 @@ def mcts_mover(simulations: int) -> Mover:
 
 def own_mover(path: str) -> Mover:
     """Return a user's function, file.py:function. Raises TaskError if it is not one, or in play if it gives no legal action."""
-    found = load_object(path)
-    if not callable(found):
-        raise TaskError(
-            "the path does not name a function",
-            where=path,
-            fix="give a function with the parameters (state, numbers), written file.py:function",
-        )
-    check_call(found, ("state", "numbers"), path)
-    function = cast(Callable[[Any, random.Random], object], found)
+    function = load_callable(path, fix="give a function with the parameters (state, numbers), written file.py:function")
+    check_call(function, ("state", "numbers"), path)
 
     def move(state: Any, numbers: random.Random) -> int:
         chosen, legal = function(state.clone(), numbers), state.legal_actions()

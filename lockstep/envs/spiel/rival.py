@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 from lockstep.config import schema
 from lockstep.envs.runners import Answer, Fault
-from lockstep.envs.spiel.game import CASE, GAME, HISTORY, SpielGame
+from lockstep.envs.spiel.game import SpielGame
 from lockstep.envs.spiel.play import random_mover
-from lockstep.envs.spiel.states import moves_of, state_at
+from lockstep.envs.spiel.states import moves_of
 from lockstep.envs.spiel.text import read_move
 from lockstep.envs.turns import fault_of
 from lockstep.errors import TaskError
@@ -37,10 +37,6 @@ class Sampler(Protocol):
 class RivalGame(SpielGame):
     """A game whose opponent gets the same question as the player would: each state separately, in the player's words."""
 
-    def __init__(self, settings: schema.OpenSpielTask, prompt: Prompt) -> None:
-        history = [int(action) for action in cast(Sequence[int], prompt.data[HISTORY])]
-        super().__init__(settings, str(prompt.data[CASE]), state_at(str(prompt.data[GAME]), history), random_mover)
-
     def asked(self) -> tuple[tuple[Message, ...], int]:
         """Question to the opponent, and the seed of its reply."""
         return self._question(), self._numbers.getrandbits(SEED_BITS)
@@ -51,7 +47,7 @@ class RivalGame(SpielGame):
         action = moves.get(read.text or "")
         illegal = self._noted.get("rival_illegal", 0.0) + float(action is None)
         self._noted["rival_illegal"] = illegal
-        return self.oppose(random_mover(self._state, self._numbers) if action is None else action)
+        return self.play(random_mover(self._state, self._numbers) if action is None else action)
 
 
 class RivalRunner:
@@ -67,7 +63,7 @@ class RivalRunner:
 
     def begin(self, key: str, prompt: Prompt, seed: int) -> None:
         try:
-            game = RivalGame(self._settings, prompt)
+            game = RivalGame(self._settings, prompt, random_mover)
             self._answers.append((key, game.start(seed)))
         except (TaskError, KeyError, ValueError) as error:
             self._answers.append((key, Fault("error", describe(error, None))))

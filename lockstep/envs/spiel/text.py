@@ -46,17 +46,13 @@ class Read:
     why: str = ""
 
 
-def described(state: Any, case: str, answer: Format, *, show_moves: bool) -> str:
+def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tuple[Message, ...]:
     """Return the whole question: game, board, side to move, legal moves, and the answer format."""
     lines = [f"Game: {case}", shown(state), f"To move: {mover(state)}"]
     if show_moves:
         lines.append(f"Legal moves: {', '.join(moves_of(state))}")
     lines.append((_ANSWERS if show_moves else _UNLISTED)[answer])
-    return "\n".join(lines)
-
-
-def question(state: Any, case: str, answer: Format, *, show_moves: bool) -> tuple[Message, ...]:
-    return (Message(role="user", content=described(state, case, answer, show_moves=show_moves)),)
+    return (Message(role="user", content="\n".join(lines)),)
 
 
 def mover(state: Any) -> str:

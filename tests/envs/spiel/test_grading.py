@@ -18,7 +18,7 @@ from lockstep.envs.spiel.cases import BOARD
 from lockstep.envs.spiel.outcome import outcome, pool
 from lockstep.envs.spiel.play import mcts_mover
 from lockstep.envs.spiel.states import moves_at, state_at
-from lockstep.envs.spiel.text import described, read_move, written
+from lockstep.envs.spiel.text import question, read_move, written
 from lockstep.errors import TaskError
 from lockstep.loops.step_metrics import rollout_metrics
 from lockstep.tasks.build import build_task
@@ -260,7 +260,8 @@ def test_the_recipes_examples_are_what_the_task_asks() -> None:
         recipe.chat.examples, ("tic_tac_toe", "connect_four"), ((0, 4), (3, 2, 3)), strict=True
     ):
         state = state_at(game, history)
-        assert example.user == described(state, game, recipe.task.answer, show_moves=recipe.task.show_moves)
+        (asked,) = question(state, game, recipe.task.answer, show_moves=recipe.task.show_moves)
+        assert example.user == asked["content"]
         move = read_move(example.assistant, recipe.task.answer).text
         assert move in {state.action_to_string(action) for action in state.legal_actions()}
 
