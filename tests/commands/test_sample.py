@@ -51,7 +51,9 @@ def test_a_model_with_a_recipe(home: Path, model: Path, printed: Printed) -> Non
     assert "2 tokens, cut off" in printed("sample", *args, "-n", "1")
 
 
-def test_an_adapters_folder_is_sampled_and_not_its_base(run: RunDirectory, home: Path, printed: Printed) -> None:
+def test_an_adapters_folder_is_sampled_and_not_its_base(
+    run: RunDirectory, home: Path, model: Path, printed: Printed
+) -> None:
     adapter = run.checkpoints_path / "step_000003"
     shown = {}
     for name, target in {
@@ -59,7 +61,7 @@ def test_an_adapters_folder_is_sampled_and_not_its_base(run: RunDirectory, home:
         "adapter": str(copied(adapter, home / "alone")),
         "base": str(run.path),
     }.items():
-        extra = ["--recipe", *words(home, home / "model", *LORA)] if name == "adapter" else []
+        extra = ["--recipe", *words(home, model, *LORA)] if name == "adapter" else []
         extra += ["--step", "0"] if name == "base" else []
         out = printed("sample", target, "-n", "8", "--greedy", *extra)
         shown[name] = out[out.index(": weights ") :]
@@ -81,10 +83,10 @@ def test_the_numerics_are_those_of_an_evaluation(run: RunDirectory, printed: Pri
     assert quantised.split("\n", 1)[1] != plain.split("\n", 1)[1]
 
 
-def test_a_task_of_turns_is_played(home: Path, printed: Printed) -> None:
+def test_a_task_of_turns_is_played(model: Path, printed: Printed) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "envs" / "guess_number.yaml"
     few = ["rollout.max_tokens=24", "rollout.slots=4", "device=cpu", "model.dtype=fp32"]
-    out = printed("sample", home / "model", "--recipe", recipe, *few, "-n", "2", "--greedy")
+    out = printed("sample", model, "--recipe", recipe, *few, "-n", "2", "--greedy")
     assert "2 replies: 0 right, 2 wrong, 0 unscored" in out
 
 
