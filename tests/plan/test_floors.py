@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lockstep.plan.floors import (
     H200,
@@ -18,13 +21,13 @@ from lockstep.plan.floors import (
     table,
     train_seconds,
 )
-from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.model_shape import shape_of_model
+from lockstep.plan.shapes import ModelShape
 
 
-def _qwen(**sizes: object) -> ModelShape:
-    shape = shape_of({"model_type": "qwen2", "num_hidden_layers": 28} | sizes)
-    assert shape is not None
-    return shape
+def _qwen(**sizes: Any) -> ModelShape:
+    with torch.device("meta"):
+        return shape_of_model(Qwen2ForCausalLM(Qwen2Config(**{"num_hidden_layers": 28} | sizes)))
 
 
 SMALL = _qwen(
