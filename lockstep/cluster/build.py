@@ -23,7 +23,6 @@ from lockstep.checkpoint.state import write_tensors
 from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
 from lockstep.cluster.host import Host
 from lockstep.cluster.messages import START, Facts, Workers
-from lockstep.cluster.placement import placement_lines
 from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
 from lockstep.cluster.samplers import Samplers
@@ -31,6 +30,7 @@ from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import choose_device
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
+from lockstep.plan.batch import placement_lines
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Metrics

@@ -133,10 +133,9 @@ def plan_text(recipe: Recipe) -> list[str]:
 def sections(recipe: Recipe) -> list[tuple[str, list[str]]]:
     """Return headings and what is printed under each, in order. To add one: a function from a recipe to lines, an entry here."""
     from lockstep.algorithms.build import build_objective
-    from lockstep.cluster.placement import placement_lines
     from lockstep.evaluation.plan import plan_lines
     from lockstep.health.rules import health_lines
-    from lockstep.plan.batch import batch_lines, checkpoint_lines, rate_lines
+    from lockstep.plan.batch import batch_lines, checkpoint_lines, placement_lines, rate_lines
     from lockstep.plan.epochs import seen_lines
     from lockstep.plan.preview import adapter_lines
 

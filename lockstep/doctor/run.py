@@ -10,7 +10,6 @@ from lockstep.config.schema import Recipe
 from lockstep.doctor import exercise, gpu, lock, machine, recipe
 from lockstep.doctor.check import Check, Checking, perform
 from lockstep.errors import MachineError
-from lockstep.plan.devices import workers_of
 
 
 def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
@@ -66,7 +65,7 @@ def require_machine(wanted: Recipe) -> list[Check]:
 
 
 def _others(wanted: Recipe) -> list[Check]:
-    return gpu.check_busy(wanted.device, workers_of(wanted), allowed="busy_gpu" in wanted.allow)
+    return gpu.check_busy(wanted.device, wanted.workers, allowed="busy_gpu" in wanted.allow)
 
 
 def _through_memory(wanted: Recipe | None) -> bool:

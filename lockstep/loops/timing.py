@@ -27,7 +27,7 @@ from lockstep.build.opponents import load_opponents
 from lockstep.build.parts import Parts
 from lockstep.checkpoint.state import save_state
 from lockstep.cluster.build import place_parts
-from lockstep.config.schema import Local, Recipe
+from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpus, wait
 from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
@@ -270,9 +270,7 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
 
 def _slots(recipe: Recipe) -> int:
     """Return how many replies all engines together sample side by side."""
-    place = recipe.placement
-    engines = 1 if isinstance(place, Local) else place.samplers or place.trainers
-    return engines * recipe.slots(choose_device(recipe.device).type)
+    return recipe.engines * recipe.slots(choose_device(recipe.device).type)
 
 
 def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float]:

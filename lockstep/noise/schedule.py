@@ -40,8 +40,7 @@ def stage_of(recipe: Recipe, step: int) -> Stage:
     """
     if recipe.noise is None:
         raise ValueError("the recipe has no noise")
-    critic = recipe.algorithm.critic
-    done = max(0, step - (critic.warmup_steps if critic else 0)) * recipe.updates_per_step
+    done = max(0, step - recipe.critic_steps) * recipe.updates_per_step
     return stage_at(recipe.noise, done, recipe.policy_updates)
 
 

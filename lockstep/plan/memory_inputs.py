@@ -196,7 +196,7 @@ def memory_inputs_of(
         row=recipe.sft.max_tokens if recipe.sft else 0,
         step_work=_step_work(recipe, shape, added if rank else shape.parameters),
         trainers=0 if isinstance(place, Local) else place.trainers,
-        engines=1 if isinstance(place, Local) else place.samplers or place.trainers,
+        engines=recipe.engines,
         split=isinstance(place, Split),
         offload=recipe.optimizer.offload == "cpu",
         offload_room=_offload_room(recipe, shape, element),

@@ -14,7 +14,7 @@ from lockstep.models.builtin import BUILTINS, LAYOUT
 from lockstep.models.cache import cache_root
 from lockstep.models.resolve import HUB_ID, hub_config
 from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
-from lockstep.plan.devices import worker_lines, workers_of
+from lockstep.plan.devices import worker_lines
 from lockstep.plan.disk import DiskPlan, Share, beside_bytes, disk_lines, plan_disk, shares
 from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
@@ -56,7 +56,7 @@ class Preview:
         shape = recipe_shape(recipe, folder)
         device, available, total, name = planned_device(recipe, gpu_gib)
         if device == "cpu":  # its workers share it
-            available, total = available / workers_of(recipe), total / workers_of(recipe)
+            available, total = available / recipe.workers, total / recipe.workers
         disk = None
         if recipe.adapter.kind != "peft" and recipe.optimizer.kind != "python":
             disk = plan_disk(recipe, shape, device, beside_bytes(folder))
@@ -145,7 +145,7 @@ def _floor_lines(preview: Preview) -> list[str]:
     floor = recipe_floor(
         recipe, preview.shape, machine, old=objective.recomputes_old, reference=objective.needs_reference
     )
-    workers = workers_of(recipe)
+    workers = recipe.workers
     where = f"{workers} x {machine.name}" if workers > 1 else machine.name
     return [f"a step on {where} takes at least, with {full}:", *floor_table(floor)]
 
@@ -180,9 +180,7 @@ def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bo
     whole, place = step_floor(shape, work, update, machine), recipe.placement
     if isinstance(place, Local):
         return whole
-    prompts = -(
-        -recipe.prompts_per_step // (place.samplers or place.trainers)
-    )  # of one engine: all of a prompt's samples
+    prompts = -(-recipe.prompts_per_step // recipe.engines)  # of one engine: all of a prompt's samples
     own = Work.equal(prompts, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
     shared = {name: getattr(whole, name) / place.trainers for name in ("old", "reference", "train", "optimizer")}
     return replace(step_floor(shape, own, update, machine), **shared)
