@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.build.adapter_folder import find_adapter
-from lockstep.build.warm_start import Parent, find_parent, load_base
+from lockstep.build.warm_start import Parent, checkpoint_at, find_parent, load_base
 from lockstep.chat.chat import ChatFormat
-from lockstep.checkpoint.manifest import COMMIT
-from lockstep.checkpoint.store import CheckpointInfo, open_checkpoint, verify_checkpoint
 from lockstep.config import schema
 from lockstep.config.load import load
 from lockstep.config.schema import Chat, Recipe
@@ -121,11 +119,7 @@ def find_opponent(name: str) -> Place:
             where=f"{WHERE}={name}",
             fix="set the path of a run with an adapter, or of an adapter's folder",
         )
-    info: CheckpointInfo | None = None
-    if (path / "manifest.json").is_file():
-        info = open_checkpoint(path)
-    elif (path / COMMIT).is_file():
-        info = verify_checkpoint(path)
+    info = checkpoint_at(path)
     found = find_adapter(info.path if info is not None else path)
     if found is None:
         what = (

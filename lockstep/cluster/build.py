@@ -15,8 +15,7 @@ from torch import Tensor
 from lockstep.algorithms.build import Objective, build_objective
 from lockstep.build.build import build_parts, connect
 from lockstep.build.memory import plan_run
-from lockstep.build.parts import Parts, PolicyFacts
-from lockstep.build.step_state import Carried
+from lockstep.build.parts import Carried, Parts, PolicyFacts
 from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
