@@ -14,7 +14,7 @@ from lockstep.device import choose_device, gpu_memory, gpu_peak
 from lockstep.errors import ModelError
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
-from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.choice import MemoryPlan, compared, memory_lines, plan_memory
 from lockstep.plan.model_shape import recipe_shape
 from lockstep.types import Metrics, Task
 
@@ -90,5 +90,5 @@ def check_memory(plan: MemoryPlan | None, trained: int) -> tuple[Metrics, str]:
     peaks = gpu_peak()
     if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP or peaks is None:
         return {}, ""
-    peak = peaks[0]
-    return memory_metrics(plan, peak), plan_warning(plan, peak) if trained == CHECKED_STEP else ""
+    metrics, warning = compared(plan, peaks[0])
+    return metrics, warning if trained == CHECKED_STEP else ""

@@ -165,7 +165,7 @@ def memory_inputs_of(
     adapter, place = recipe.adapter, recipe.placement
     rank, added = adapter_size(adapter, shape)
     packed = packed_parameters(adapter, shape)
-    element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+    element = element_bytes(recipe, device)
     copies = []
     if recipe.algorithm.kl.coef > 0 and not rank:
         copies.append("reference model")
@@ -201,6 +201,16 @@ def memory_inputs_of(
         offload=recipe.optimizer.offload == "cpu",
         offload_room=_offload_room(recipe, shape, element),
     )
+
+
+def element_bytes(recipe: Recipe, device: Literal["cuda", "cpu"]) -> int:
+    """Bytes of an element of the weights."""
+    return 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+
+
+def critic_parameters(shape: ModelShape, added: int) -> int:
+    """Parameters of a critic of its own: the decoder's, without a separate head; under an adapter the `added` of its adapters."""
+    return added or shape.parameters - (0 if shape.tied else shape.head)
 
 
 def state_bytes(recipe: Recipe, shape: ModelShape) -> float:

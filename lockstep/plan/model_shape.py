@@ -80,7 +80,6 @@ def shape_of_model(model: Any) -> ModelShape:
     modules = dict(model.get_decoder().named_modules())
     kv_heads, size = even_heads(model)
     return ModelShape(
-        family=str(config.model_type),
         hidden=hidden,
         layers=len(layers),
         heads=heads,

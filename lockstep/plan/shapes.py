@@ -25,8 +25,6 @@ class Linear:
 class ModelShape:
     """A decoder's sizes. `parameters` counts tied weights once."""
 
-    family: str
-    """model_type of the config. Example: "qwen2"."""
     hidden: int
     layers: int
     heads: int

@@ -89,7 +89,7 @@ def test_the_table_of_512_samples_on_an_h200(
     assert floor.sync == pytest.approx(0.0014 if shape is SMALL else 0.007, abs=0.0001)
 
 
-TOY = ModelShape("toy", 4, 3, 2, 1, 2, 8, 10, False, 0, ())
+TOY = ModelShape(4, 3, 2, 1, 2, 8, 10, False, 0, ())
 """body = 3 · (2·4·4 + 2·4·2 + 3·4·8) = 432, head = 40, kv = 2·3·2·2 = 24 bytes a token."""
 RAGGED = Work(((5, (2, 4)), (1, (1,))))
 

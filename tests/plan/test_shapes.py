@@ -14,6 +14,7 @@ from lockstep.errors import ModelError
 from lockstep.models.stored import stored_parameters
 from lockstep.plan.model_shape import read_shape, shape_of_model
 from lockstep.plan.shapes import ModelShape
+from tests.plan.test_floors import SMALL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 307,
@@ -63,21 +64,11 @@ def test_what_is_read_of_each_family(name: str, more: dict[str, Any], expected: 
 
 
 def test_known_sizes_of_published_models() -> None:
-    qwen = hf.Qwen2Config(
-        hidden_size=1536,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    )
-    shape = shape_of_model(_meta(qwen))
-    assert shape.parameters == 1_543_714_304  # as the model card of Qwen2.5-1.5B says: 1.54B
-    assert (shape.head_dim, shape.window, shape.kv_bytes()) == (128, None, 28672)
-    assert shape.body + shape.head == 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 1536 * 151936
-    assert shape.adapter_parameters(32) == 28 * 32 * (4 * 1536 + 2 * (1536 + 256) + 3 * (1536 + 8960))
-    assert shape.adapter_parameters(8, ["q_proj"]) == 28 * 8 * 2 * 1536
+    assert SMALL.parameters == 1_543_714_304  # as the model card of Qwen2.5-1.5B says: 1.54B
+    assert (SMALL.head_dim, SMALL.window, SMALL.kv_bytes()) == (128, None, 28672)
+    assert SMALL.body + SMALL.head == 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 1536 * 151936
+    assert SMALL.adapter_parameters(32) == 28 * 32 * (4 * 1536 + 2 * (1536 + 256) + 3 * (1536 + 8960))
+    assert SMALL.adapter_parameters(8, ["q_proj"]) == 28 * 8 * 2 * 1536
 
 
 def test_experts_are_read_only_as_far_as_tokens_reach_them() -> None:
@@ -131,5 +122,5 @@ def test_no_decoder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_bytes_per_token_are_of_all_layers() -> None:
-    shape = ModelShape("llama", 8, 3, 4, 2, 2, 16, 100, False, 0, ())
+    shape = ModelShape(8, 3, 4, 2, 2, 16, 100, False, 0, ())
     assert shape.kv_bytes(2) == 2 * 3 * 2 * 2 * 2
