@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +41,6 @@ from lockstep.sync import record
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
 from lockstep.types import Batch, Proof, TrainSequence
-
-log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""

@@ -88,7 +88,7 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except LockstepError as error:
-        return Check(name, "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+        return Check.failed(name, error)
     finally:
         free_memory()  # of the model that the check loaded
 
