@@ -7,8 +7,6 @@ prime-rl's `batch_size` (in rollouts, one update each).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lockstep.config.schema import Local, Recipe, Sft, default_rate
 from lockstep.learner.schedule import learning_rate
 
@@ -20,20 +18,10 @@ _SHOWN = 8
 """Steps written out in a line; of longer lists the middle is left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Equivalent:
-    """The same batch in another system's words."""
-
-    system: str
-    settings: tuple[str, ...]
-    missing: str = ""
-    """The reason if there is no equivalent; then `settings` is empty."""
-
-
 def batch_lines(recipe: Recipe) -> list[str]:
     """Return the batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
     if recipe.sft is not None:
-        return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
+        return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in equivalents(recipe))]
     lines = [
         f"a step: {_count(recipe.prompts_per_step, 'prompt')} x {_count(recipe.samples_per_prompt, 'sample')} each = "
         f"{_count(recipe.samples_per_step, 'sample')} of at most {recipe.rollout.max_tokens} tokens",
@@ -44,7 +32,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
         _optimizer_steps(recipe),
         *_cut(recipe),
     ]
-    return [*lines, *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
+    return [*lines, *(f"in {line}" for line in equivalents(recipe))]
 
 
 def _cut(recipe: Recipe) -> list[str]:
@@ -82,16 +70,15 @@ def placement_lines(recipe: Recipe) -> list[str]:
     return lines
 
 
-def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
-    """Return what this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
+def equivalents(recipe: Recipe) -> list[str]:
+    """Return what this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason.
+
+    Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …".
+    """
     if recipe.sft is not None:
         return _sft_equivalents(recipe, recipe.sft)
-    return (_verl(recipe), _openrlhf(recipe), _trl(recipe), _prime_rl(recipe))
-
-
-def equivalent_line(same: Equivalent) -> str:
-    """Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …"."""
-    return f"{same.system}: {', '.join(same.settings) if same.settings else f'no equivalent: {same.missing}'}"
+    found = {"verl": _verl(recipe), "OpenRLHF": _openrlhf(recipe), "TRL": _trl(recipe), "prime-rl": _prime_rl(recipe)}
+    return [f"{system}: {settings}" for system, settings in found.items()]
 
 
 def _sft_lines(recipe: Recipe, sft: Sft) -> list[str]:
@@ -115,22 +102,15 @@ def _sft_lines(recipe: Recipe, sft: Sft) -> list[str]:
     ]
 
 
-def _sft_equivalents(recipe: Recipe, sft: Sft) -> tuple[Equivalent, ...]:
+def _sft_equivalents(recipe: Recipe, sft: Sft) -> list[str]:
     """Sources: verl's fsdp_sft_trainer.py, OpenRLHF's train_sft.py, TRL 1.16's sft_config.py."""
     size = sft.sequences_per_step
-    return (
-        Equivalent("verl", (f"data.train_batch_size={size} (rows)", f"data.max_length={sft.max_tokens}")),
-        Equivalent("OpenRLHF", (f"train_batch_size={size} (rows)", f"max_len={sft.max_tokens}")),
-        Equivalent(
-            "TRL",
-            (
-                f"per_device_train_batch_size x processes x gradient_accumulation_steps = {size} (rows; with packing=True of "
-                f"max_length tokens each, filled with several rows)",
-                f"max_length={sft.max_tokens}",
-                f"max_steps={recipe.steps}",
-            ),
-        ),
-    )
+    return [
+        f"verl: data.train_batch_size={size} (rows), data.max_length={sft.max_tokens}",
+        f"OpenRLHF: train_batch_size={size} (rows), max_len={sft.max_tokens}",
+        f"TRL: per_device_train_batch_size x processes x gradient_accumulation_steps = {size} (rows; with packing=True of "
+        f"max_length tokens each, filled with several rows), max_length={sft.max_tokens}, max_steps={recipe.steps}",
+    ]
 
 
 def _updates(recipe: Recipe) -> str:
@@ -195,62 +175,53 @@ def _optimizer_steps(recipe: Recipe) -> str:
     )
 
 
-def _verl(recipe: Recipe) -> Equivalent:
+def _verl(recipe: Recipe) -> str:
     if recipe.samples_per_update % recipe.samples_per_prompt:
         share = recipe.samples_per_update / recipe.samples_per_prompt
-        why = f"ppo_mini_batch_size counts prompts, and {recipe.samples_per_update} samples are those of {share:.4g} prompts"
-        return Equivalent("verl", (), why)
+        return (
+            f"no equivalent: ppo_mini_batch_size counts prompts, and {recipe.samples_per_update} samples are those of "
+            f"{share:.4g} prompts"
+        )
     mini = recipe.samples_per_update // recipe.samples_per_prompt
-    return Equivalent(
-        "verl",
-        (
-            f"data.train_batch_size={recipe.prompts_per_step} (prompts)",
-            f"rollout.n={recipe.samples_per_prompt}",
-            f"actor.ppo_mini_batch_size={mini} (prompts: verl multiplies by n, so {mini} x {recipe.samples_per_prompt} samples)",
-            f"actor.ppo_epochs={recipe.update.epochs}",
-        ),
+    return (
+        f"data.train_batch_size={recipe.prompts_per_step} (prompts), "
+        f"rollout.n={recipe.samples_per_prompt}, "
+        f"actor.ppo_mini_batch_size={mini} (prompts: verl multiplies by n, so {mini} x {recipe.samples_per_prompt} samples), "
+        f"actor.ppo_epochs={recipe.update.epochs}"
     )
 
 
-def _openrlhf(recipe: Recipe) -> Equivalent:
-    return Equivalent(
-        "OpenRLHF",
-        (
-            f"rollout_batch_size={recipe.prompts_per_step} (prompts)",
-            f"n_samples_per_prompt={recipe.samples_per_prompt}",
-            f"train_batch_size={recipe.samples_per_update} (samples)",
-            f"max_epochs={recipe.update.epochs}",
-        ),
+def _openrlhf(recipe: Recipe) -> str:
+    return (
+        f"rollout_batch_size={recipe.prompts_per_step} (prompts), "
+        f"n_samples_per_prompt={recipe.samples_per_prompt}, "
+        f"train_batch_size={recipe.samples_per_update} (samples), "
+        f"max_epochs={recipe.update.epochs}"
     )
 
 
-def _trl(recipe: Recipe) -> Equivalent:
+def _trl(recipe: Recipe) -> str:
     if recipe.samples_per_prompt < 2:
-        return Equivalent("TRL", (), "GRPOConfig refuses num_generations=1")
+        return "no equivalent: GRPOConfig refuses num_generations=1"
     if recipe.algorithm.dynamic_sampling.enabled:
-        return Equivalent("TRL", (), "its GRPOTrainer draws each prompt once, it has no dynamic sampling")
-    return Equivalent(
-        "TRL",
-        (
-            f"num_generations={recipe.samples_per_prompt}",
-            f"generation_batch_size={recipe.samples_per_step} (samples)",
-            f"per_device_train_batch_size x processes x gradient_accumulation_steps = {recipe.samples_per_update} (samples)",
-            f"steps_per_generation = {recipe.updates_per_epoch} x gradient_accumulation_steps (it follows from the others)",
-            f"num_iterations={recipe.update.epochs}",
-            f"max_steps={recipe.policy_updates} (optimizer steps)",
-        ),
+        return "no equivalent: its GRPOTrainer draws each prompt once, it has no dynamic sampling"
+    return (
+        f"num_generations={recipe.samples_per_prompt}, "
+        f"generation_batch_size={recipe.samples_per_step} (samples), "
+        f"per_device_train_batch_size x processes x gradient_accumulation_steps = {recipe.samples_per_update} (samples), "
+        f"steps_per_generation = {recipe.updates_per_epoch} x gradient_accumulation_steps (it follows from the others), "
+        f"num_iterations={recipe.update.epochs}, "
+        f"max_steps={recipe.policy_updates} (optimizer steps)"
     )
 
 
-def _prime_rl(recipe: Recipe) -> Equivalent:
+def _prime_rl(recipe: Recipe) -> str:
     if recipe.updates_per_step > 1:
-        step = f"a step of {recipe.samples_per_step} samples makes {recipe.updates_per_step}"
-        why = f"it makes one update of each batch, and here {step}"
-        return Equivalent("prime-rl", (), why)
-    return Equivalent(
-        "prime-rl",
-        (f"batch_size={recipe.samples_per_step} (rollouts)", f"rollouts_per_example={recipe.samples_per_prompt}"),
-    )
+        return (
+            f"no equivalent: it makes one update of each batch, and here a step of {recipe.samples_per_step} samples makes "
+            f"{recipe.updates_per_step}"
+        )
+    return f"batch_size={recipe.samples_per_step} (rollouts), rollouts_per_example={recipe.samples_per_prompt}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
