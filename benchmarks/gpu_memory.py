@@ -42,7 +42,7 @@ from lockstep.plan.activations import per_token
 from lockstep.plan.choice import TOLERATED
 from lockstep.plan.memory import OUTSIDE, Sizes, peak, phases
 from lockstep.plan.memory_inputs import GIB, memory_inputs_of
-from lockstep.plan.modules import shape_of_model
+from lockstep.plan.model_shape import shape_of_model
 from lockstep.rollout.allocator import grow_segments
 from lockstep.types import Batch, LossInput, LossOutput, TrainSequence
 

@@ -109,7 +109,7 @@ def work_of(number: int, *, cpu: bool) -> tuple[list[list[int]], int, int]:
 def floors(shape: str, arm: str) -> tuple[float, float]:
     """Least seconds of a rollout and of an update on an H200."""
     from lockstep.plan.floors import H200, Work, generation
-    from lockstep.plan.modules import shape_of_model
+    from lockstep.plan.model_shape import shape_of_model
     from lockstep.plan.shapes import PACKED_BYTES
 
     sizes = shape_of_model(random_model(shape, "meta", "eager", cpu=False))

@@ -65,7 +65,7 @@ def floor_seconds(work: str) -> float:
     from random_model import random_model
 
     from lockstep.plan.floors import H200, Work, generation
-    from lockstep.plan.modules import shape_of_model
+    from lockstep.plan.model_shape import shape_of_model
 
     shape = shape_of_model(random_model("1.5b", device="meta"))
     groups = tuple((PROMPT_TOKENS, tuple(row)) for row in lengths_of(work))

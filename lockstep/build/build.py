@@ -13,8 +13,7 @@ from lockstep.algorithms.build import build_objective
 from lockstep.build.exactness import settle_exactness
 from lockstep.build.memory import execution, plan_run, rows_of_engine
 from lockstep.build.opponents import load_opponents
-from lockstep.build.parts import Parts, Policy, PolicyFacts
-from lockstep.build.step_state import Carried
+from lockstep.build.parts import Carried, Parts, Policy, PolicyFacts
 from lockstep.build.warm_start import adapter_weights, find_parent, load_base, require_proven
 from lockstep.chat.chat import ChatFormat
 from lockstep.config.adapter import keeps_mxfp4

@@ -6,43 +6,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config.schema import PythonOptimizer, Recipe
+from lockstep.config.schema import Recipe
 from lockstep.device import choose_device
 from lockstep.errors import DEFECT, CheckpointError, ModelError
 from lockstep.models import resolve
 from lockstep.plan.disk import (
     DiskPlan,
     Share,
-    beside_bytes,
     disk_lines,
+    forecast,
     free_bytes,
     judge_first,
-    plan_disk,
     require_room,
     shares,
     size,
 )
-from lockstep.plan.memory import GIB
+from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.model_shape import read_shape
 from lockstep.track.places import checkpoints_of
 from lockstep.types import Metrics
 
 
-def forecast(recipe: Recipe, model: Path) -> DiskPlan | None:
+def planned_disk(recipe: Recipe, model: Path) -> DiskPlan | None:
     """Forecast the disk space; None for an unknown model, or a user's optimizer or method."""
-    if isinstance(recipe.optimizer, PythonOptimizer) or recipe.adapter.kind == "peft":
-        return None
     try:
         shape = read_shape(model)
     except ModelError:
         return None  # the memory plan has reported it
     device = "cuda" if choose_device(recipe.device).type == "cuda" else "cpu"
-    return plan_disk(recipe, shape, device, beside_bytes(model))  # type: ignore[arg-type]
+    return forecast(recipe, shape, device, model)  # type: ignore[arg-type]
 
 
 def checkpoint_gib(recipe: Recipe, model: Path) -> float:
     """Return the planned size of a checkpoint; 0 if unknown."""
-    plan = forecast(recipe, model)
+    plan = planned_disk(recipe, model)
     return 0.0 if plan is None else plan.checkpoint / GIB
 
 
@@ -52,7 +49,7 @@ def disk_metrics(run: Path) -> Metrics:
 
 def check_disk(recipe: Recipe, run: Path, say: Callable[[str], None]) -> None:
     """Print the forecast. Raises DoesNotFitError if it does not fit; existing files of the run count as its own."""
-    plan = forecast(recipe, resolve(recipe.model).path)
+    plan = planned_disk(recipe, resolve(recipe.model).path)
     if plan is None:
         return
     disks = [replace(one, free=one.free + _own(one)) for one in shares(plan, run, checkpoints_of(run))]
@@ -72,7 +69,7 @@ def check_first(recipe: Recipe, model: Path, checkpoint: Path) -> str:
 
     Raises CheckpointError for one more than twice that size: it holds too much, such as the base beside an adapter.
     """
-    plan = forecast(recipe, model)
+    plan = planned_disk(recipe, model)
     if plan is None:
         return ""
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}

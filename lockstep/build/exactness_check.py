@@ -50,6 +50,12 @@ class _Shape:
     hidden: int
     device: torch.device
 
+    @staticmethod
+    def of(decoder: Decoder) -> _Shape:
+        weight = decoder.head.weight_VH
+        heads = int(decoder.model.config.get_text_config().num_attention_heads)
+        return _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
+
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).bfloat16()
 
@@ -57,9 +63,7 @@ class _Shape:
 @torch.no_grad()
 def differing(decoder: Decoder) -> tuple[str, ...]:
     """Return what differs between sampling and training on this device; empty if nothing does."""
-    weight = decoder.head.weight_VH
-    heads = int(decoder.model.config.get_text_config().num_attention_heads)
-    shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
+    shape = _Shape.of(decoder)
     tests: tuple[Callable[[_Shape, Decoder], Iterator[str]], ...] = (
         _products,
         _attention,
@@ -69,7 +73,7 @@ def differing(decoder: Decoder) -> tuple[str, ...]:
         _experts,
         _head,
     )
-    with torch.random.fork_rng([weight.device]):
+    with torch.random.fork_rng([shape.device]):
         torch.manual_seed(0)
         return tuple(fault for test in tests for fault in test(shape, decoder))
 
@@ -77,11 +81,9 @@ def differing(decoder: Decoder) -> tuple[str, ...]:
 @torch.no_grad()
 def changing(decoder: Decoder) -> str:
     """Return what of a backward pass may give other bits each time on this device; empty if nothing does."""
-    weight = decoder.head.weight_VH
-    heads = int(decoder.model.config.get_text_config().num_attention_heads)
-    shape = _Shape(heads, decoder.kv_heads, decoder.head_size, weight.shape[1], weight.device)
+    shape = _Shape.of(decoder)
     try:
-        with exact.on_trial(repeatable=True), torch.random.fork_rng([weight.device]), exact.repeated():
+        with exact.on_trial(repeatable=True), torch.random.fork_rng([shape.device]), exact.repeated():
             torch.manual_seed(0)
             return _changing(shape)
     except RuntimeError as error:  # torch's own reason: a setting that came too late, an operation without such a form

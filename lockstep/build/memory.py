@@ -14,7 +14,7 @@ from lockstep.device import GpuPeak, choose_device, gpu_memory
 from lockstep.errors import ModelError
 from lockstep.learner.execution import Execution
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
-from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.choice import MemoryPlan, compared, memory_lines, plan_memory
 from lockstep.plan.memory_inputs import GIB
 from lockstep.plan.model_shape import recipe_shape
 from lockstep.types import Metrics, Task
@@ -93,5 +93,5 @@ def check_memory(plan: MemoryPlan | None, peak: GpuPeak | None, trained: int) ->
     metrics = {"memory/gpu_gib": peak.used / GIB, "memory/gpu_reserved_gib": peak.kept / GIB}
     if plan is None or plan.inputs.device != "cuda" or trained < CHECKED_STEP:
         return metrics, ""
-    warning = plan_warning(plan, peak.used) if trained == CHECKED_STEP else ""
-    return metrics | memory_metrics(plan, peak.used), warning
+    planned, warning = compared(plan, peak.used)
+    return metrics | planned, warning if trained == CHECKED_STEP else ""

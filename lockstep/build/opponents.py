@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.build.adapter_folder import find_adapter
-from lockstep.build.warm_start import Parent, find_parent, load_base
+from lockstep.build.warm_start import checkpoint_at, find_parent, load_base
 from lockstep.chat.chat import ChatFormat
-from lockstep.checkpoint.manifest import COMMIT
-from lockstep.checkpoint.store import CheckpointInfo, open_checkpoint, verify_checkpoint
 from lockstep.config import schema
 from lockstep.config.load import load
-from lockstep.config.schema import Chat, Recipe
+from lockstep.config.schema import Recipe
 from lockstep.errors import EngineError, TaskError
 from lockstep.learner.adapter_files import Base, read_base
 from lockstep.learner.adapter_set import AdapterSet
@@ -94,13 +92,13 @@ def load_opponent(settings: schema.Rival, recipe: Recipe) -> OpponentSampler:
     asked = DTYPES.get(made_for.dtype, recipe.model.dtype) if made_for is not None else recipe.model.dtype
     dtype = resolve_dtype(asked, "cpu")
     base = load_model(resolved, dtype=dtype, device="cpu", attention=ATTENTION)
-    load_base(base, _parent(place))
+    load_base(base, find_parent(place.recipe) if place.recipe else None)  # its run may have begun with a warm start
     adapters = AdapterSet(base, Base.of(base, resolved.name))
     warning = adapters.attach("rival", place.folder)
     adapters.activate("rival")
     generation: Any = base.generation_config
     tokenizer = load_tokenizer(resolved)
-    chat = ChatFormat(tokenizer, _chat(place, recipe), getattr(generation, "eos_token_id", None))
+    chat = ChatFormat(tokenizer, (place.recipe or recipe).chat, getattr(generation, "eos_token_id", None))
     decode: Any = tokenizer.decode
     engine = native_engine(adapters.model, slots=settings.slots, stop_ids=frozenset(chat.stop_ids), decode=decode)
     engine.load(iter(()), 0)
@@ -121,11 +119,7 @@ def find_opponent(name: str) -> Place:
             where=f"{WHERE}={name}",
             fix="set the path of a run with an adapter, or of an adapter's folder",
         )
-    info: CheckpointInfo | None = None
-    if (path / "manifest.json").is_file():
-        info = open_checkpoint(path)
-    elif (path / COMMIT).is_file():
-        info = verify_checkpoint(path)
+    info = checkpoint_at(path)
     found = find_adapter(info.path if info is not None else path)
     if found is None:
         what = (
@@ -155,15 +149,6 @@ def _require_model(place: Place, recipe: Recipe) -> None:
             where=WHERE,
             fix="set the path of an adapter that was trained on this run's model",
         )
-
-
-def _parent(place: Place) -> Parent | None:
-    """Return the origin of the adapter's own base, if its run began with a warm start."""
-    return find_parent(place.recipe) if place.recipe is not None else None
-
-
-def _chat(place: Place, recipe: Recipe) -> Chat:
-    return place.recipe.chat if place.recipe is not None else recipe.chat
 
 
 class OpponentSampler:

@@ -73,13 +73,18 @@ def pinned(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"warm_start": str(find_checkpoint(recipe.warm_start).path)})
 
 
-def find_checkpoint(name: str) -> CheckpointInfo:
-    """Return the checkpoint that a run directory (its newest) or a checkpoint folder stands for, verified."""
-    path = Path(name)
+def checkpoint_at(path: Path) -> CheckpointInfo | None:
+    """Return the checkpoint that a run directory (its newest) or a checkpoint folder stands for, verified; None for others."""
     if (path / COMMIT).is_file():
         return verify_checkpoint(path)
-    if is_run(path):
-        return open_checkpoint(path)
+    return open_checkpoint(path) if is_run(path) else None
+
+
+def find_checkpoint(name: str) -> CheckpointInfo:
+    """Return the checkpoint that a setting names, as `checkpoint_at`. Raises CheckpointError if there is none."""
+    path = Path(name)
+    if (info := checkpoint_at(path)) is not None:
+        return info
     gone = PLACE.match(path.name) is not None
     raise CheckpointError(
         "the checkpoint that this run starts from is missing" if gone else "the path is neither a run nor a checkpoint",

@@ -123,19 +123,22 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CorruptCheckpointError(f"{path.name}: cannot be read ({error})", where=str(path.parent)) from error
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Copy configuration, tokenizer and templates of a model folder: no weights, no code, no subfolders."""
-    ours = (
-        COMMIT,
-        STATE,
-        "manifest.json",
-    )  # the folder may be a checkpoint itself; a run is known by its manifest.json
-    copied = [
+def files_beside(source: Path) -> list[Path]:
+    """Return configuration, tokenizer and templates of a model folder, which a checkpoint of full weights copies: no weights, no
+    code, no subfolders.
+    """
+    # The folder may be a checkpoint itself; a run is known by its manifest.json.
+    ours = (COMMIT, STATE, "manifest.json")
+    return [
         path
         for path in sorted(source.iterdir())
         if path.is_file() and path.suffix in SUFFIXES - {".safetensors"} and path.name not in ours
         if not path.name.endswith(".index.json")
     ]
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    copied = files_beside(source)
     if "config.json" not in {path.name for path in copied}:
         raise CheckpointError(
             "the folder has no config.json", where=str(source), fix="give the folder of the model's files"

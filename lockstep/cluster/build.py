@@ -15,15 +15,13 @@ from torch import Tensor
 from lockstep.algorithms.build import build_objective
 from lockstep.build.build import build_parts, connect
 from lockstep.build.memory import plan_run
-from lockstep.build.parts import Parts, PolicyFacts
-from lockstep.build.step_state import Carried
+from lockstep.build.parts import Carried, Parts, PolicyFacts
 from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
 from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
 from lockstep.cluster.host import Host
 from lockstep.cluster.messages import START, Facts, Workers
-from lockstep.cluster.placement import placement_lines
 from lockstep.cluster.plain import from_plain
 from lockstep.cluster.ray_workers import Part, RayWorkers
 from lockstep.cluster.samplers import Samplers
@@ -31,6 +29,7 @@ from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import GpuPeak, choose_device
 from lockstep.errors import DEFECT, SyncError
 from lockstep.models import ResolvedModel, load_tokenizer, resolve
+from lockstep.plan.batch import placement_lines
 from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask

@@ -333,7 +333,7 @@ class GroupSync:
 
     def _held(self) -> list[dict[str, TensorPrint]]:
         """Return the fingerprints of what every worker samples with."""
-        return [_prints(one) for part in self._parts for one in part.call("held")]
+        return [from_plain(Prints, one) for part in self._parts for one in part.call("held")]
 
     @property
     def _parts(self) -> list[Workers]:
@@ -341,13 +341,13 @@ class GroupSync:
 
     def _proof(self, plain: Sequence[Plain]) -> Proof:
         found = [from_plain(RankProof, one) for one in plain]
-        held = [one.held.read() for one in found]
+        held = [one.held for one in found]
         truth = dict(held[0])
         for one in found:
-            truth |= one.truth.read()
+            truth |= one.truth
         proofs = [record.from_json(json.loads(one.proof)) for one in found]
         if self._samplers is not None:
-            held += [_prints(one) for one in self._samplers.call("held")]
+            held += [from_plain(Prints, one) for one in self._samplers.call("held")]
             if proofs[0].probe is not None:
                 self._samplers.require_same_scores(len(found))
         if faults := differing(truth, held):
@@ -371,7 +371,7 @@ def differing(truth: Mapping[str, TensorPrint], held: Sequence[Mapping[str, Tens
 
 
 def _agreed(plain: Sequence[Plain]) -> Fingerprints:
-    held = [_prints(one) for one in plain]
+    held = [from_plain(Prints, one) for one in plain]
     if faults := differing(held[0], held):
         raise SyncError(
             f"workers hold different weights: {'; '.join(map(str, faults[:8]))}", fix="resume from the last checkpoint"
@@ -383,10 +383,6 @@ def _joined(plain: Sequence[Plain]) -> list[tuple[float, ...]]:
     """Return the rows of all ranks as one list: of each row one rank has values."""
     shares = [from_plain(Values, one).rows for one in plain]
     return [next((row for row in rows if row), ()) for rows in zip(*shares, strict=True)]
-
-
-def _prints(plain: Plain) -> dict[str, TensorPrint]:
-    return from_plain(Prints, plain).read()
 
 
 def _rows(sequences: Sequence[TokenIds]) -> Plain:

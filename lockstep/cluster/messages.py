@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-from lockstep.cluster.plain import from_plain, to_plain
 from lockstep.errors import LockstepError
 from lockstep.noise.targets import Targets
 from lockstep.sync.fingerprint import TensorPrint
@@ -18,6 +17,8 @@ START, WEIGHTS, OPTIMIZER = "start.safetensors", "weights.safetensors", "optimiz
 """Files by which tensors travel, in the folder of the workers."""
 PART = "optimizer_{rank}.safetensors"
 CRITIC = "critic_{rank}.safetensors"
+Prints: TypeAlias = dict[str, TensorPrint]
+"""Fingerprints of some tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +50,6 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Prints:
-    """Fingerprints of some tensors."""
-
-    tensors: Mapping[str, list[Any]]
-    """Name → plain TensorPrint."""
-
-    @staticmethod
-    def of(prints: Mapping[str, TensorPrint]) -> Prints:
-        return Prints({name: to_plain(TensorPrint, one) for name, one in prints.items()})
-
-    def read(self) -> dict[str, TensorPrint]:
-        return {name: from_plain(TensorPrint, one) for name, one in self.tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class RankProof:
     """A worker's own proof, and what ranks must agree on."""
 
@@ -71,9 +57,9 @@ class RankProof:
     """Proof of its engine and learner, as JSON."""
     shift: float | None
     """Distance of the policy between probes: see Prover.shift."""
-    held: Prints
+    held: Mapping[str, TensorPrint]
     """Fingerprints of what its engine samples with."""
-    truth: Prints
+    truth: Mapping[str, TensorPrint]
     """Fingerprints of the tensors that it owns, made before any other rank got them."""
 
 

@@ -20,14 +20,14 @@ NUMBERS: dict[Any, tuple[Any, ...]] = {int: (np.int32, np.int64), float: (np.flo
 
 def to_plain(kind: Any, value: Any) -> Any:
     """Return a value of type `kind` as lists, dicts, texts, numbers and bytes."""
-    return _writer(kind)(value)
+    return _codec(kind)[0](value)
 
 
 def from_plain(kind: type[Record], value: Any) -> Record:
     """Return the value that `to_plain` made plain, equal to the last bit."""
     any_kind: Any = kind
-    read: Callable[[Any], Record] = _reader(any_kind)
-    return read(value)
+    found: Record = _codec(any_kind)[1](value)
+    return found
 
 
 def many_to_plain(kind: type[Record], values: Sequence[Record]) -> list[Any]:
@@ -41,50 +41,46 @@ def many_from_plain(kind: type[Record], values: Sequence[Any]) -> list[Record]:
 
 
 @cache
-def _writer(kind: Any) -> Convert:
+def _codec(kind: Any) -> tuple[Convert, Convert]:
+    """Return how values of a type are written and how they are read. Raises TypeError for a type that cannot be sent."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        parts = [(field.name, _writer(hint)) for field, hint in _hints(kind)]
-        return lambda value: [write(getattr(value, name)) for name, write in parts]
-    if origin in (types.UnionType, Union):
-        write = _writer(_only(args))
-        return lambda value: None if value is None else write(value)
-    if origin is tuple and args[-1] is Ellipsis:
-        if args[0] in NUMBERS:
-            return lambda value: _pack(value, NUMBERS[args[0]])
-        item = _writer(args[0])
-        return lambda value: [item(one) for one in value]
-    if origin is tuple:
-        return list
-    if _is_mapping(origin) or origin is list:
-        return origin if origin is list else dict
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda value: value.value
-    return _same(kind, origin)
-
-
-@cache
-def _reader(kind: Any) -> Convert:
-    origin, args = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        readers = [_reader(hint) for _, hint in _hints(kind)]
         make: Any = kind
-        return lambda value: make(*(read(one) for read, one in zip(readers, value, strict=True)))
+        hints = get_type_hints(kind)
+        parts = {field.name: _codec(hints[field.name]) for field in fields(kind)}
+        return (
+            lambda value: [write(getattr(value, name)) for name, (write, _) in parts.items()],
+            lambda value: make(*(read(one) for (_, read), one in zip(parts.values(), value, strict=True))),
+        )
     if origin in (types.UnionType, Union):
-        read = _reader(_only(args))
-        return lambda value: None if value is None else read(value)
+        (inner,) = [arg for arg in args if arg is not type(None)]
+        write, read = _codec(inner)
+        return (
+            lambda value: None if value is None else write(value),
+            lambda value: None if value is None else read(value),
+        )
+    if origin is tuple and args[-1] is Ellipsis and args[0] in NUMBERS:
+        widths = NUMBERS[args[0]]
+        return (
+            lambda value: _pack(value, widths),
+            lambda value: tuple(np.frombuffer(value, widths[value[0]], offset=1).tolist()),
+        )
     if origin is tuple and args[-1] is Ellipsis:
-        if args[0] in NUMBERS:
-            return lambda value: tuple(np.frombuffer(value, NUMBERS[args[0]][value[0]], offset=1).tolist())
-        item = _reader(args[0])
-        return lambda value: tuple(item(one) for one in value)
-    if origin is tuple:
-        return tuple
-    if _is_mapping(origin) or origin is list:
-        return origin if origin is list else dict
+        write, read = _codec(args[0])
+        return lambda value: [write(one) for one in value], lambda value: tuple(read(one) for one in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        write, read = _codec(args[1])
+        return (
+            lambda value: {name: write(one) for name, one in value.items()},
+            lambda value: {name: read(one) for name, one in value.items()},
+        )
+    if origin in (tuple, list):
+        return list, origin
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind
-    return _same(kind, origin)
+        return lambda value: value.value, kind
+    if kind in (str, int, float, bool, bytes, Any) or origin is Literal:
+        return lambda value: value, lambda value: value
+    raise TypeError(f"values of type {kind!r} cannot be sent")
 
 
 def _pack(value: Sequence[Any], types: tuple[Any, ...]) -> bytes:
@@ -95,23 +91,3 @@ def _pack(value: Sequence[Any], types: tuple[Any, ...]) -> bytes:
             if narrow.astype(types[-1]).tobytes() == whole.tobytes():
                 return b"\0" + narrow.tobytes()
     return bytes([len(types) - 1]) + whole.tobytes()
-
-
-def _hints(kind: Any) -> list[tuple[Any, Any]]:
-    hints = get_type_hints(kind)
-    return [(field, hints[field.name]) for field in fields(kind)]
-
-
-def _only(args: tuple[Any, ...]) -> Any:
-    (one,) = [arg for arg in args if arg is not type(None)]
-    return one
-
-
-def _is_mapping(origin: Any) -> bool:
-    return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-def _same(kind: Any, origin: Any) -> Convert:
-    if kind in (str, int, float, bool, bytes) or origin is Literal:
-        return lambda value: value
-    raise TypeError(f"values of type {kind!r} cannot be sent")

@@ -124,7 +124,7 @@ class Sampler:
 
     def held(self) -> Plain:
         """Return Prints of what the engine samples with."""
-        return to_plain(Prints, Prints.of(fingerprint(self._engine.weights()).tensors))
+        return to_plain(Prints, fingerprint(self._engine.weights()).tensors)
 
     def write_weights(self) -> None:
         """Write what the engine samples with into the folder."""

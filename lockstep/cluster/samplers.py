@@ -40,7 +40,7 @@ class Samplers(Part):
         (self._folder / START).unlink(missing_ok=True)
         self.call_one(rank, "serve", self._version)
         truth, held = self._trainers.call_one(0, "held"), self.call_one(rank, "held")
-        if from_plain(Prints, truth).read() != from_plain(Prints, held).read():
+        if from_plain(Prints, truth) != from_plain(Prints, held):
             where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
         if self._forward is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +41,6 @@ from lockstep.sync import record
 from lockstep.sync.fingerprint import TensorPrint
 from lockstep.sync.transports import SharedSync
 from lockstep.types import Batch, Proof, TrainSequence
-
-log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 """The driver waits with deadlines of its own; a second, shorter clock would only hide what it has to say."""
@@ -105,7 +102,7 @@ class Worker(Sampler):
 
     def fingerprint(self, frozen: bool, only: list[str]) -> Plain:
         """Return Prints of the learner's weights."""
-        return to_plain(Prints, Prints.of(self._learner.fingerprint(frozen=frozen, only=only).tensors))
+        return to_plain(Prints, self._learner.fingerprint(frozen=frozen, only=only).tensors)
 
     def save(self) -> Plain:
         """Write this rank's part of the optimizer, and as rank 0 the weights, into the folder; returns Saved."""
@@ -175,5 +172,4 @@ class Worker(Sampler):
 def rank_proof(proof: Proof, sync: SharedSync, truth: Mapping[str, TensorPrint]) -> Plain:
     """Return a RankProof of a worker's own proof. `truth`: of the tensors that it owns, made before any other rank got them."""
     text = json.dumps(record.to_json(proof), allow_nan=False)
-    held = Prints.of(sync.fingerprints.tensors)
-    return to_plain(RankProof, RankProof(text, sync.shift, held, Prints.of(truth)))
+    return to_plain(RankProof, RankProof(text, sync.shift, sync.fingerprints.tensors, truth))

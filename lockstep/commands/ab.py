@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -150,8 +149,10 @@ def _sources(run: RunDirectory) -> dict[str, str]:
 
 
 def _sources_now(run: RunDirectory) -> dict[str, str]:
+    from lockstep.models.cache import sha256_of
+
     paths = [Path(path) for path in _sources(run)]
-    return {str(path): sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+    return {str(path): sha256_of(path) for path in paths if path.is_file()}
 
 
 def report(a: RunDirectory, b: RunDirectory) -> list[str]:

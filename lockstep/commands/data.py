@@ -79,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
         case "presets":
             print(text.preset_table())
             return 0
+    from lockstep.data.sets import sets_of
+
     recipe = recipe_of(args.target)
-    sets = [*_sets(recipe), *_against(getattr(args, "against", []))]
+    sets = [*sets_of(recipe), *_against(getattr(args, "against", []))]
     match args.action:
         case "check":
             return _check(recipe, sets)
@@ -102,12 +104,6 @@ def recipe_of(words: list[str]) -> Recipe:
     own = set(Data.model_fields)
     mapped = [f"task.data.{word}" if re.split(r"[.=]", word)[0] in own else word for word in overrides]
     return load(["task.kind=file", f"task.data.source={json.dumps(target)}", *mapped])
-
-
-def _sets(recipe: Recipe) -> tuple[DataSet, ...]:
-    from lockstep.data.sets import sets_of
-
-    return sets_of(recipe)
 
 
 def _against(sources: list[str]) -> list[DataSet]:

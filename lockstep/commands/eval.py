@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, CorruptCheckpointError, EvaluationError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EvalMode, EvalSet, Recipe
-    from lockstep.scoring.score import Outcome, ScoreOptions
+    from lockstep.scoring.score import Outcome
     from lockstep.scoring.targets import Target
     from lockstep.types import Score
 
@@ -101,7 +101,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, store, print. Raises LockstepError: 7 if a score is outside of --expect or weights are not those saved."""
     from lockstep.scoring.against import best_lines, require_same, stored_by
-    from lockstep.scoring.score import score_targets
+    from lockstep.scoring.score import ScoreOptions, score_targets
 
     stored = stored_by(args.against) if args.against else []
     if args.against:
@@ -114,7 +114,15 @@ def run(args: argparse.Namespace) -> int:
     for target in targets:  # all of them, before anything slow
         choose_modes(target.recipe, args.mode)
     outcomes, outside, alarms = [], [], []
-    with closing(score_targets(targets, options_of(args))) as scored:  # it may have started workers
+    options = ScoreOptions(
+        modes=lambda recipe, chosen: choose_modes(recipe, args.mode, chosen),
+        sets=lambda recipe: choose_sets(recipe, args.role, args.items),
+        out=args.out,
+        base=not args.no_base,
+        recipe_model=args.with_base or (args.allow_mismatch and not args.no_base),
+        watch=Progress,
+    )
+    with closing(score_targets(targets, options)) as scored:  # it may have started workers
         for outcome in scored:
             lines, found = report(outcome, args.allow_mismatch, args.with_base)
             print("\n".join([*lines, *best_lines(outcome)]), flush=True)
@@ -133,20 +141,6 @@ def run(args: argparse.Namespace) -> int:
     if alarms and args.fail_on_alarm:
         raise EvaluationError(f"{len(alarms)} alarms, the first: {alarms[0]}", where="--fail-on-alarm")
     return 0
-
-
-def options_of(args: argparse.Namespace) -> ScoreOptions:
-    """Read the options of `add_measuring_arguments`."""
-    from lockstep.scoring.score import ScoreOptions
-
-    return ScoreOptions(
-        modes=lambda recipe, chosen: choose_modes(recipe, args.mode, chosen),
-        sets=lambda recipe: choose_sets(recipe, args.role, args.items),
-        out=args.out,
-        base=not args.no_base,
-        recipe_model=args.with_base or (args.allow_mismatch and not args.no_base),
-        watch=Progress,
-    )
 
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
@@ -213,12 +207,13 @@ def report(outcome: Outcome, mismatch: bool, with_base: bool) -> tuple[list[str]
     """Lines about one target (its proof, the table, alarms, notes, files), and the alarms alone."""
     from lockstep.evaluation.alarms import reply_alarms, untrained_alarm
     from lockstep.evaluation.table import comparison_table, table_lines
+    from lockstep.scoring.against import label
     from lockstep.sync.record import proof_line
 
     target = outcome.target
     own = "of the model's own files" if target.recipe.warm_start is None else "of its warm start"
     identity = "as saved" if target.checkpoint or target.adapter else own
-    alarms = [f"{mode_of(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
+    alarms = [f"{label(score)}: {alarm}" for score in outcome.scores for alarm in reply_alarms(score)]
     alarms += outcome.alarms
     one = outcome.scores[0]
     where = one.conditions.numerics + (f", on {one.workers} workers" if one.workers > 1 else "")
@@ -240,13 +235,14 @@ def report_all(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
     """Several targets side by side, then what is suspiciously alike between them, and those alarms alone."""
     from lockstep.evaluation.alarms import identity_alarms
     from lockstep.evaluation.table import estimate_line
+    from lockstep.scoring.against import label
     from lockstep.track.text import plain_table
 
     scored = [(outcome.target.label, score) for outcome in outcomes for score in outcome.scores]
-    modes = list(dict.fromkeys(mode_of(score) for _, score in scored))
+    modes = list(dict.fromkeys(label(score) for _, score in scored))
     rows = [
-        (mode_of(score), label, score.conditions.weights, score.conditions.numerics, estimate_line(score.estimates[0]))
-        for label, score in sorted(scored, key=lambda one: modes.index(mode_of(one[1])))
+        (label(score), name, score.conditions.weights, score.conditions.numerics, estimate_line(score.estimates[0]))
+        for name, score in sorted(scored, key=lambda one: modes.index(label(one[1])))
     ]
     table = plain_table("all targets", ("set and mode", "target", "weights", "numerics", "accuracy"), rows)
     # A model and a fresh adapter over it are one base: they may well say the same.
@@ -254,11 +250,6 @@ def report_all(outcomes: Sequence[Outcome]) -> tuple[list[str], list[str]]:
     apart = [outcome for outcome in outcomes if bases.get(outcome.untrained, outcome) is outcome]
     alarms = identity_alarms([(outcome.target.label, score) for outcome in apart for score in outcome.scores])
     return [table, *(f"alarm: {alarm}" for alarm in alarms)], alarms
-
-
-def mode_of(score: Score) -> str:
-    """Example: "id_probe greedy"."""
-    return f"{score.conditions.task.split('/')[1]} {score.conditions.mode}"
 
 
 def score_lines(scores: Sequence[Score]) -> list[str]:
@@ -353,6 +344,15 @@ def split_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     if not names:
         raise ConfigError(["no target was given"], fix="give a run, a checkpoint or a model as the first argument")
     return names, [*overrides, *args.set]
+
+
+def one_target(args: argparse.Namespace, done: str) -> tuple[str, list[str]]:
+    """Return the one target and the overrides. Raises ConfigError unless one target is given. `done`: what is done with it."""
+    names, overrides = split_arguments(args)
+    if len(names) > 1:
+        what = f"{names[1]}: only one target can be {done} at a time"
+        raise ConfigError([what], fix="leave it out; overrides have the form section.setting=value")
+    return names[0], overrides
 
 
 def named(word: str) -> tuple[str, str]:

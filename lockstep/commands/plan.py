@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from lockstep.config.load import load_run
@@ -13,14 +11,6 @@ from lockstep.config.schema import Allowable
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSection:
-    """A heading and what is printed under it; a section without lines is left out."""
-
-    title: str
-    lines: Callable[[Recipe], list[str]]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -135,49 +125,28 @@ def _with_steps(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def plan_text(recipe: Recipe) -> list[str]:
     """Return all sections that have something to say, with their headings."""
     lines = [f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps"]
-    for section in SECTIONS:
-        if found := section.lines(recipe):
-            lines += ["", section.title, *(f"  {line}" for line in found)]
+    for title, found in sections(recipe):
+        lines += ["", title, *(f"  {line}" for line in found)] if found else []
     return lines
 
 
-def _batch(recipe: Recipe) -> list[str]:
-    from lockstep.cluster.placement import placement_lines
-    from lockstep.plan.batch import batch_lines
-    from lockstep.plan.epochs import seen_lines
-
-    return [*batch_lines(recipe), *placement_lines(recipe), *seen_lines(recipe)]
-
-
-def _objective(recipe: Recipe) -> list[str]:
+def sections(recipe: Recipe) -> list[tuple[str, list[str]]]:
+    """Return headings and what is printed under each, in order. To add one: a function from a recipe to lines, an entry here."""
     from lockstep.algorithms.build import build_objective
-
-    return build_objective(recipe).formula.splitlines()
-
-
-def _rate(recipe: Recipe) -> list[str]:
-    from lockstep.plan.batch import rate_lines
-
-    return rate_lines(recipe)
-
-
-def _adapter(recipe: Recipe) -> list[str]:
+    from lockstep.evaluation.plan import plan_lines
+    from lockstep.health.rules import health_lines
+    from lockstep.plan.batch import batch_lines, checkpoint_lines, placement_lines, rate_lines
+    from lockstep.plan.epochs import seen_lines
     from lockstep.plan.preview import adapter_lines
 
-    return adapter_lines(recipe)
-
-
-def _evaluation(recipe: Recipe) -> list[str]:
-    from lockstep.evaluation.plan import plan_lines
-    from lockstep.plan.batch import checkpoint_lines
-
-    return [*plan_lines(recipe), *checkpoint_lines(recipe)]
-
-
-def _health(recipe: Recipe) -> list[str]:
-    from lockstep.health.rules import health_lines
-
-    return health_lines(recipe)
+    return [
+        ("Batch", [*batch_lines(recipe), *placement_lines(recipe), *seen_lines(recipe)]),
+        ("Objective", build_objective(recipe).formula.splitlines()),
+        ("Adapter", adapter_lines(recipe)),
+        ("Learning rate", rate_lines(recipe)),
+        ("Evaluations and checkpoints", [*plan_lines(recipe), *checkpoint_lines(recipe)]),
+        ("Health", health_lines(recipe)),
+    ]
 
 
 def _memory(recipe: Recipe, gpu_gib: float | None, *, refused: bool) -> list[str]:
@@ -190,14 +159,3 @@ def _memory(recipe: Recipe, gpu_gib: float | None, *, refused: bool) -> list[str
         if refused:  # for this reason among others
             return ["no plan: see the refusals"]
         raise
-
-
-SECTIONS: tuple[PlanSection, ...] = (
-    PlanSection("Batch", _batch),
-    PlanSection("Objective", _objective),
-    PlanSection("Adapter", _adapter),
-    PlanSection("Learning rate", _rate),
-    PlanSection("Evaluations and checkpoints", _evaluation),
-    PlanSection("Health", _health),
-)
-"""In the order in which they are printed. To add one: a function from a recipe to its lines, and an entry here."""

@@ -88,7 +88,7 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except LockstepError as error:
-        return Check(name, "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+        return Check.failed(name, error)
     finally:
         free_memory()  # of the model that the check loaded
 
@@ -163,9 +163,9 @@ def _shortened(recipe: Recipe, steps: int, folder: str) -> Recipe:
     from lockstep.config.schema import Allowable
 
     tree = recipe.model_dump(mode="json")
-    critic, noise = recipe.algorithm.critic, recipe.noise
-    steps = min(steps + (critic.warmup_steps if critic else 0), recipe.steps)
-    updates = (steps - (critic.warmup_steps if critic else 0)) * recipe.updates_per_step
+    noise = recipe.noise
+    steps = min(steps + recipe.critic_steps, recipe.steps)
+    updates = (steps - recipe.critic_steps) * recipe.updates_per_step
     warmup = min(recipe.optimizer.warmup(recipe.policy_updates), updates - 1)
     tree |= {"runs_dir": folder, "steps": steps, "eval": {"enabled": False}, "save": {"every": steps}, "track": {}}
     tree["paths"] |= {"checkpoints": None}

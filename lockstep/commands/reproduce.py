@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
     _require_model(recipe)
     found = finished_run(recipe)
-    lines = [HEAD, *rows, *_figures(found, expects.figures), "", *_paired(found), *_changes(args.overrides)]
+    lines = [HEAD, *rows, *_figures(found, expects.figures), "", *_paired(found)]
+    if args.overrides:
+        lines += ["", f"With other settings than the published run's: {' '.join(args.overrides)}"]
     path = found.path / "reproduce.md"
     path.write_text("\n".join([f"# {recipe.name}", "", *lines]) + "\n", encoding="utf-8")
     print("\n".join(["", *lines, "", f"written to {path}"]))
@@ -123,7 +125,3 @@ def _paired(found: RunDirectory) -> Iterator[str]:
         return
     for pair in pairs:
         yield from lines_of(pair, compare_pair(pair, False, None), items=False)
-
-
-def _changes(overrides: Sequence[str]) -> list[str]:
-    return ["", f"With other settings than the published run's: {' '.join(overrides)}"] if overrides else []

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.commands.eval import positive
 from lockstep.config.load import load
 from lockstep.errors import RunDirectoryError
 from lockstep.track.text import one_line, reading_line, visible
@@ -24,20 +25,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("rollouts", help="print the replies of a step with their grades")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, metavar="N", help="which step; by default the last that is stored")
-    parser.add_argument("--limit", type=_positive, metavar="K", default=10, help="most replies to print (default 10)")
-    parser.add_argument(
-        "--seen",
-        action="store_true",
-        help="print each prompt as the model saw it: template, system text, examples, suffix",
-    )
+    parser.add_argument("--limit", type=positive, metavar="K", default=10, help="most replies to print (default 10)")
+    add_seen(parser)
     only = parser.add_mutually_exclusive_group()
-    only.add_argument(
-        "--wrong", dest="only", action="store_const", const="wrong", help="only replies that are not correct"
-    )
-    only.add_argument("--right", dest="only", action="store_const", const="right", help="only correct replies")
-    only.add_argument(
-        "--unscored", dest="only", action="store_const", const="unscored", help="only replies without a score"
-    )
+    for kind, text in (
+        ("wrong", "only replies that are not correct"),
+        ("right", "only correct replies"),
+        ("unscored", "only replies without a score"),
+    ):
+        only.add_argument(f"--{kind}", dest="only", action="store_const", const=kind, help=text)
+
+
+def add_seen(parser: argparse.ArgumentParser) -> None:
+    """Register `--seen` of `rollouts` and `sample`."""
+    what = "print each prompt as the model saw it: template, system text, examples, suffix"
+    parser.add_argument("--seen", action="store_true", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             fix=f"sample replies: lockstep sample {args.run}, or read the rows: lockstep data show {directory.recipe_path}",
         )
     rows = read_rollouts(directory, 0 if step is None else step)
-    wanted = [row for row in rows if args.only is None or word(row) == args.only]
+    wanted = [row for row in rows if args.only is None or word(row.right) == args.only]
     shown = wanted[: args.limit]
     decode = _decoder(recipe) if args.seen or any(_turns(row) or row.branches for row in shown) else None
     lines = [*(show(row, decode, seen=args.seen) for row in shown), summary(step, rows, wanted, args)]
@@ -91,9 +93,14 @@ def _turns(row: RolloutRow | Branch) -> list[tuple[bool, int, int]]:
     return [(row.trained[a], a, b) for a, b in pairwise([0, *ends, len(row.trained)])] if ends else []
 
 
-def word(row: RolloutRow) -> str:
-    """right, wrong or unscored."""
-    return {True: "right", False: "wrong", None: "unscored"}[row.right]
+def word(right: bool | None) -> str:
+    """right, wrong or unscored, as an evaluation counts it."""
+    return {True: "right", False: "wrong", None: "unscored"}[right]
+
+
+def counted(marks: Sequence[bool | None]) -> str:
+    """Example: "3 right, 1 wrong, 0 unscored"."""
+    return ", ".join(f"{sum(mark is kind for mark in marks)} {word(kind)}" for kind in (True, False, None))
 
 
 def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, *, seen: bool = False) -> str:
@@ -105,30 +112,30 @@ def show(row: RolloutRow, decode: Callable[[Sequence[int]], str] | None = None, 
     reward = "none" if row.reward is None else f"{row.reward:g}"
     cut = "" if row.finish == "stop" else f", ended by {row.finish}"
     lines = [
-        f"── {one_line(row.prompt_id, 60)} · sample {row.sample} · {word(row)} · reward {reward} · "
+        f"── {one_line(row.prompt_id, 60)} · sample {row.sample} · {word(row.right)} · reward {reward} · "
         f"advantage {row.advantage:+.3f}",
         f"   {reading_line(row.extracted, row.method, row.answer)}, {len(row.ids)} tokens{cut}, weights v{row.version}",
     ]
     lines += [f"   not scored: {one_line(row.error, 200)}"] if row.error else []
-    turns = [_block(message["role"], message["content"]) for message in row.messages]
+    turns = [block(message["role"], message["content"]) for message in row.messages]
     if seen and decode is not None:
-        turns = [_block("prompt, as the model saw it", decode(row.prompt_ids))]
+        turns = [block("prompt, as the model saw it", decode(row.prompt_ids))]
     replies = _replies(row, decode)
     for number, branch in enumerate(row.branches, 2):
         start = "" if decode is None else decode(branch.prompt_ids)
         title = f"row {number} of the episode: its history was rewritten or forked"
-        replies += [_block(title, start), *_replies(branch, decode)]
+        replies += [block(title, start), *_replies(branch, decode)]
     return "\n".join([*lines, *turns, *replies])
 
 
 def _replies(row: RolloutRow | Branch, decode: Callable[[Sequence[int]], str] | None) -> list[str]:
     if decode is None or not (parts := _turns(row)):
-        return [_block("reply", row.text)]
+        return [block("reply", row.text)]
     count, replies = 0, []
     for sampled, start, end in parts:
         count += sampled
         title = f"==> reply {count}, by the model" if sampled else "<== from the environment"
-        replies.append(_block(title, decode(row.ids[start:end])))
+        replies.append(block(title, decode(row.ids[start:end])))
     return replies
 
 
@@ -136,18 +143,11 @@ def summary(
     step: int | None, rows: Sequence[RolloutRow], wanted: Sequence[RolloutRow], args: argparse.Namespace
 ) -> str:
     """Count the replies of each kind, and those shown."""
-    counts = ", ".join(f"{sum(word(row) == kind for row in rows)} {kind}" for kind in ("right", "wrong", "unscored"))
     shown = min(len(wanted), args.limit)
     of = f" of {len(wanted)} {args.only}" if args.only else f" of {len(rows)}"
-    return f"step {step}: {len(rows)} replies, {counts}; shown {shown}{of}"
+    return f"step {step}: {len(rows)} replies, {counted([row.right for row in rows])}; shown {shown}{of}"
 
 
-def _block(title: str, content: str) -> str:
+def block(title: str, content: str) -> str:
+    """Return a text of unknown origin, indented under its title."""
     return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

@@ -108,9 +108,9 @@ def _unset(every: Sequence[Listed], texts: Sequence[str]) -> list[str]:
 
 def setting(recipe: Mapping[str, Any], path: str) -> str | None:
     """Return a setting as text, as a recipe writes it; a section with variants is its kind; None if there is none."""
-    found: Any = recipe
-    for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
+    from lockstep.config.text import value_at
+
+    found = value_at(recipe, path)
     if isinstance(found, Mapping):
         found = found.get("kind")
     if isinstance(found, bool):

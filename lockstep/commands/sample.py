@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.commands.eval import add_target_arguments, positive, split_arguments
-from lockstep.commands.rollouts import framing_note
-from lockstep.errors import ConfigError, EvaluationError, TaskError
-from lockstep.track.text import one_line, reading_line, visible
+from lockstep.commands.eval import add_target_arguments, one_target, positive
+from lockstep.commands.rollouts import add_seen, block, counted, framing_note, word
+from lockstep.errors import EvaluationError, TaskError
+from lockstep.track.text import one_line, reading_line
 
 if TYPE_CHECKING:
     from lockstep.scoring.targets import Target
@@ -32,11 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("sample", help="print replies to held-out questions, with their grades")
     add_target_arguments(parser)
     parser.add_argument("-n", type=positive, default=10, metavar="N", help="how many questions (default 10)")
-    parser.add_argument(
-        "--seen",
-        action="store_true",
-        help="print each prompt as the model saw it: template, system text, examples, suffix",
-    )
+    add_seen(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the most likely token at each place")
     how.add_argument(
@@ -48,19 +43,15 @@ def run(args: argparse.Namespace) -> int:
     """Sample and print. Raises LockstepError as `lockstep eval` does."""
     from lockstep.scoring.targets import find_target
 
-    names, overrides = split_arguments(args)
-    if len(names) > 1:
-        raise ConfigError(
-            [f"{names[1]}: only one target can be sampled at a time"],
-            fix="leave it out; overrides have the form section.setting=value",
-        )
-    target = find_target(names[0], args.recipe, overrides, args.step)
+    name, overrides = one_target(args, "sampled")
+    target = find_target(name, args.recipe, overrides, args.step)
     warm = target.recipe.rollout.temperature if args.temperature is None else args.temperature
     heat = 0.0 if args.greedy else warm
     samples, head = draw(target, args.n, heat)
     shown = (show(sample, seen=args.seen) for sample in samples)
     print("\n\n".join(["\n".join([*(f"warning: {note}" for note in target.notes), head]), *shown]))
-    print("\n" + summary(samples) + ("" if args.seen else framing_note(target.recipe.chat, "--seen")))
+    replies = f"{len(samples)} replies: {counted([sample.reply.correct for sample in samples])}"
+    print(f"\n{replies}" + ("" if args.seen else framing_note(target.recipe.chat, "--seen")))
     return 0
 
 
@@ -105,27 +96,14 @@ def show(sample: Sample, *, seen: bool = False) -> str:
     reward = "none" if reply.reward is None else f"{reply.reward:g}"
     end = ", cut off" if reply.truncated else ""
     lines = [
-        f"── {one_line(sample.prompt.id, 60)} · {word(sample)} · reward {reward}",
+        f"── {one_line(sample.prompt.id, 60)} · {word(reply.correct)} · reward {reward}",
         f"   {reading_line(reply.extracted, reply.method, sample.prompt.answer)}, {reply.tokens} tokens{end}",
     ]
     lines += [f"   not scored: {one_line(reply.error, 200)}"] if reply.error else []
-    turns = [_block(message["role"], message["content"]) for message in sample.prompt.messages]
+    turns = [block(message["role"], message["content"]) for message in sample.prompt.messages]
     if seen:
-        turns = [_block("prompt, as the model saw it", sample.seen)]
-    return "\n".join([*lines, *turns, _block("reply", reply.text)])
-
-
-def word(sample: Sample) -> str:
-    """right, wrong or unscored, as an evaluation counts it."""
-    return {True: "right", False: "wrong", None: "unscored"}[sample.reply.correct]
-
-
-def summary(samples: list[Sample]) -> str:
-    """Count the replies of each kind."""
-    words = [word(sample) for sample in samples]
-    return f"{len(samples)} replies: " + ", ".join(
-        f"{words.count(kind)} {kind}" for kind in ("right", "wrong", "unscored")
-    )
+        turns = [block("prompt, as the model saw it", sample.seen)]
+    return "\n".join([*lines, *turns, block("reply", reply.text)])
 
 
 def temperature(text: str) -> float:
@@ -134,7 +112,3 @@ def temperature(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError("must be 0 or above")
     return number
-
-
-def _block(title: str, content: str) -> str:
-    return f"   {one_line(title, 30)}:\n" + textwrap.indent(visible(content), "     │ ", lambda line: True)

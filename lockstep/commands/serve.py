@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.commands.eval import add_target_arguments, positive, split_arguments
+from lockstep.commands.eval import add_target_arguments, one_target, positive
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,18 +84,13 @@ def _target(args: argparse.Namespace) -> Target:
     """Return the one target. A model or adapter needs no recipe here: nothing is asked of a task."""
     from lockstep.scoring.targets import find_target
 
-    names, overrides = split_arguments(args)
-    if len(names) > 1:
-        raise ConfigError(
-            [f"{names[1]}: only one target can be served at a time"],
-            fix="leave it out; overrides have the form section.setting=value",
-        )
+    name, overrides = one_target(args, "served")
     try:
-        return find_target(names[0], args.recipe, overrides, args.step)
+        return find_target(name, args.recipe, overrides, args.step)
     except ConfigError:
         if args.recipe:
             raise
-    return find_target(names[0], [f"model.path={names[0]}", "task=reasoning_gym"], overrides, args.step)
+    return find_target(name, [f"model.path={name}", "task=reasoning_gym"], overrides, args.step)
 
 
 def _token(path: Path | None) -> str:

@@ -66,8 +66,7 @@ class Host(Section):
 
 def config_path() -> Path:
     """Return the user's file; it need not exist."""
-    own = os.environ.get("LOCKSTEP_CONFIG")
-    return Path(own).expanduser() if own else Path("~/.config/lockstep/hosts.yaml").expanduser()
+    return Path(os.environ.get("LOCKSTEP_CONFIG") or "~/.config/lockstep/hosts.yaml").expanduser()
 
 
 def hosts() -> dict[str, Host]:

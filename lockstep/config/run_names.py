@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.schema import Recipe
+from lockstep.config.text import value_at
 from lockstep.errors import ConfigError
 
 FIELD = re.compile(r"\{([^{}]*)\}")
@@ -29,7 +28,7 @@ def fill_name(recipe: Recipe) -> Recipe:
         field = match[1]
         if field == "n":
             return match[0]
-        found = values[field] if field in values else _setting(settings, field)
+        found = values[field] if field in values else value_at(settings, field)
         if found is None or isinstance(found, dict | list):
             near = get_close_matches(field, [*values, "n"], n=1)
             hint = (
@@ -40,7 +39,8 @@ def fill_name(recipe: Recipe) -> Recipe:
                 [f"name={recipe.name}: the field {{{field}}} {what}; {hint}"],
                 fix=f"use one of the fields {', '.join([*values, 'n'])}, or a setting such as {{update.epochs}}",
             )
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-.") or "none"
+        text = f"{found:g}" if isinstance(found, float) else str(found)
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "none"
 
     name = FIELD.sub(value, recipe.name)
     number = 1
@@ -63,10 +63,3 @@ def _values(recipe: Recipe) -> dict[str, object]:
         "date": f"{now:%Y%m%d}",
         "time": f"{now:%H%M%S}",
     }
-
-
-def _setting(settings: Mapping[str, Any], path: str) -> object:
-    found: Any = settings
-    for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return f"{found:g}" if isinstance(found, float) else found

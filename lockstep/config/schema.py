@@ -251,18 +251,36 @@ class Recipe(Section):
         return max(AUTO_SLOTS, min(MOST_AUTO_SLOTS, self.samples_per_step))
 
     @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one pass over the samples of a step."""
+        return self.samples_per_step // self.samples_per_update
+
+    @property
     def updates_per_step(self) -> int:
-        if self.loop == "sft":
-            return 1
-        return self.update.epochs * (self.samples_per_step // self.samples_per_update)
+        return 1 if self.loop == "sft" else self.update.epochs * self.updates_per_epoch
+
+    @property
+    def critic_steps(self) -> int:
+        """Steps at the start that train the critic alone."""
+        critic = self.algorithm.critic
+        return critic.warmup_steps if critic else 0
 
     @property
     def policy_updates(self) -> int:
-        """Optimizer steps of the policy in the whole run: none in the steps that warm the critic up."""
-        if self.loop == "sft":
-            return self.steps
-        critic = self.algorithm.critic
-        return (self.steps - (critic.warmup_steps if critic else 0)) * self.updates_per_step
+        """Optimizer steps of the policy in the whole run; its learning rate follows its schedule over these."""
+        return (self.steps - self.critic_steps) * self.updates_per_step
+
+    @property
+    def workers(self) -> int:
+        """Number of processes with a model."""
+        place = self.placement
+        return 1 if isinstance(place, Local) else place.trainers + place.samplers
+
+    @property
+    def engines(self) -> int:
+        """Number of engines that share the samples of a step."""
+        place = self.placement
+        return 1 if isinstance(place, Local) else place.samplers or place.trainers
 
     @property
     def lr(self) -> float:
@@ -347,15 +365,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
-        critic, total = self.algorithm.critic, self.policy_updates
-        if critic is not None and critic.warmup_steps >= self.steps:
+        alone, total = self.critic_steps, self.policy_updates
+        if alone and alone >= self.steps:
             raise ValueError(
-                f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves the policy no step: the run has {self.steps}"
+                f"algorithm.critic.warmup_steps={alone} leaves the policy no step: the run has {self.steps}"
             )
         if self.optimizer.warmup_steps >= total and self.epochs is None:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} never ends: the run has {total} optimizer steps "
-                f"({self.steps - (critic.warmup_steps if critic else 0)} steps x {self.updates_per_step} updates)"
+                f"({self.steps - alone} steps x {self.updates_per_step} updates)"
             )
         return self
 
@@ -396,8 +414,7 @@ class Recipe(Section):
             return self
         if self.loop != "rl":
             raise ValueError(f"noise applies to rollouts, and loop={self.loop} has none")
-        critic = self.algorithm.critic
-        steps = self.steps - (critic.warmup_steps if critic else 0)
+        steps = self.steps - self.critic_steps
         if self.noise.stages > steps:
             raise ValueError(
                 f"noise.stages={self.noise.stages}, but the policy is trained in {steps} steps: some stages would never begin"

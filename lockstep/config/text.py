@@ -101,6 +101,13 @@ def dotted(at: At) -> str:
     return ".".join(str(part) if re.fullmatch(r"[\w@-]+", str(part)) else quoted(part) for part in at)
 
 
+def value_at(tree: object, path: str) -> Any:
+    """Return the value of a dotted path in mappings within mappings; None if there is none."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
 def quoted(value: object, limit: int = 60) -> str:
     """Return a value as a recipe would have it, on one printable line, shortened."""
     match value:

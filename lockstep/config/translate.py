@@ -13,7 +13,7 @@ from lockstep.config.foreign_settings import SYSTEMS, Entry, Foreign, Missing, S
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.config.section import Json
-from lockstep.config.text import quoted, to_yaml
+from lockstep.config.text import quoted, to_yaml, value_at
 from lockstep.config.translate_rules import RULES
 from lockstep.errors import ConfigError
 
@@ -117,18 +117,11 @@ def _telling(tree: Mapping[str, Any], recipe: Recipe, defaults: Sequence[dict[st
     full = recipe.model_dump(mode="json")
     try:
         bare = load_mapping(_without(tree, chain(*defaults))).model_dump(mode="json")
-        kept = [found for found in defaults if any(_at(full, path) != _at(bare, path) for path in found)]
+        kept = [found for found in defaults if any(value_at(full, path) != value_at(bare, path) for path in found)]
         rest = chain(*(found for found in defaults if found not in kept))
         return kept if load_mapping(_without(tree, rest)) == recipe else list(defaults)
     except ConfigError:
         return list(defaults)
-
-
-def _at(tree: Any, path: str) -> Json:
-    for name in path.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    found: Json = tree
-    return found
 
 
 def _translated(foreign: Foreign, entry: Entry, name: str) -> tuple[Field, dict[str, Json]]:

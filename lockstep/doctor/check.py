@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lockstep.errors import DEFECT
+from lockstep.errors import DEFECT, LockstepError
 
 Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -22,6 +22,12 @@ class Check:
     found: str
     fix: str = ""
     """The remedy; empty where there is nothing to do."""
+
+    @staticmethod
+    def failed(name: str, error: LockstepError) -> Check:
+        """Return the failed check whose finding is an error."""
+        what = "; ".join(getattr(error, "mistakes", [])) or error.what
+        return Check(name, "fail", f"{error.where}: {what}" if error.where else what, error.fix)
 
 
 Checking: TypeAlias = Callable[[], "Check | Sequence[Check]"]

@@ -81,7 +81,7 @@ def check_imports(modules: Sequence[str] = CORE) -> list[Check]:
         reached = [line for line in done.stdout.splitlines() if line in waiting]
         failed = reached[-1] if reached else waiting[0]
         said = done.stderr.strip().splitlines() or [f"its import ended the process ({done.returncode})"]
-        broken.append(judge_import(failed, said[-1], os.environ, _version(failed)))
+        broken.append(judge_import(failed, said[-1], os.environ, version_of(failed)))
         waiting = waiting[waiting.index(failed) + 1 :]
     return broken or [_importable(len(modules))]
 
@@ -147,7 +147,7 @@ def check_shadows(folder: Path, pythonpath: str) -> Check:
 
 
 def check_pip() -> Check:
-    version = _version("pip")
+    version = version_of("pip")
     if version is None:
         return Check("pip", "warn", "not installed here", f"{shlex.quote(sys.executable)} -m ensurepip")
     digits = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -223,7 +223,8 @@ def _parts(index: Path) -> set[str]:
         return {"model.safetensors"}
 
 
-def _version(module: str) -> str | None:
+def version_of(module: str) -> str | None:
+    """Return the installed version of a module's or distribution's package; None if there is none."""
     try:
         return metadata.version(DISTRIBUTION.get(module, module))
     except metadata.PackageNotFoundError:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 import lockstep
 from lockstep.doctor.check import Check, Checking
-from lockstep.doctor.imports import PIP
+from lockstep.doctor.imports import PIP, version_of
 from lockstep.models.cache import cache_root
 
 GIB = 2**30
@@ -89,7 +89,7 @@ def check_packages(extras: tuple[str, ...] = ()) -> Check:
         return Check(
             "packages", "warn", f"{PACKAGE} is not installed, so its ranges are not known", f"{PIP} install -e ."
         )
-    installed = {name: _version(name) for name in {Requirement(line).name for line in declared}}
+    installed = {name: version_of(name) for name in {Requirement(line).name for line in declared}}
     return judge_packages(declared, installed, extras)
 
 
@@ -114,13 +114,6 @@ def judge_packages(declared: list[str], installed: Mapping[str, str | None], ext
     return Check("packages", "ok", f"all {count} within their ranges")
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_compiler() -> Check:
     """Check that the compiler named by CC is there: Triton and packages that come as sources take it."""
     named = os.environ.get("CC", "").split()[:1]
@@ -132,7 +125,7 @@ def check_compiler() -> Check:
 # --- processor ------------------------------------------------------------------------------------------------------
 def check_threads(wanted: int | None = None) -> Check:
     """`wanted`: threads that a recipe names."""
-    return judge_threads(visible_cores(), usable_cores(), os.environ.get("OMP_NUM_THREADS"), wanted)
+    return judge_threads(os.cpu_count() or 1, usable_cores(), os.environ.get("OMP_NUM_THREADS"), wanted)
 
 
 def judge_threads(visible: int, usable: int, omp: str | None, wanted: int | None = None) -> Check:
@@ -164,10 +157,6 @@ def judge_load(load: float, usable: int) -> Check:
     if load > 1.5 * usable:
         return Check("load", "warn", found, "something else uses this machine: `top` shows what")
     return Check("load", "ok", found)
-
-
-def visible_cores() -> int:
-    return os.cpu_count() or 1
 
 
 def usable_cores() -> int:

@@ -104,7 +104,7 @@ def check_model(model: Model) -> Check:
             folder = resolve(model).path
         check_weights(folder, model.path)
     except ModelError as error:
-        return Check("model", "fail", f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+        return Check.failed("model", error)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return Check("model", "ok", f"{model.path}: {weights / 1e9:.2f} GB of weights in {folder}")
 

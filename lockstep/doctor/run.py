@@ -10,7 +10,6 @@ from lockstep.config.schema import Recipe
 from lockstep.doctor import exercise, gpu, lock, machine, recipe
 from lockstep.doctor.check import Check, Checking, perform
 from lockstep.errors import MachineError
-from lockstep.plan.devices import workers_of
 
 
 def doctor(wanted: Recipe | None = None) -> Iterator[Check]:
@@ -49,9 +48,15 @@ def require_machine(wanted: Recipe) -> list[Check]:
                 ("limits", machine.check_limits),
                 ("threads", lambda: machine.check_threads(wanted.threads)),
                 ("memory", machine.check_memory),
-                ("shared memory", lambda: _shared_if_needed(wanted)),
+                (
+                    "shared memory",
+                    lambda: [machine.check_shared_memory(needed=True)] if _through_memory(wanted) else [],
+                ),
                 ("extras", lambda: recipe.check_engine(wanted)),
-                ("gpu processes", lambda: _others(wanted)),
+                (
+                    "gpu processes",
+                    lambda: gpu.check_busy(wanted.device, wanted.workers, allowed="busy_gpu" in wanted.allow),
+                ),
             ]
         )
     )
@@ -65,14 +70,6 @@ def require_machine(wanted: Recipe) -> list[Check]:
     return [check for check in found if check.verdict == "warn"]
 
 
-def _others(wanted: Recipe) -> list[Check]:
-    return gpu.check_busy(wanted.device, workers_of(wanted), allowed="busy_gpu" in wanted.allow)
-
-
 def _through_memory(wanted: Recipe | None) -> bool:
     """Return whether weights pass from process to process through /dev/shm."""
     return wanted is not None and wanted.rollout.engine == "vllm" and wanted.rollout.vllm.process == "own"
-
-
-def _shared_if_needed(wanted: Recipe) -> list[Check]:
-    return [machine.check_shared_memory(needed=True)] if _through_memory(wanted) else []

@@ -75,14 +75,12 @@ def missing(root: Path, request: Any) -> Any:
 
 
 def accept(root: Path, request: Any) -> Any:
-    """Move each file whose bytes are right from partial to the store; delete the others and return them."""
-    damaged = []
+    """Move each file whose bytes are right from partial to the store and delete the others; returns those not in the store."""
     for sha in request["files"]:
         path = root / "partial" / sha
         if not path.is_file():
             continue  # another transfer of the same file was faster
         if digest_of(path) != sha:
-            damaged.append(sha)
             path.unlink()
             continue
         with path.open("rb") as file:
@@ -91,8 +89,7 @@ def accept(root: Path, request: Any) -> Any:
         path.replace(root / "store" / sha)
     with locked(root):
         write(root / "names.json", (read(root / "names.json") or {}) | request["names"])
-    absent = [sha for sha in request["files"] if not (root / "store" / sha).is_file()]
-    return {"damaged": damaged, "missing": absent}
+    return {"missing": [sha for sha in request["files"] if not (root / "store" / sha).is_file()]}
 
 
 def compare(root: Path, request: Any) -> Any:
@@ -105,7 +102,7 @@ def compare(root: Path, request: Any) -> Any:
         elif digest_of(path) != sha:
             state[name] = "damaged there"
             path.unlink()  # the next sync sends it again
-    return {"wrong": state, "free": shutil.disk_usage(root).free}
+    return {"wrong": state}
 
 
 def fill(root: Path, folder: Path, files: dict[str, str]) -> None:
@@ -144,7 +141,7 @@ def environment(root: Path, request: Any) -> Any:
     with place.with_suffix(".lock").open("w") as lock, place.with_suffix(".log").open("w") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (place / ".complete").exists():
-            return {"made": False}
+            return {}
         shutil.rmtree(place, ignore_errors=True)
         pip = [str(place / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check", *request["pip"]]
         steps = [[sys.executable, "-m", "venv", str(place)]]
@@ -155,7 +152,7 @@ def environment(root: Path, request: Any) -> Any:
                 said = Path(log.name).read_text(errors="replace").strip().splitlines()
                 raise Refused(f"the environment cannot be made: {' '.join(said[-3:])} (all of it: {log.name})")
         (place / ".complete").touch()
-    return {"made": True}
+    return {}
 
 
 def facts(root: Path, request: Any) -> Any:
@@ -191,7 +188,7 @@ def start(root: Path, request: Any) -> Any:
                     watcher, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             write(place / "watch.json", {"watcher": [process.pid, _born(process.pid)]})
-    return {"job": place.name, "again": bool(known)}
+    return {"job": place.name}
 
 
 def _make(root: Path, jobs: Path, request: Any) -> Path:

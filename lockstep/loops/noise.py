@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -44,10 +44,10 @@ def noisy_rollouts(parts: Parts, recipe: Recipe, step: int) -> Iterator[Metrics]
 def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets: Targets) -> None:
     """Check that the engine's norms equal the learner's again."""
     if isinstance(engine, Remote):
-        found = _named(engine.fingerprints().tensors, targets)
+        found = engine.fingerprints().tensors
     else:
         wanted = frozenset(targets.names)
-        found = dict(fingerprint((name, w) for name, w in engine.weights() if name in wanted).tensors)
+        found = fingerprint((name, w) for name, w in engine.weights() if name in wanted).tensors
     wrong = [name for name in targets.names if found.get(name) != clean.get(name)]
     if engine.forward.noise is not None or wrong:
         raise SyncError(
@@ -56,10 +56,6 @@ def _check_removed(engine: RolloutEngine, clean: dict[str, TensorPrint], targets
             where="noise after a rollout",
             fix=f"use no score of this engine, and resume from the last checkpoint; {DEFECT}",
         )
-
-
-def _named(prints: Mapping[str, TensorPrint], targets: Targets) -> dict[str, TensorPrint]:
-    return {name: prints[name] for name in targets.names if name in prints}
 
 
 def _metrics(stage: Stage, report: ForwardReport) -> Metrics:

@@ -154,6 +154,5 @@ def _tried(name: str, check: Callable[[], object], good: str = "") -> Check:
     try:
         found = check()
     except LockstepError as error:
-        what = "; ".join(getattr(error, "mistakes", [])) or error.what
-        return Check(name, "fail", f"{error.where}: {what}" if error.where else what, error.fix)
+        return Check.failed(name, error)
     return Check(name, "ok", good or str(found))

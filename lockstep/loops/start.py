@@ -30,7 +30,7 @@ from lockstep.loops.preflight import Ready, preflight, with_known_steps
 from lockstep.loops.rl import train
 from lockstep.loops.sft_data import Material, SftRows, preview, tokenised
 from lockstep.loops.step_metrics import grading_line
-from lockstep.noise.describe import noise_lines
+from lockstep.noise.schedule import noise_lines
 from lockstep.plan.batch import batch_lines, rate_lines
 from lockstep.plan.refusals import require_allowed
 from lockstep.report.html import write_report

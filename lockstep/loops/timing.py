@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from lockstep import __version__
-from lockstep.build.opponents import load_opponents
+from lockstep.build.build import build_task_of
 from lockstep.build.parts import Parts
 from lockstep.checkpoint.state import save_state
 from lockstep.cluster.build import place_parts
-from lockstep.config.schema import Local, Recipe
+from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpus, wait
 from lockstep.doctor.machine import existing
 from lockstep.errors import ConfigError
@@ -41,7 +41,6 @@ from lockstep.models.cache import cache_root
 from lockstep.plan.disk import saves
 from lockstep.run.logger import Clock
 from lockstep.run.state import checkpoint_of
-from lockstep.tasks.build import build_task
 from lockstep.track.facts import cpu_facts
 from lockstep.track.files import write_atomic
 from lockstep.types import Group, Prompt, Proof
@@ -156,43 +155,37 @@ def measure_timing(recipe: Recipe) -> Timing:
 
 
 def _measured(recipe: Recipe) -> Timing:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-timing-")))
-        return _measured_in(recipe, folder, stack)
-
-
-def _measured_in(recipe: Recipe, folder: Path, stack: ExitStack) -> Timing:
-    """Measure with the workers of the recipe, which end with `stack`; `folder` stands for the run's."""
-    task = build_task(recipe.task, recipe.seed)
-    load_opponents(task, recipe)
+    """Measure with the workers of the recipe, in a folder that stands for the run's."""
+    task = build_task_of(recipe)
     every_other = recipe.sync.model_copy(update={"probe_first": 0, "probe_every": 2})
     quick = _shortened(recipe.model_copy(update={"sync": every_other}), recipe.rollout.max_tokens)
     held = ready_items(recipe, task)
-    parts = place_parts(quick, task, folder, stack)
-    parts.sync.push(parts.learner, parts.engine)
-    validate = 0.0
-    if recipe.loop == "sft":
-        (update, validate), sample, groups = _sft_step(parts, recipe), 0.0, list[Group]()
-    else:
-        sample, update, groups = _rl_step(parts, quick)
-    proofs: list[Proof] = []
-    pushes = [_seconds(lambda: proofs.append(parts.sync.push(parts.learner, parts.engine))) for _ in range(2)]
-    plain, sync = (
-        seconds for _, seconds in sorted((proof.probe is not None, s) for proof, s in zip(proofs, pushes, strict=True))
-    )
-    longer, tokens = _lengths(groups, recipe.rollout.max_tokens)
-    return Timing(
-        sample=sample * longer,
-        update=update * longer,
-        live=_live(groups) if groups and recipe.update.drop_zero_advantage else 1.0,
-        sync=sync,
-        probe=max(0.0, sync - plain),
-        item=_item(parts, recipe, held) if held else 0.0,
-        validate=validate,
-        save=_save(parts, recipe),
-        tokens=tokens,
-        longest=recipe.rollout.max_tokens / tokens if tokens else 1.0,
-    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-timing-"))
+        parts = place_parts(quick, task, Path(folder), stack)
+        parts.sync.push(parts.learner, parts.engine)
+        validate = 0.0
+        if recipe.loop == "sft":
+            (update, validate), sample, groups = _sft_step(parts, recipe), 0.0, list[Group]()
+        else:
+            sample, update, groups = _rl_step(parts, quick)
+        proofs: list[Proof] = []
+        pushes = [_seconds(lambda: proofs.append(parts.sync.push(parts.learner, parts.engine))) for _ in range(2)]
+        by_probe = sorted((proof.probe is not None, s) for proof, s in zip(proofs, pushes, strict=True))
+        plain, sync = (seconds for _, seconds in by_probe)
+        longer, tokens = _lengths(groups, recipe.rollout.max_tokens)
+        return Timing(
+            sample=sample * longer,
+            update=update * longer,
+            live=_live(groups) if groups and recipe.update.drop_zero_advantage else 1.0,
+            sync=sync,
+            probe=max(0.0, sync - plain),
+            item=_item(parts, recipe, held) if held else 0.0,
+            validate=validate,
+            save=_save(parts, recipe),
+            tokens=tokens,
+            longest=recipe.rollout.max_tokens / tokens if tokens else 1.0,
+        )
 
 
 def _shortened(recipe: Recipe, longest: int) -> Recipe:
@@ -270,9 +263,7 @@ def _rl_step(parts: Parts, recipe: Recipe) -> tuple[float, float, list[Group]]:
 
 def _slots(recipe: Recipe) -> int:
     """Return how many replies all engines together sample side by side."""
-    place = recipe.placement
-    engines = 1 if isinstance(place, Local) else place.samplers or place.trainers
-    return engines * recipe.slots(choose_device(recipe.device).type)
+    return recipe.engines * recipe.slots(choose_device(recipe.device).type)
 
 
 def _sft_step(parts: Parts, recipe: Recipe) -> tuple[float, float]:

@@ -93,8 +93,7 @@ def run_updates(
 
 def warms_up(recipe: Recipe, step: int) -> bool:
     """Return whether only the critic is trained in this step."""
-    critic = recipe.algorithm.critic
-    return critic is not None and step < critic.warmup_steps
+    return step < recipe.critic_steps
 
 
 def _update(parts: Parts, batch: Batch, spikes: SpikeLog | None, tokens: TokenLog | None, *, policy: bool) -> Metrics:

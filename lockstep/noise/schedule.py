@@ -1,10 +1,11 @@
-"""Schedule of the strength of the noise over a run, as in QeRL (arXiv 2510.11696). Does not import torch."""
+"""Schedule of the strength of the noise over a run, as in QeRL (arXiv 2510.11696), and lines about it for the start of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lockstep.config.schema import Noise, Recipe
+from lockstep.noise.targets import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,32 @@ def stage_of(recipe: Recipe, step: int) -> Stage:
     """
     if recipe.noise is None:
         raise ValueError("the recipe has no noise")
-    critic = recipe.algorithm.critic
-    done = max(0, step - (critic.warmup_steps if critic else 0)) * recipe.updates_per_step
+    done = max(0, step - recipe.critic_steps) * recipe.updates_per_step
     return stage_at(recipe.noise, done, recipe.policy_updates)
+
+
+def noise_lines(recipe: Recipe, targets: Targets) -> list[str]:
+    """Return schedule, norms, and the effect of the noise on the rollouts' log-probabilities. Needs a recipe with noise."""
+    noise = recipe.noise
+    if noise is None:
+        return []
+    steps = recipe.policy_updates / recipe.updates_per_step / noise.stages
+    shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas(noise))
+    scaled = sum(scale != 1 for scale in targets.scales)
+    return [
+        f"noise (AQN) on {len(targets.names)} norms of the sampling model, such as {targets.names[0]}"
+        + (f", {scaled} of them scaled" if scaled else ""),
+        f"noise: sigma {shown}, {steps:.3g} step{'' if steps == 1 else 's'} each; drawn again for every version of the weights, "
+        "none in evaluation",
+        *(f"noise: {note}" for note in targets.notes),
+        f"noise: rollout log-probabilities are those of the noisy model, so mismatch/* is meant to be above 0; {_ratio(recipe)}",
+    ]
+
+
+def _ratio(recipe: Recipe) -> str:
+    if recipe.algorithm.correction.kind == "none":
+        return "no correction: the update treats the noisy model's samples as its own, as QeRL does"
+    return (
+        f"correction {recipe.algorithm.correction.kind} weights samples back to the clean model, "
+        "which takes back part of what the noise explores"
+    )

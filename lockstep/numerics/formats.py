@@ -20,7 +20,6 @@ from typing import assert_never, cast
 import torch
 from torch import Tensor
 
-from lockstep.config.numerics import Numeric
 from lockstep.numerics.spec import (
     BLOCK,
     E2M1_MAX,
@@ -30,7 +29,6 @@ from lockstep.numerics.spec import (
     Format,
     Scale,
     divided,
-    parse,
     top_exponent,
 )
 
@@ -38,42 +36,15 @@ CHUNK = 2**15
 """Numbers that a CPU quantises in one pass."""
 
 
-def quantise_weight(
-    weight: Tensor, numeric: Numeric | str, *, scale: Scale = "floor", out: Tensor | None = None
-) -> Tensor:
-    """Return DQ(Q(W)) in `numeric`, blocks along in_features; W itself if the numeric leaves weights as they are.
-
-    Matrices that an engine stores together (qkv, gate and up) are quantised one by one and then joined: an NVFP4 tensor scale
-    belongs to the matrix of the model. `out`, contiguous, takes the result.
-    """
-    kind = parse(numeric).weights
-    return weight if kind is None else fake_quantise(weight, kind, scale=scale, out=out)
-
-
-def quantise_activation(x: Tensor, numeric: Numeric | str, *, scale: Scale = "floor") -> Tensor:
-    """Return DQ(Q(x)) in `numeric`, every row (token) by itself, including NVFP4's tensor scale."""
-    kind = parse(numeric).activations
-    return x if kind is None else fake_quantise(x, kind, scale=scale, per_row=True)
-
-
 def fake_quantise(
-    x: Tensor,
-    numeric: Format | Numeric | str,
-    *,
-    scale: Scale = "floor",
-    per_row: bool = False,
-    out: Tensor | None = None,
+    x: Tensor, kind: Format, *, scale: Scale = "floor", per_row: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return x quantised and dequantised, in x's dtype and shape, blocks along the last dimension. There is no gradient.
 
-    `numeric` is a format, or a numeric whose weights have one. `scale` applies to MXFP4; `per_row` gives each row an NVFP4
-    tensor scale of its own; `out`, contiguous, takes the result. Computed in fp32 (fp64 for fp64) and rounded to x's dtype
-    once: exact for MXFP4. On a GPU with Triton in one pass, equal to the bit. Raises ValueError for a numeric that quantises
-    nothing.
+    `scale` applies to MXFP4; `per_row` gives each row an NVFP4 tensor scale of its own; `out`, contiguous, takes the result.
+    Computed in fp32 (fp64 for fp64) and rounded to x's dtype once: exact for MXFP4. On a GPU with Triton in one pass, equal to
+    the bit.
     """
-    kind = cast(Format, numeric) if numeric in BLOCK else parse(numeric).weights
-    if kind is None:
-        raise ValueError(f"{numeric!r} quantises nothing")
     with torch.no_grad():
         if not x.numel():
             return x.clone() if out is None else out

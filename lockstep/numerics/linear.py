@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lockstep.numerics.formats import quantise_activation, quantise_weight
+from lockstep.numerics.formats import fake_quantise
 from lockstep.numerics.spec import Scale, Spec, parse
 
 
@@ -27,12 +27,18 @@ class Quantiser:
         return parse(self.numeric)
 
     def weight(self, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return DQ(Q(W)), written to `out` if given."""
-        return quantise_weight(weight_OI, self.numeric, scale=self.scale, out=out)
+        """Return DQ(Q(W)), blocks along inputs, written to `out` if given; W itself if the numeric leaves weights as they are.
+
+        Matrices that an engine stores together (qkv, gate and up) are quantised one by one and then joined: an NVFP4 tensor
+        scale belongs to the matrix of the model.
+        """
+        kind = self.spec.weights
+        return weight_OI if kind is None else fake_quantise(weight_OI, kind, scale=self.scale, out=out)
 
     def activation(self, x: Tensor) -> Tensor:
-        """Return DQ(Q(x)), row by row."""
-        return quantise_activation(x, self.numeric, scale=self.scale)
+        """Return DQ(Q(x)), every row (token) by itself, including NVFP4's tensor scale."""
+        kind = self.spec.activations
+        return x if kind is None else fake_quantise(x, kind, scale=self.scale, per_row=True)
 
 
 def quantised_linear(

@@ -7,9 +7,7 @@ prime-rl's `batch_size` (in rollouts, one update each).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lockstep.config.schema import Recipe, Sft, default_rate
+from lockstep.config.schema import Local, Recipe, Sft, default_rate
 from lockstep.learner.schedule import learning_rate
 
 _FAR = 1000
@@ -20,85 +18,21 @@ _SHOWN = 8
 """Steps written out in a line; of longer lists the middle is left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """The way from the samples of a step to optimizer steps. Example: 16 prompts x 8 samples in 4 updates of 32."""
-
-    prompts: int
-    """Number in one step."""
-    samples_per_prompt: int
-    samples: int
-    """Number in one step."""
-    ranks: int
-    """Processes that share the samples of an update."""
-    samples_per_update: int
-    epochs: int
-    """Passes over the samples of a step."""
-    updates_per_epoch: int
-    updates_per_step: int
-    steps: int
-    critic_steps: int
-    """Steps at the start that train the critic alone."""
-
-    @property
-    def samples_per_rank(self) -> int:
-        return self.samples_per_update // self.ranks
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the policy over the whole run; its learning rate follows its schedule over these."""
-        return (self.steps - self.critic_steps) * self.updates_per_step
-
-    @property
-    def off_policy(self) -> range:
-        """Updates of a step, counted from 1, whose samples were drawn with weights that have changed since."""
-        return range(2, self.updates_per_step + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Equivalent:
-    """The same batch in another system's words."""
-
-    system: str
-    settings: tuple[str, ...]
-    missing: str = ""
-    """The reason if there is no equivalent; then `settings` is empty."""
-
-
-def batch_plan(recipe: Recipe, ranks: int | None = None) -> BatchPlan:
-    """Return the batch arithmetic of a recipe. `ranks` compute the samples; None takes its placement's."""
-    ranks = ranks or (1 if recipe.placement.kind == "local" else recipe.placement.trainers)
-    critic = recipe.algorithm.critic
-    return BatchPlan(
-        prompts=recipe.prompts_per_step,
-        samples_per_prompt=recipe.samples_per_prompt,
-        samples=recipe.samples_per_step,
-        ranks=ranks,
-        samples_per_update=recipe.samples_per_update,
-        epochs=recipe.update.epochs,
-        updates_per_epoch=recipe.samples_per_step // recipe.samples_per_update,
-        updates_per_step=recipe.updates_per_step,
-        steps=recipe.steps,
-        critic_steps=0 if critic is None else min(critic.warmup_steps, recipe.steps),
-    )
-
-
 def batch_lines(recipe: Recipe) -> list[str]:
     """Return the batch arithmetic in words, then its names elsewhere: what a run prints at its start, and `lockstep plan`."""
     if recipe.sft is not None:
-        return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
-    plan = batch_plan(recipe)
+        return [*_sft_lines(recipe, recipe.sft), *(f"in {line}" for line in equivalents(recipe))]
     lines = [
-        f"a step: {_count(plan.prompts, 'prompt')} x {_count(plan.samples_per_prompt, 'sample')} each = "
-        f"{_count(plan.samples, 'sample')} of at most {recipe.rollout.max_tokens} tokens",
+        f"a step: {_count(recipe.prompts_per_step, 'prompt')} x {_count(recipe.samples_per_prompt, 'sample')} each = "
+        f"{_count(recipe.samples_per_step, 'sample')} of at most {recipe.rollout.max_tokens} tokens",
         *_redrawn(recipe),
-        _updates(plan),
-        _update(plan, recipe),
-        _off_policy(recipe, plan),
-        _optimizer_steps(plan),
+        _updates(recipe),
+        _update(recipe),
+        _off_policy(recipe),
+        _optimizer_steps(recipe),
         *_cut(recipe),
     ]
-    return [*lines, *(f"in {line}" for line in map(equivalent_line, equivalents(recipe)))]
+    return [*lines, *(f"in {line}" for line in equivalents(recipe))]
 
 
 def _cut(recipe: Recipe) -> list[str]:
@@ -113,17 +47,38 @@ def _cut(recipe: Recipe) -> list[str]:
     ]
 
 
-def equivalents(recipe: Recipe) -> tuple[Equivalent, ...]:
-    """Return what this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason."""
+def placement_lines(recipe: Recipe) -> list[str]:
+    """Return what each worker does in a step; nothing for a run in one process."""
+    placement = recipe.placement
+    if isinstance(placement, Local):
+        return []
+    trainers, samplers = placement.trainers, placement.samplers
+    lines = [f"{_count(trainers, 'worker')}, each with the whole weights and a share of the optimizer"]
+    if samplers:
+        lines.append(
+            f"{_count(samplers, 'worker')} more that sample, in turn with training: the weights are sent after each step"
+        )
+    if recipe.loop == "rl":
+        least, more = divmod(recipe.prompts_per_step, recipe.engines)
+        prompts = f"{least} or {least + 1}" if more else f"{least}"
+        if recipe.rollout.deal == "queue":
+            prompts = f"as many as it is ready for, about {prompts},"
+        lines.append(
+            f"a worker samples {prompts} of {recipe.prompts_per_step} prompts x {recipe.samples_per_prompt} samples a step"
+        )
+    lines.append(f"micro-batches are those of one process, dealt in rounds of {trainers}")
+    return lines
+
+
+def equivalents(recipe: Recipe) -> list[str]:
+    """Return what this batch would be called in verl, OpenRLHF, TRL and prime-rl; where there is no equivalent, the reason.
+
+    Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …".
+    """
     if recipe.sft is not None:
         return _sft_equivalents(recipe, recipe.sft)
-    plan = batch_plan(recipe)
-    return (_verl(plan), _openrlhf(plan), _trl(plan, recipe), _prime_rl(plan))
-
-
-def equivalent_line(same: Equivalent) -> str:
-    """Example: "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, …"."""
-    return f"{same.system}: {', '.join(same.settings) if same.settings else f'no equivalent: {same.missing}'}"
+    found = {"verl": _verl(recipe), "OpenRLHF": _openrlhf(recipe), "TRL": _trl(recipe), "prime-rl": _prime_rl(recipe)}
+    return [f"{system}: {settings}" for system, settings in found.items()]
 
 
 def _sft_lines(recipe: Recipe, sft: Sft) -> list[str]:
@@ -147,38 +102,36 @@ def _sft_lines(recipe: Recipe, sft: Sft) -> list[str]:
     ]
 
 
-def _sft_equivalents(recipe: Recipe, sft: Sft) -> tuple[Equivalent, ...]:
+def _sft_equivalents(recipe: Recipe, sft: Sft) -> list[str]:
     """Sources: verl's fsdp_sft_trainer.py, OpenRLHF's train_sft.py, TRL 1.16's sft_config.py."""
     size = sft.sequences_per_step
-    return (
-        Equivalent("verl", (f"data.train_batch_size={size} (rows)", f"data.max_length={sft.max_tokens}")),
-        Equivalent("OpenRLHF", (f"train_batch_size={size} (rows)", f"max_len={sft.max_tokens}")),
-        Equivalent(
-            "TRL",
-            (
-                f"per_device_train_batch_size x processes x gradient_accumulation_steps = {size} (rows; with packing=True of "
-                f"max_length tokens each, filled with several rows)",
-                f"max_length={sft.max_tokens}",
-                f"max_steps={recipe.steps}",
-            ),
-        ),
+    return [
+        f"verl: data.train_batch_size={size} (rows), data.max_length={sft.max_tokens}",
+        f"OpenRLHF: train_batch_size={size} (rows), max_len={sft.max_tokens}",
+        f"TRL: per_device_train_batch_size x processes x gradient_accumulation_steps = {size} (rows; with packing=True of "
+        f"max_length tokens each, filled with several rows), max_length={sft.max_tokens}, max_steps={recipe.steps}",
+    ]
+
+
+def _updates(recipe: Recipe) -> str:
+    each, updates = recipe.updates_per_epoch, _count(recipe.updates_per_step, "update")
+    total = (
+        f"{recipe.samples_per_step} samples / {recipe.samples_per_update} an update = {_count(each, 'update')} a pass, "
+        f"x {_count(recipe.update.epochs, 'pass', 'es')} = {updates} a step"
     )
-
-
-def _updates(plan: BatchPlan) -> str:
-    updates = f"{plan.samples} samples / {plan.samples_per_update} an update = {_count(plan.updates_per_epoch, 'update')} a pass"
-    total = f"{updates}, x {_count(plan.epochs, 'pass', 'es')} = {_count(plan.updates_per_step, 'update')} a step"
-    if plan.updates_per_epoch == 1:
+    if each == 1:
         return total
     return f"{total}; each pass deals the samples into its updates by a permutation of its own, prompts are not kept together"
 
 
-def _update(plan: BatchPlan, recipe: Recipe) -> str:
-    each = "" if plan.ranks == 1 else f" with {plan.samples_per_rank} each"
+def _update(recipe: Recipe) -> str:
+    place = recipe.placement
+    ranks = 1 if isinstance(place, Local) else place.trainers
+    each = "" if ranks == 1 else f" with {recipe.samples_per_update // ranks} each"
     tokens = recipe.update.tokens_per_microbatch
     size = "as many tokens as the memory has room for" if tokens is None else f"up to {tokens} tokens"
     return (
-        f"an update: {_count(plan.samples_per_update, 'sample')} on {_count(plan.ranks, 'process', 'es')}{each}, in "
+        f"an update: {_count(recipe.samples_per_update, 'sample')} on {_count(ranks, 'process', 'es')}{each}, in "
         f"micro-batches of {size}; their size changes memory and speed, not the result"
     )
 
@@ -193,16 +146,16 @@ def _redrawn(recipe: Recipe) -> list[str]:
     ]
 
 
-def _off_policy(recipe: Recipe, plan: BatchPlan) -> str:
+def _off_policy(recipe: Recipe) -> str:
     two_policies = recipe.algorithm.old_logprobs == "rollout"
     engine = (
         "; it is taken against the engine's own log-probabilities, so it differs from 1 by rounding even in update 1"
     )
-    if not plan.off_policy:
+    last = recipe.updates_per_step
+    if last == 1:
         if two_policies:
             return f"off-policy: none; each update is the only one of its samples, the ratio is 1{engine}"
         return "off-policy: none; each update is the only one of its samples, so the ratio is 1 by construction"
-    last = plan.off_policy[-1]
     which = "update 2" if last == 2 else f"updates 2 to {last}"
     moved = f"off-policy: {which} of each step; the weights have moved since the samples were drawn"
     if recipe.algorithm.loss.kind == "reinforce":
@@ -210,73 +163,65 @@ def _off_policy(recipe: Recipe, plan: BatchPlan) -> str:
     return f"{moved}, so the ratio is not 1{engine if two_policies else ''}"
 
 
-def _optimizer_steps(plan: BatchPlan) -> str:
-    if not plan.critic_steps:
+def _optimizer_steps(recipe: Recipe) -> str:
+    alone, updates = recipe.critic_steps, _count(recipe.updates_per_step, "update")
+    if not alone:
         return (
-            f"the run: {_count(plan.steps, 'step')} x {_count(plan.updates_per_step, 'update')} = "
-            f"{_count(plan.optimizer_steps, 'optimizer step')}"
+            f"the run: {_count(recipe.steps, 'step')} x {updates} = {_count(recipe.policy_updates, 'optimizer step')}"
         )
     return (
-        f"the run: {plan.steps} steps, of which the first {plan.critic_steps} train the critic alone; "
-        f"{plan.steps - plan.critic_steps} x {_count(plan.updates_per_step, 'update')} = {plan.optimizer_steps} optimizer steps "
-        f"of the policy"
+        f"the run: {recipe.steps} steps, of which the first {alone} train the critic alone; {recipe.steps - alone} x {updates} = "
+        f"{recipe.policy_updates} optimizer steps of the policy"
     )
 
 
-def _verl(plan: BatchPlan) -> Equivalent:
-    if plan.samples_per_update % plan.samples_per_prompt:
-        share = plan.samples_per_update / plan.samples_per_prompt
-        why = f"ppo_mini_batch_size counts prompts, and {plan.samples_per_update} samples are those of {share:.4g} prompts"
-        return Equivalent("verl", (), why)
-    mini = plan.samples_per_update // plan.samples_per_prompt
-    return Equivalent(
-        "verl",
-        (
-            f"data.train_batch_size={plan.prompts} (prompts)",
-            f"rollout.n={plan.samples_per_prompt}",
-            f"actor.ppo_mini_batch_size={mini} (prompts: verl multiplies by n, so {mini} x {plan.samples_per_prompt} samples)",
-            f"actor.ppo_epochs={plan.epochs}",
-        ),
+def _verl(recipe: Recipe) -> str:
+    if recipe.samples_per_update % recipe.samples_per_prompt:
+        share = recipe.samples_per_update / recipe.samples_per_prompt
+        return (
+            f"no equivalent: ppo_mini_batch_size counts prompts, and {recipe.samples_per_update} samples are those of "
+            f"{share:.4g} prompts"
+        )
+    mini = recipe.samples_per_update // recipe.samples_per_prompt
+    return (
+        f"data.train_batch_size={recipe.prompts_per_step} (prompts), "
+        f"rollout.n={recipe.samples_per_prompt}, "
+        f"actor.ppo_mini_batch_size={mini} (prompts: verl multiplies by n, so {mini} x {recipe.samples_per_prompt} samples), "
+        f"actor.ppo_epochs={recipe.update.epochs}"
     )
 
 
-def _openrlhf(plan: BatchPlan) -> Equivalent:
-    return Equivalent(
-        "OpenRLHF",
-        (
-            f"rollout_batch_size={plan.prompts} (prompts)",
-            f"n_samples_per_prompt={plan.samples_per_prompt}",
-            f"train_batch_size={plan.samples_per_update} (samples)",
-            f"max_epochs={plan.epochs}",
-        ),
+def _openrlhf(recipe: Recipe) -> str:
+    return (
+        f"rollout_batch_size={recipe.prompts_per_step} (prompts), "
+        f"n_samples_per_prompt={recipe.samples_per_prompt}, "
+        f"train_batch_size={recipe.samples_per_update} (samples), "
+        f"max_epochs={recipe.update.epochs}"
     )
 
 
-def _trl(plan: BatchPlan, recipe: Recipe) -> Equivalent:
-    if plan.samples_per_prompt < 2:
-        return Equivalent("TRL", (), "GRPOConfig refuses num_generations=1")
+def _trl(recipe: Recipe) -> str:
+    if recipe.samples_per_prompt < 2:
+        return "no equivalent: GRPOConfig refuses num_generations=1"
     if recipe.algorithm.dynamic_sampling.enabled:
-        return Equivalent("TRL", (), "its GRPOTrainer draws each prompt once, it has no dynamic sampling")
-    return Equivalent(
-        "TRL",
-        (
-            f"num_generations={plan.samples_per_prompt}",
-            f"generation_batch_size={plan.samples} (samples)",
-            f"per_device_train_batch_size x processes x gradient_accumulation_steps = {plan.samples_per_update} (samples)",
-            f"steps_per_generation = {plan.updates_per_epoch} x gradient_accumulation_steps (it follows from the others)",
-            f"num_iterations={plan.epochs}",
-            f"max_steps={plan.optimizer_steps} (optimizer steps)",
-        ),
+        return "no equivalent: its GRPOTrainer draws each prompt once, it has no dynamic sampling"
+    return (
+        f"num_generations={recipe.samples_per_prompt}, "
+        f"generation_batch_size={recipe.samples_per_step} (samples), "
+        f"per_device_train_batch_size x processes x gradient_accumulation_steps = {recipe.samples_per_update} (samples), "
+        f"steps_per_generation = {recipe.updates_per_epoch} x gradient_accumulation_steps (it follows from the others), "
+        f"num_iterations={recipe.update.epochs}, "
+        f"max_steps={recipe.policy_updates} (optimizer steps)"
     )
 
 
-def _prime_rl(plan: BatchPlan) -> Equivalent:
-    if plan.updates_per_step > 1:
-        why = f"it makes one update of each batch, and here a step of {plan.samples} samples makes {plan.updates_per_step}"
-        return Equivalent("prime-rl", (), why)
-    return Equivalent(
-        "prime-rl", (f"batch_size={plan.samples} (rollouts)", f"rollouts_per_example={plan.samples_per_prompt}")
-    )
+def _prime_rl(recipe: Recipe) -> str:
+    if recipe.updates_per_step > 1:
+        return (
+            f"no equivalent: it makes one update of each batch, and here a step of {recipe.samples_per_step} samples makes "
+            f"{recipe.updates_per_step}"
+        )
+    return f"batch_size={recipe.samples_per_step} (rollouts), rollouts_per_example={recipe.samples_per_prompt}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import combinations
-from typing import Literal
+from typing import Literal, TypeVar
 
-from lockstep.config.algorithm import Critic
 from lockstep.config.optimizer import offload_mistake
 from lockstep.config.schema import Lora, Recipe
 from lockstep.config.section import Section
-from lockstep.config.vllm import Vllm
 from lockstep.errors import DoesNotFitError
 from lockstep.plan.activations import FP32, Recompute
 from lockstep.plan.memory import OUTSIDE, Phase, Sizes, host_bytes, offloaded_host_bytes, peak, phases, stream_tokens
@@ -164,9 +163,7 @@ def fitting_changes(plan: MemoryPlan, recipe: Recipe) -> list[tuple[tuple[str, .
     for count in (1, 2, 3):
         fitting = []
         for chosen in combinations(changes, count):
-            changed = recipe
-            for change in chosen:
-                changed = changed.model_copy(update=change.update(changed))
+            changed = reduce(lambda so_far, change: change.made(so_far), chosen, recipe)
             if (found := replan(plan, changed)).fits:
                 fitting.append((tuple(change.setting for change in chosen), changed, found))
         if fitting:
@@ -185,79 +182,67 @@ def replan(plan: MemoryPlan, recipe: Recipe) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A setting that saves memory."""
+    """A setting that saves memory. Example: _Change("model.dtype", "bf16", …)"""
 
-    setting: str
+    path: str
+    value: str | int
     helps: Callable[[Recipe, MemoryInputs], bool]
-    update: Callable[[Recipe], dict[str, object]]
-    """The sections of the recipe that it replaces."""
+
+    @property
+    def setting(self) -> str:
+        return f"{self.path}={self.value}"
+
+    def made(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this setting."""
+        if self.path != "adapter.kind":
+            return _with(recipe, self.path, self.value)
+        return part(recipe, adapter=Lora()) if recipe.optimizer.offload == "none" else recipe  # refused together
 
 
-def part(section: Section, **changes: object) -> Section:
+S = TypeVar("S", bound=Section)
+
+
+def part(section: S, **changes: object) -> S:
     return section.model_copy(update=changes)
 
 
+def _with(section: S, path: str, value: object) -> S:
+    """Return the section with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return part(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
+
+
 _CHANGES = (
+    _Change("update.recompute", "auto", lambda recipe, inputs: recipe.update.recompute in ("none", "selective")),
     _Change(
-        "update.recompute=auto",
-        lambda recipe, inputs: recipe.update.recompute in ("none", "selective"),
-        lambda recipe: {"update": part(recipe.update, recompute="auto")},
-    ),
-    _Change(
-        f"update.tokens_per_microbatch={LEAST_BUDGET}",
+        "update.tokens_per_microbatch",
+        LEAST_BUDGET,
         lambda recipe, inputs: (recipe.update.tokens_per_microbatch or 0) > LEAST_BUDGET,
-        lambda recipe: {"update": part(recipe.update, tokens_per_microbatch=LEAST_BUDGET)},
     ),
+    _Change("model.dtype", "bf16", lambda recipe, inputs: inputs.element == FP32),
     _Change(
-        "model.dtype=bf16",
-        lambda recipe, inputs: inputs.element == FP32,
-        lambda recipe: {"model": part(recipe.model, dtype="bf16")},
-    ),
-    _Change(
-        "sync.transport=shared",
+        "sync.transport",
+        "shared",
         lambda recipe, inputs: recipe.rollout.engine == "native" and recipe.sync.transport == "copy",
-        lambda recipe: {"sync": part(recipe.sync, transport="shared")},
     ),
+    _Change("rollout.engine", "native", lambda recipe, inputs: recipe.rollout.engine == "vllm"),
     _Change(
-        "rollout.engine=native",
-        lambda recipe, inputs: recipe.rollout.engine == "vllm",
-        lambda recipe: {"rollout": part(recipe.rollout, engine="native", vllm=Vllm())},
-    ),
-    _Change(
-        "optimizer.states=8bit",
+        "optimizer.states",
+        "8bit",
         lambda recipe, inputs: recipe.optimizer.kind == "adamw" and recipe.optimizer.states == "fp32",
-        lambda recipe: {"optimizer": part(recipe.optimizer, states="8bit")},
     ),
     _Change(
-        "optimizer.offload=cpu",
+        "optimizer.offload",
+        "cpu",
         lambda recipe, inputs: (
             recipe.optimizer.offload == "none"
-            and not offload_mistake(
-                recipe.optimizer.model_copy(update={"offload": "cpu"}), inputs.device, recipe.adapter
-            )
+            and not offload_mistake(part(recipe.optimizer, offload="cpu"), inputs.device, recipe.adapter)
         ),
-        lambda recipe: {"optimizer": part(recipe.optimizer, offload="cpu")},
     ),
-    _Change(
-        "optimizer.offload=none",
-        lambda recipe, inputs: recipe.optimizer.offload == "cpu",
-        lambda recipe: {"optimizer": part(recipe.optimizer, offload="none")},
-    ),
-    _Change(
-        "algorithm.kl.coef=0",
-        lambda recipe, inputs: "reference model" in inputs.copies,
-        lambda recipe: {"algorithm": part(recipe.algorithm, kl=part(recipe.algorithm.kl, coef=0.0))},
-    ),
-    _Change(
-        "algorithm.critic.backbone=shared",
-        lambda recipe, inputs: inputs.critic == "own",
-        lambda recipe: {"algorithm": part(recipe.algorithm, critic=Critic(backbone="shared"))},
-    ),
-    _Change(
-        "adapter.kind=lora",
-        lambda recipe, inputs: recipe.adapter.kind == "none",
-        lambda recipe: {"adapter": Lora()} if recipe.optimizer.offload == "none" else {},  # refused together
-    ),
+    _Change("optimizer.offload", "none", lambda recipe, inputs: recipe.optimizer.offload == "cpu"),
+    _Change("algorithm.kl.coef", 0, lambda recipe, inputs: "reference model" in inputs.copies),
+    _Change("algorithm.critic.backbone", "shared", lambda recipe, inputs: inputs.critic == "own"),
+    _Change("adapter.kind", "lora", lambda recipe, inputs: recipe.adapter.kind == "none"),
 )
 
 
@@ -289,18 +274,15 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 
 # --- checking -------------------------------------------------------------------------------------------------------
-def memory_metrics(plan: MemoryPlan, peak_bytes: float) -> Metrics:
-    """Return the predicted peak of torch's allocator, and the share by which the measured one is above."""
-    predicted = plan.peak.bytes
-    return {"memory/predicted_gib": predicted / GIB, "memory/plan_error": peak_bytes / predicted - 1}
-
-
-def plan_warning(plan: MemoryPlan, peak_bytes: float) -> str:
-    """Return a warning about a prediction that was off by more than TOLERATED; empty if it was not."""
+def compared(plan: MemoryPlan, peak_bytes: float) -> tuple[Metrics, str]:
+    """Return the predicted peak of torch's allocator with the share by which the measured one is above, and a warning if that is
+    more than TOLERATED.
+    """
     predicted = plan.peak.bytes
     error = peak_bytes / predicted - 1
+    metrics = {"memory/predicted_gib": predicted / GIB, "memory/plan_error": error}
     if abs(error) <= TOLERATED:
-        return ""
-    return (
+        return metrics, ""
+    return metrics, (
         f"memory: the peak is {peak_bytes / GIB:.2f} GiB where {predicted / GIB:.2f} GiB were predicted ({error:+.0%})"
     )

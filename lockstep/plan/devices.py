@@ -12,12 +12,6 @@ from lockstep.errors import ConfigError, MachineError
 SMI_SECONDS = 10.0
 
 
-def workers_of(recipe: Recipe) -> int:
-    """Return the number of processes with a model."""
-    place = recipe.placement
-    return 1 if isinstance(place, Local) else place.trainers + place.samplers
-
-
 def gpus_here() -> list[str]:
     """Return the names of the GPUs that this process may use, as nvidia-smi says. Raises MachineError if that hangs."""
     if shutil.which("nvidia-smi") is None:
@@ -44,7 +38,7 @@ def device_table(recipe: Recipe, here: list[str]) -> list[str]:
     if isinstance(place, Local):
         return []
     lines = ["worker  work               GPU"]
-    for rank in range(workers_of(recipe)):
+    for rank in range(recipe.workers):
         work = "samples" if rank >= place.trainers else "trains" if place.samplers else "trains and samples"
         lines.append(f"rank {rank:<2} {work:<18} {here[rank] if rank < len(here) else 'missing'}")
     return lines
@@ -56,9 +50,7 @@ def worker_lines(recipe: Recipe) -> list[str]:
     if isinstance(place, Local):
         return []
     own = f"1/{place.trainers} of masters and moments" if place.trainers > 1 else "masters and moments"
-    lines = [
-        f"each of {workers_of(recipe)} workers holds the whole weights; a trainer {own}, gradients to send and to add"
-    ]
+    lines = [f"each of {recipe.workers} workers holds the whole weights; a trainer {own}, gradients to send and to add"]
     if place.samplers:
         lines.append("phase generate is that of the samplers, which hold weights, keys and values alone")
     return lines
@@ -76,7 +68,7 @@ def require_devices(recipe: Recipe) -> None:
 
 def require_gpus(recipe: Recipe, remedy: str = "reduce the workers in placement") -> None:
     """Raise ConfigError, with a table and the remedy, if workers on GPUs need more of them than there are."""
-    needed = 0 if isinstance(recipe.placement, Local) else workers_of(recipe)
+    needed = 0 if isinstance(recipe.placement, Local) else recipe.workers
     here = gpus_here() if needed and recipe.device != "cpu" else []
     if len(here) >= needed or (recipe.device != "cuda" and not here):
         return

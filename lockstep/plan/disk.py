@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lockstep.checkpoint.manifest import SUFFIXES
+from lockstep.checkpoint.state import files_beside
 from lockstep.config.adapter import RESIDUAL_INITS, Lora, NoAdapter
 from lockstep.config.schema import AdamW, Muon, Recipe
 from lockstep.errors import DoesNotFitError
 from lockstep.evaluation.plan import replies_in_all
-from lockstep.plan.memory_inputs import adapter_size, state_bytes, targeted
+from lockstep.plan.memory_inputs import adapter_size, critic_parameters, element_bytes, state_bytes, targeted
 from lockstep.plan.shapes import ModelShape
 
 FP32 = 4
@@ -74,15 +74,14 @@ class DiskPlan:
 def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], files: float = 0.0) -> DiskPlan:
     """Return the forecast of a recipe over a model. `files`: bytes of what is copied beside full weights (config, tokenizer)."""
     full = recipe.adapter.kind == "none"
-    element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+    element = element_bytes(recipe, device)
     _, added = adapter_size(recipe.adapter, shape)
     trained = shape.parameters if full else added
     master = FP32 if element < FP32 else 0.0
     optimizer = (master + state_bytes(recipe, shape)) * trained
     critic = recipe.algorithm.critic
     if critic is not None and critic.backbone == "own":
-        values = added if added else shape.parameters - (0 if shape.tied else shape.head)
-        optimizer += (element + master + state_bytes(recipe, shape)) * values
+        optimizer += (element + master + state_bytes(recipe, shape)) * critic_parameters(shape, added)
     tensors = _tensors(recipe, shape, masters=element < FP32)
     if critic is not None and critic.backbone == "own":
         tensors *= 2
@@ -95,6 +94,15 @@ def plan_disk(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"],
         rollouts=_rollouts(recipe),
         scores=_scores(recipe),
     )
+
+
+def forecast(recipe: Recipe, shape: ModelShape, device: Literal["cuda", "cpu"], model: Path) -> DiskPlan | None:
+    """Return the plan for the model in a folder; None for a user's optimizer or another method of PEFT, whose sizes cannot be
+    told.
+    """
+    if recipe.adapter.kind == "peft" or recipe.optimizer.kind == "python":
+        return None
+    return plan_disk(recipe, shape, device, sum(path.stat().st_size for path in files_beside(model)))
 
 
 def _saved(recipe: Recipe, shape: ModelShape, trained: int) -> float:
@@ -141,12 +149,6 @@ def _scores(recipe: Recipe) -> float:
         return 0.0
     tokens = recipe.eval.max_tokens or recipe.rollout.max_tokens
     return replies_in_all(recipe) * (SCORE_REPLY + SCORE_TOKEN * tokens)
-
-
-def beside_bytes(folder: Path) -> int:
-    """Count the bytes of the files that a checkpoint of full weights copies from the model's folder."""
-    kept, not_taken = SUFFIXES - {".safetensors"}, (".index.json", "manifest.json")
-    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in kept and not p.name.endswith(not_taken))
 
 
 @dataclass(frozen=True, slots=True)

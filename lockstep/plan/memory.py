@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.plan.activations import FP32, PAIRS, STREAM, PerToken, Recompute, copied_keys, per_token
-from lockstep.plan.memory_inputs import GIB as GIB
-from lockstep.plan.memory_inputs import MemoryInputs
+from lockstep.plan.memory_inputs import GIB, MemoryInputs, critic_parameters
 from lockstep.plan.shapes import PACKED_BYTES
 
 LOGITS_BYTES = 2**31
@@ -144,12 +143,8 @@ def static_terms(inputs: MemoryInputs, slots: int) -> tuple[tuple[Term, ...], tu
 
 
 def critic_trained(inputs: MemoryInputs) -> int:
-    """Parameters that a critic of its own trains: the decoder's, without a separate head; under an adapter its adapters."""
-    if inputs.critic != "own":
-        return 0
-    if inputs.added:
-        return inputs.added
-    return inputs.shape.parameters - (0 if inputs.shape.tied else inputs.shape.head)
+    """Parameters that a critic of its own trains; 0 without one."""
+    return critic_parameters(inputs.shape, inputs.added) if inputs.critic == "own" else 0
 
 
 def cache_bytes(inputs: MemoryInputs, slots: int) -> float:

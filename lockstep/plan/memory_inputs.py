@@ -165,7 +165,7 @@ def memory_inputs_of(
     adapter, place = recipe.adapter, recipe.placement
     rank, added = adapter_size(adapter, shape)
     packed = packed_parameters(adapter, shape)
-    element = 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+    element = element_bytes(recipe, device)
     copies = []
     if recipe.algorithm.kl.coef > 0 and not rank:
         copies.append("reference model")
@@ -196,11 +196,21 @@ def memory_inputs_of(
         row=recipe.sft.max_tokens if recipe.sft else 0,
         step_work=_step_work(recipe, shape, added if rank else shape.parameters),
         trainers=0 if isinstance(place, Local) else place.trainers,
-        engines=1 if isinstance(place, Local) else place.samplers or place.trainers,
+        engines=recipe.engines,
         split=isinstance(place, Split),
         offload=recipe.optimizer.offload == "cpu",
         offload_room=_offload_room(recipe, shape, element),
     )
+
+
+def element_bytes(recipe: Recipe, device: Literal["cuda", "cpu"]) -> int:
+    """Bytes of an element of the weights."""
+    return 4 if recipe.model.dtype == "fp32" or (recipe.model.dtype == "auto" and device == "cpu") else 2
+
+
+def critic_parameters(shape: ModelShape, added: int) -> int:
+    """Parameters of a critic of its own: the decoder's, without a separate head; under an adapter the `added` of its adapters."""
+    return added or shape.parameters - (0 if shape.tied else shape.head)
 
 
 def state_bytes(recipe: Recipe, shape: ModelShape) -> float:

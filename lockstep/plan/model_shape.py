@@ -1,23 +1,30 @@
-"""Finds the shape of a model in a folder, from config.json alone if its family is known.
-
-A model of any other family is built on the meta device, which allocates no memory for weights, and its parameters are counted.
-So is a model whose safetensors headers disagree with the count from config.json.
-"""
+"""Finds the shape of a model: it is built on the meta device, which takes no memory for weights, and its modules are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from lockstep.config.adapter import keeps_mxfp4
 from lockstep.errors import ModelError
-from lockstep.models.folder import read_json
+from lockstep.models.decoder import even_heads
+from lockstep.models.known import kind_of_experts
+from lockstep.models.load import structure
+from lockstep.models.states import first_state, state_layers
 from lockstep.models.stored import stored_parameters
-from lockstep.plan.shapes import PACKED_BYTES, ModelShape, shape_of
+from lockstep.plan.shapes import PACKED_BYTES, Linear, ModelShape
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Recipe
+
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "feed_forward_size")
+"""Config keys of the width of a dense MLP."""
+EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Config keys of the number of experts of a layer; versions of transformers write one name or another."""
 
 
 def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
@@ -27,26 +34,11 @@ def recipe_shape(recipe: Recipe, folder: Path) -> ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder.
-
-    Imports torch only for a family that is not in FAMILIES, for a config that leaves sizes out, and where the weight files
-    hold another number of parameters.
+    """Return the shape of the model in a folder. Raises ModelError if config.json is missing or describes no decoder, or a file
+    of weights is cut off.
     """
-    config = read_json(folder / "config.json")
-    shape = shape_of(config)
-    if shape is not None:
-        stored = stored_parameters(folder)
-        # Some files keep a tied weight under both of its names.
-        if stored in (None, shape.parameters, shape.parameters + shape.head * shape.tied):
-            return shape
-    return measured_shape(folder)
-
-
-def measured_shape(folder: Path) -> ModelShape:
-    """Return the shape of a model that is built on the meta device: any decoder that transformers knows. Imports torch."""
-    from lockstep.plan.modules import shape_of_model
-
     model = meta_model(folder)
+    stored_parameters(folder)  # for its errors
     try:
         return shape_of_model(model)
     except (
@@ -64,8 +56,6 @@ def measured_shape(folder: Path) -> ModelShape:
 
 def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return a transformers model whose weights take no memory. Raises ModelError if it cannot be built."""
-    from lockstep.models.load import structure
-
     try:
         return structure(folder, trust_remote_code)
     except Exception as error:  # whatever transformers makes of a config that lies
@@ -75,3 +65,95 @@ def meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
             where=str(folder / "config.json"),
             fix="check config.json, or fetch the model again",
         ) from error
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """Return the shape of a transformers causal language model, on any device."""
+    config = model.config.get_text_config()
+    words, heads, hidden = config.to_dict(), int(config.num_attention_heads), int(config.hidden_size)
+    layers = [_linears(layer) for layer in model.get_decoder().layers]
+    alike = all(one == layers[0] for one in layers)
+    names = {linear.name: linear for one in reversed(layers) for linear in reversed(one)}
+    experts = next((int(words[name]) for name in EXPERT_NAMES if words.get(name)), 0)
+    width = words.get("moe_intermediate_size") if experts else None
+    window, windowed = _windows(words)
+    modules = dict(model.get_decoder().named_modules())
+    kv_heads, size = even_heads(model)
+    return ModelShape(
+        hidden=hidden,
+        layers=len(layers),
+        heads=heads,
+        kv_heads=kv_heads or int(words.get("num_key_value_heads") or heads),
+        head_dim=size or max(_sizes(model), default=hidden // heads),
+        intermediate=_width(width or next((words[name] for name in WIDTHS if words.get(name)), 4 * hidden)),
+        vocab=int(config.vocab_size),
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        parameters=sum(p.numel() for p in model.parameters()),
+        linears=layers[0] if alike else tuple(reversed(names.values())),
+        experts=experts,
+        experts_per_token=int(words.get("num_experts_per_tok") or words.get("top_k_experts") or 1) if experts else 0,
+        grouped=any(kind_of_experts(module) for module in modules.values()),
+        qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name in modules),
+        window=window,
+        windowed=windowed,
+        softcap=bool(words.get("attn_logit_softcapping")),
+        sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
+        norms=sum("norm" in name for name, _ in model.get_decoder().layers[0].named_children()),
+        every_linear=() if alike else tuple(linear for one in layers for linear in one),
+        cached=0 if size else sum(_cached(model)),
+        state=sum(t.nbytes for layer in state_layers(model) for t in first_state(layer, hidden).values()),
+    )
+
+
+def _linears(layer: nn.Module) -> tuple[Linear, ...]:
+    return tuple(
+        Linear(name.rsplit(".", 1)[-1], module.out_features, module.in_features)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    )
+
+
+def _width(stated: int | list[int]) -> int:
+    """Return the width of the MLP; of several the largest."""
+    return int(max(stated) if isinstance(stated, (list, tuple)) else stated)
+
+
+def _attentions(model: Any) -> Iterator[Any]:
+    """Yield the modules with attention."""
+    states = {id(module) for module in state_layers(model)}
+    for module in model.get_decoder().modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "o_proj") and id(module) not in states:
+            yield module
+
+
+def _sizes(model: Any) -> Iterator[int]:
+    """Yield the size of a key's head in each layer."""
+    for module in _attentions(model):
+        size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        if size:
+            yield int(size)
+
+
+def _cached(model: Any) -> Iterator[int]:
+    """Yield the numbers of keys and values of one token in each layer with attention."""
+    before: dict[Any, int] = {}
+    for module in _attentions(model):
+        kind, key, value = (
+            getattr(module, "layer_type", None),
+            getattr(module, "k_proj", None),
+            getattr(module, "v_proj", None),
+        )
+        if hasattr(module, "kv_b_proj"):
+            before[kind] = module.num_heads * (module.qk_head_dim + module.v_head_dim)
+        elif isinstance(key, nn.Linear):
+            before[kind] = key.out_features + (value if isinstance(value, nn.Linear) else key).out_features
+        yield before.get(kind, 0)  # without a key of its own it has that of the layer of its kind before it
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the sliding window and in how many layers it is in force."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window or (config.get("use_sliding_window") is not True and "qwen" in config["model_type"]):
+        return None, 0
+    windowed = int(config["num_hidden_layers"]) if kinds is None else list(kinds).count("sliding_attention")
+    return (int(window), windowed) if windowed else (None, 0)

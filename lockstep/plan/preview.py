@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from lockstep.algorithms.build import Objective, build_objective
 from lockstep.config.schema import Local, Model, Recipe, Sft
 from lockstep.errors import DoesNotFitError, ModelError
-from lockstep.models.builtin import BUILTINS, LAYOUT
-from lockstep.models.cache import cache_root
+from lockstep.models.builtin import BUILTINS, builtin_place
 from lockstep.models.resolve import HUB_ID, hub_config
 from lockstep.plan.choice import MemoryPlan, memory_lines, plan_memory
-from lockstep.plan.devices import worker_lines, workers_of
-from lockstep.plan.disk import DiskPlan, Share, beside_bytes, disk_lines, plan_disk, shares
+from lockstep.plan.devices import worker_lines
+from lockstep.plan.disk import DiskPlan, Share, disk_lines, forecast, shares
 from lockstep.plan.floors import H200, Floor, Machine, Update, Work, optimizer_seconds, step_floor, train_seconds
 from lockstep.plan.floors import table as floor_table
 from lockstep.plan.memory_inputs import GIB, adapter_size, offloaded_bytes
@@ -56,12 +57,10 @@ class Preview:
         shape = recipe_shape(recipe, folder)
         device, available, total, name = planned_device(recipe, gpu_gib)
         if device == "cpu":  # its workers share it
-            available, total = available / workers_of(recipe), total / workers_of(recipe)
-        disk = None
-        if recipe.adapter.kind != "peft" and recipe.optimizer.kind != "python":
-            disk = plan_disk(recipe, shape, device, beside_bytes(folder))
+            available, total = available / recipe.workers, total / recipe.workers
+        disk = forecast(recipe, shape, device, folder)
         disks = [] if disk is None else shares(disk, Path(recipe.runs_dir), recipe.paths.disk(recipe.runs_dir))
-        host = free_main_memory() if gpu_gib is None else None
+        host = float(psutil.virtual_memory().available) if gpu_gib is None else None
         return Preview(recipe, shape, build_objective(recipe), device, available, total, name, disk, disks, host)
 
     def memory(self) -> MemoryPlan:
@@ -145,17 +144,14 @@ def _floor_lines(preview: Preview) -> list[str]:
     floor = recipe_floor(
         recipe, preview.shape, machine, old=objective.recomputes_old, reference=objective.needs_reference
     )
-    workers = workers_of(recipe)
+    workers = recipe.workers
     where = f"{workers} x {machine.name}" if workers > 1 else machine.name
     return [f"a step on {where} takes at least, with {full}:", *floor_table(floor)]
 
 
 def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) -> str:
     """Return the least time of a step whose rows are as long as they may be, and all of which carry loss."""
-    adapter = recipe.adapter.kind != "none"
-    trained = shape.parameters if recipe.adapter.kind == "none" else adapter_size(recipe.adapter, shape)[1]
-    work = Work.equal(sft.sequences_per_step, 1, 0, sft.max_tokens)
-    update = Update(trained, adapter=adapter, offloaded=offloaded_bytes(recipe, shape))
+    work, update = Work.equal(sft.sequences_per_step, 1, 0, sft.max_tokens), _update_of(recipe, shape)
     seconds, optimizer = train_seconds(shape, work, update, machine), optimizer_seconds(update, machine)
     tokens = sft.sequences_per_step * sft.max_tokens
     return (
@@ -166,32 +162,33 @@ def _sft_floor(recipe: Recipe, sft: Sft, shape: ModelShape, machine: Machine) ->
 
 def recipe_floor(recipe: Recipe, shape: ModelShape, machine: Machine, *, old: bool, reference: bool) -> Floor:
     """Return the least time of a step in which every prompt has ASSUMED_PROMPT tokens and every reply is as long as it may be."""
-    adapter = recipe.adapter
-    trained = shape.parameters if adapter.kind == "none" else adapter_size(adapter, shape)[1]
     work = Work.equal(recipe.prompts_per_step, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
-    update = Update(
-        trained,
-        adapter=adapter.kind != "none",
-        share_prompts=recipe.update.share_prompts,
-        old=old,
-        reference=reference,
-        offloaded=offloaded_bytes(recipe, shape),
-    )
+    update = _update_of(recipe, shape, old=old, reference=reference)
     whole, place = step_floor(shape, work, update, machine), recipe.placement
     if isinstance(place, Local):
         return whole
-    prompts = -(
-        -recipe.prompts_per_step // (place.samplers or place.trainers)
-    )  # of one engine: all of a prompt's samples
+    prompts = -(-recipe.prompts_per_step // recipe.engines)  # of one engine: all of a prompt's samples
     own = Work.equal(prompts, recipe.samples_per_prompt, ASSUMED_PROMPT, recipe.rollout.max_tokens)
     shared = {name: getattr(whole, name) / place.trainers for name in ("old", "reference", "train", "optimizer")}
     return replace(step_floor(shape, own, update, machine), **shared)
 
 
+def _update_of(recipe: Recipe, shape: ModelShape, *, old: bool = False, reference: bool = False) -> Update:
+    full = recipe.adapter.kind == "none"
+    return Update(
+        shape.parameters if full else adapter_size(recipe.adapter, shape)[1],
+        adapter=not full,
+        share_prompts=recipe.update.share_prompts,
+        old=old,
+        reference=reference,
+        offloaded=offloaded_bytes(recipe, shape),
+    )
+
+
 def folder_here(model: Model) -> Path | None:
     """Return the folder of a model that is on this machine already; nothing is fetched."""
     if model.path in BUILTINS:
-        folder = cache_root() / "models" / f"{model.path}-{BUILTINS[model.path].sha256[:12]}-{LAYOUT}"
+        folder = builtin_place(model.path)
         return folder if (folder / "config.json").is_file() else None
     folder = Path(model.path).expanduser()
     if (folder / "config.json").is_file():
@@ -226,19 +223,11 @@ def _hub_cache(model: Model) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def free_main_memory() -> float:
-    import psutil
-
-    return float(psutil.virtual_memory().available)
-
-
 def planned_device(recipe: Recipe, gpu_gib: float | None = None) -> tuple[Literal["cuda", "cpu"], float, float, str]:
     """Return kind, free bytes, all bytes and name of the device that the plan is for."""
     if gpu_gib is not None:
         name = f"a GPU of {gpu_gib:g} GiB{' (H200)' if 135 <= gpu_gib <= 142 else ''}"
         return "cuda", gpu_gib * GIB, gpu_gib * GIB, name
-    import psutil
-
     from lockstep.device import gpu_memory, gpus, has_gpu
 
     if recipe.device != "cpu" and has_gpu():

@@ -40,12 +40,11 @@ def fit_lines(preview: Preview) -> list[str]:
 def propose(preview: Preview) -> tuple[list[Proposed], Recipe, MemoryPlan]:
     """Return settings in the order in which they were decided, the recipe with them, and its plan."""
     asked = preview.recipe
-    recipe = asked.model_copy(
-        update={
-            "allow": ["memory"],
-            "update": part(asked.update, tokens_per_microbatch=None, recompute="auto"),
-            "rollout": part(asked.rollout, slots="auto"),
-        }
+    recipe = part(
+        asked,
+        allow=["memory"],
+        update=part(asked.update, tokens_per_microbatch=None, recompute="auto"),
+        rollout=part(asked.rollout, slots="auto"),
     )
     before = replace(preview, recipe=recipe).memory()
     recipe, plan = _sized(recipe, before)
@@ -62,7 +61,7 @@ def _sized(recipe: Recipe, plan: MemoryPlan) -> tuple[Recipe, MemoryPlan]:
     if plan.inputs.device == "cuda":
         return recipe, plan
     for tokens in CPU_TOKENS:
-        recipe = recipe.model_copy(update={"update": part(recipe.update, tokens_per_microbatch=tokens)})
+        recipe = part(recipe, update=part(recipe.update, tokens_per_microbatch=tokens))
         plan = replan(plan, recipe)
         if plan.fits:
             break
@@ -114,7 +113,7 @@ def _longest(recipe: Recipe, plan: MemoryPlan) -> int:
     """Return the longest reply, doubled from the recipe's, that fits too."""
     tokens = recipe.rollout.max_tokens
     while tokens * 2 <= LONGEST_REPLY:
-        longer = recipe.model_copy(update={"rollout": part(recipe.rollout, max_tokens=tokens * 2)})
+        longer = part(recipe, rollout=part(recipe.rollout, max_tokens=tokens * 2))
         if not replan(plan, longer).fits:
             break
         tokens *= 2

@@ -66,9 +66,7 @@ class Monitor:
         except LearnerError as error:
             self._failure, why = error, str(error)
         if why and step < self._recipe.steps:
-            self.over = self.over or why
-            self._logger.event("early_stop", why, step=step)
-            self._logger.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
+            self._end(step, self.over or why, why)
 
     def _note_scores(self, step: int, metrics: Metrics) -> None:
         for name in (f"{probe}/accuracy" for probe in probes(self._recipe)):
@@ -77,11 +75,14 @@ class Monitor:
         match self._recipe.eval.stop:
             case Drops() | Plateau() as rule if rule.metric in metrics and step < self._recipe.steps:
                 if why := should_stop(rule, self._points(rule.metric)):
-                    self.over = why
-                    self._logger.event("early_stop", why, step=step)
-                    self._logger.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
+                    self._end(step, why, why)
             case Drops() | Plateau() | NoStop():
                 pass
+
+    def _end(self, step: int, over: str, why: str) -> None:
+        self.over = over
+        self._logger.event("early_stop", why, step=step)
+        self._logger.say(f"stopping after step {step} of {self._recipe.steps}: {why}")
 
     def require_healthy(self) -> None:
         """Raise HealthStop if a rule ended the run: the rule, its numbers, the remedy, and how to continue without the rule."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from lockstep.build.disk import disk_metrics
 from lockstep.build.memory import check_memory
@@ -68,24 +67,19 @@ class Session:
         """Times of the present step."""
 
     def __enter__(self) -> Session:
-        self._watchdog.__enter__()
-        try:
+        with ExitStack() as ends:
+            ends.callback(self._utilisation.close)
+            ends.enter_context(self._watchdog)
             self._proof = self._prove()
             rollout, probe = self._recipe.rollout, self._proof.probe
             cut = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
             self._exact = probe is not None and probe.tolerance == 0 and not cut
-        except BaseException:
-            self._watchdog.__exit__(None, None, None)
-            raise
-        self._stop.__enter__()
+            ends.enter_context(self._stop)
+            self._ends = ends.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._utilisation.close()
-        self._stop.__exit__(kind, error, trace)
-        self._watchdog.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -24,7 +24,6 @@ from lockstep.cluster.sampler import Sampler
 from lockstep.cluster.worker import rank_proof
 from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
-from lockstep.plan.devices import workers_of
 from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
 from lockstep.sync.transports import SharedSync
 from lockstep.tasks.base import BuiltTask
@@ -112,7 +111,7 @@ def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) ->
     if isinstance(recipe.placement, Local):
         return build_eval_session(recipe, replaced=replaced)
     task = build_task_of(recipe)
-    placement = Colocated(gpus=workers_of(recipe), timeout_s=recipe.placement.timeout_s)  # those that train score, too
+    placement = Colocated(gpus=recipe.workers, timeout_s=recipe.placement.timeout_s)  # those that train score, too
     folder = _folder(stack)
     resolved, started = start_workers(recipe, placement, folder, stack, EvalHost)
     started.again = "evaluate again"

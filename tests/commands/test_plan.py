@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.algorithms.build import build_objective
 from lockstep.cli import main
-from lockstep.commands.plan import SECTIONS
+from lockstep.commands.plan import sections
 from lockstep.config.load import load
 from lockstep.plan.batch import batch_lines
 from tests.saying import Printed
@@ -20,8 +20,9 @@ def test_plan_prints_batches_formula_rate_and_steps(printed: Printed) -> None:
     out = printed("plan", "smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5")
     recipe = load(["smoke", "steps=40", "update.samples_per_update=4", "optimizer.lr=1e-5"])
     assert out.startswith("smoke: rl, task reasoning_gym, 40 steps\n")
-    said = [section.title for section in SECTIONS if f"\n{section.title}\n" in out]
-    assert said == [section.title for section in SECTIONS if section.lines(recipe)] == [s.title for s in SECTIONS]
+    found = sections(recipe)
+    assert all(lines for _, lines in found)
+    assert [title for title, _ in found if f"\n{title}\n" in out] == [title for title, _ in found]
     assert all(f"  {line}\n" in out for line in batch_lines(recipe))
     assert all(f"  {line}\n" in out for line in build_objective(recipe).formula.splitlines())
     assert "  learning rate 1e-05: set by optimizer.lr; constant over 80 optimizer steps, no warm-up\n" in out

@@ -112,7 +112,7 @@ def test_a_control_group_counts_for_cores_and_memory(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 1 <= machine.usable_cores() <= machine.visible_cores()
+    assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
     assert machine.check_python().verdict == "ok"
     assert machine.check_packages().verdict == "ok", machine.check_packages()
     assert machine.check_loopback() == Check("loopback", "ok", "127.0.0.1 answers")

@@ -10,6 +10,7 @@ from lockstep.config.load import load
 from lockstep.config.schema import Recipe
 from lockstep.loops.start import start_run
 from lockstep.tasks.build import build_task
+from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_events, read_metrics
 
@@ -162,6 +163,22 @@ def numbers(run: RunDirectory) -> dict[int, dict[str, str]]:
         row.step: {name: repr(value) for name, value in row.metrics.items() if not name.startswith(TIMES)}
         for row in read_metrics(run)
     }
+
+
+def column(run: RunDirectory, name: str) -> list[float]:
+    """A metric of every step that has it."""
+    return [row.metrics[name] for row in read_metrics(run) if name in row.metrics]
+
+
+def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
+    """Final weights, optimizer, all metrics but times, and all samples are equal, and the runs are whole."""
+    assert [row.step for row in read_metrics(one)][-steps:] == list(range(1, steps + 1))
+    return (
+        weights(one, steps) == weights(other, steps)
+        and numbers(one) == numbers(other)
+        and fingerprints(one) == fingerprints(other)
+        and all(read_rollouts(one, step) == read_rollouts(other, step) for step in range(1, steps + 1))
+    )
 
 
 def events(run: RunDirectory, kind: str) -> list[str]:

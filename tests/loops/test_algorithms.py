@@ -15,8 +15,8 @@ from lockstep.track.catalogue import find
 from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import proof_from_json, read_metrics
-from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, trained
-from tests.loops.test_resume import same, stopped
+from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, same, trained
+from tests.loops.test_resume import stopped
 
 KINDS = (
     "grpo",

@@ -18,8 +18,7 @@ from lockstep.noise.apply import is_noisy
 from lockstep.seeds import seed_for
 from lockstep.sync.fingerprint import fingerprint
 from lockstep.track.rundir import RunDirectory
-from lockstep.track.writer import read_metrics
-from tests.loops.runs import LORA, NO_EVAL, events, fingerprints, numbers, recipe, trained
+from tests.loops.runs import LORA, NO_EVAL, column, events, fingerprints, numbers, recipe, trained
 
 NOISE = ("steps=6", "save.keep_last=6", "noise={stages: 3, sigma_start: 0.05, sigma_end: 0.02}")
 
@@ -27,10 +26,6 @@ NOISE = ("steps=6", "save.keep_last=6", "noise={stages: 3, sigma_start: 0.05, si
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> RunDirectory:
     return trained(tmp_path_factory.mktemp("noise"), tiny_model_dir, *NOISE)
-
-
-def column(run: RunDirectory, name: str) -> list[float]:
-    return [row.metrics[name] for row in read_metrics(run) if name in row.metrics]
 
 
 def test_the_metrics_follow_the_schedule(run: RunDirectory) -> None:

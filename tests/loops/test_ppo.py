@@ -9,10 +9,8 @@ import pytest
 
 from lockstep.learner.value_head import ValueTraining
 from lockstep.loops.start import resume_run, start_run
-from lockstep.track.rundir import RunDirectory
-from lockstep.track.writer import read_metrics
-from tests.loops.runs import LORA, NO_EVAL, fingerprints, numbers, recipe, trained, weights
-from tests.loops.test_resume import same, stopped
+from tests.loops.runs import LORA, NO_EVAL, column, fingerprints, numbers, recipe, same, trained, weights
+from tests.loops.test_resume import stopped
 
 PPO = ("algorithm.kind=ppo", "algorithm.critic.lr=0.01", NO_EVAL)
 OWN, SHARED = "algorithm.critic.backbone=own", "algorithm.critic.backbone=shared"
@@ -33,10 +31,6 @@ def by_prompt(prompt, reply):
     """What is still to come can be read off the question, whatever the reply."""
     return float("A" in prompt.messages[-1]["content"])
 '''
-
-
-def column(run: RunDirectory, name: str) -> list[float]:
-    return [row.metrics[name] for row in read_metrics(run) if name in row.metrics]
 
 
 @pytest.mark.sampled(2)

@@ -23,7 +23,6 @@ from lockstep.errors import (
 )
 from lockstep.evaluation.records import read_score, score_path
 from lockstep.loops.start import resume_run
-from lockstep.track.rollouts import read_rollouts
 from lockstep.track.rundir import RunDirectory
 from lockstep.track.writer import read_metrics
 from tests.gallery import Gallery
@@ -31,9 +30,9 @@ from tests.loops.runs import (
     LORA,
     NO_EVAL,
     events,
-    fingerprints,
     numbers,
     recipe,
+    same,
     terminate_in,
     trained,
     weights,
@@ -55,17 +54,6 @@ def stopped(folder: Path, model: Path, *overrides: str, step: int, name: str = "
     assert caught.value.exit_code == 75
     assert f"--resume {folder}/runs/{name}" in caught.value.fix
     return folder / "runs" / name
-
-
-def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
-    """Final weights, optimizer, all metrics but times, and all samples are equal, and the runs are whole."""
-    assert [row.step for row in read_metrics(one)][-steps:] == list(range(1, steps + 1))
-    return (
-        weights(one, steps) == weights(other, steps)
-        and numbers(one) == numbers(other)
-        and fingerprints(one) == fingerprints(other)
-        and all(read_rollouts(one, step) == read_rollouts(other, step) for step in range(1, steps + 1))
-    )
 
 
 @pytest.mark.sampled("lora-bf16")

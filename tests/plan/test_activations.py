@@ -7,7 +7,7 @@ import torch
 
 from lockstep.models.fused_layers import fuse_layers
 from lockstep.plan.activations import Layers, Recompute, per_token
-from lockstep.plan.modules import shape_of_model
+from lockstep.plan.model_shape import shape_of_model
 from tests.interpreter import interpreted
 from tests.plan import learners
 

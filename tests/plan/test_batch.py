@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.config.load import load
-from lockstep.plan.batch import batch_lines, batch_plan, equivalent_line, equivalents
+from lockstep.plan.batch import batch_lines, equivalents
 
 
 def line_of(args: list[str], start: str) -> str:
@@ -14,7 +14,7 @@ def line_of(args: list[str], start: str) -> str:
 
 
 def elsewhere(args: list[str], system: str) -> str:
-    (found,) = (equivalent_line(same) for same in equivalents(load(args)) if same.system == system)
+    (found,) = (line for line in equivalents(load(args)) if line.startswith(f"{system}: "))
     return found
 
 
@@ -23,10 +23,12 @@ VERL = ["prompts_per_step=1024", "samples_per_prompt=8", "update.samples_per_upd
 
 
 def test_the_arithmetic_of_verls_example() -> None:
-    plan = batch_plan(load(VERL), ranks=8)
-    assert (plan.samples, plan.samples_per_update, plan.samples_per_rank) == (8192, 2048, 256)
-    assert (plan.updates_per_epoch, plan.updates_per_step, plan.optimizer_steps) == (4, 4, 40)
-    assert list(plan.off_policy) == [2, 3, 4]
+    recipe = load(VERL)
+    assert (recipe.samples_per_step, recipe.samples_per_update) == (8192, 2048)
+    assert (recipe.updates_per_epoch, recipe.updates_per_step, recipe.policy_updates) == (4, 4, 40)
+    assert line_of(VERL, "off-policy").startswith("off-policy: updates 2 to 4 of each step")
+    eight = [*VERL, "placement={kind: colocated, gpus: 8}"]
+    assert line_of(eight, "an update").startswith("an update: 2048 samples on 8 processes with 256 each")
 
 
 def test_it_is_said_in_words() -> None:
@@ -43,8 +45,7 @@ def test_it_is_said_in_words() -> None:
 
 
 def test_a_single_update_is_on_policy() -> None:
-    plan = batch_plan(load([]))
-    assert (plan.updates_per_step, list(plan.off_policy)) == (1, [])
+    assert load([]).updates_per_step == 1
     assert line_of([], "off-policy") == (
         "off-policy: none; each update is the only one of its samples, so the ratio is 1 by construction"
     )
@@ -61,8 +62,8 @@ def test_two_policies_and_two_updates_are_named() -> None:
 
 def test_a_critic_that_warms_up_takes_steps_from_the_policy() -> None:
     args = ["algorithm.kind=ppo", "algorithm.critic.warmup_steps=10", "steps=40", "update.epochs=2"]
-    plan = batch_plan(load(args))
-    assert (plan.critic_steps, plan.optimizer_steps) == (10, 60)
+    recipe = load(args)
+    assert (recipe.critic_steps, recipe.policy_updates) == (10, 60)
     assert line_of(args, "the run") == (
         "the run: 40 steps, of which the first 10 train the critic alone; 30 x 2 updates = 60 optimizer steps of the policy"
     )
@@ -81,7 +82,7 @@ def test_names_elsewhere() -> None:
     )
     # OpenRLHF of the notes: 16 prompts x 8 samples, train_batch_size 16 are samples: 8 updates of 2 prompts
     sixteen = ["prompts_per_step=16", "samples_per_prompt=8", "update.samples_per_update=16"]
-    assert batch_plan(load(sixteen)).updates_per_step == 8
+    assert load(sixteen).updates_per_step == 8
     assert elsewhere(sixteen, "OpenRLHF") == (
         "OpenRLHF: rollout_batch_size=16 (prompts), n_samples_per_prompt=8, train_batch_size=16 (samples), max_epochs=1"
     )
@@ -119,18 +120,17 @@ def test_trls_own_configuration_agrees(tmp_path: object) -> None:
     """The numbers that are printed for TRL, put into its GRPOConfig: it derives the steps per generation that is claimed."""
     trl = pytest.importorskip("trl")
     recipe = load(["prompts_per_step=16", "samples_per_prompt=8", "update.samples_per_update=32"])
-    plan = batch_plan(recipe)
     config = trl.GRPOConfig(
         output_dir=str(tmp_path),
-        num_generations=plan.samples_per_prompt,
-        generation_batch_size=plan.samples,
-        per_device_train_batch_size=plan.samples_per_update // 4,
+        num_generations=recipe.samples_per_prompt,
+        generation_batch_size=recipe.samples_per_step,
+        per_device_train_batch_size=recipe.samples_per_update // 4,
         gradient_accumulation_steps=4,
         use_cpu=True,
         bf16=False,
         report_to="none",
     )
-    assert config.steps_per_generation == plan.updates_per_epoch * 4
+    assert config.steps_per_generation == recipe.updates_per_epoch * 4
 
 
 def test_sampling_that_is_cut_is_said() -> None:

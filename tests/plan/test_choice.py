@@ -12,11 +12,11 @@ from lockstep.config.load import load
 from lockstep.device import GpuPeak
 from lockstep.errors import ConfigError, DoesNotFitError
 from lockstep.learner.offload import CHUNK
-from lockstep.plan.choice import MemoryPlan, memory_lines, memory_metrics, plan_memory, plan_warning
+from lockstep.plan.choice import MemoryPlan, compared, memory_lines, plan_memory
 from lockstep.plan.devices import require_devices
 from lockstep.plan.floors import H200 as FLOOR_GPU
-from lockstep.plan.memory import GIB, host_bytes, offloaded_host_bytes
-from lockstep.plan.memory_inputs import OFFLOAD_CHUNK
+from lockstep.plan.memory import host_bytes, offloaded_host_bytes
+from lockstep.plan.memory_inputs import GIB, OFFLOAD_CHUNK
 from lockstep.plan.preview import recipe_floor
 from lockstep.plan.shapes import ModelShape
 from tests.plan.test_floors import LARGE, SMALL
@@ -227,12 +227,12 @@ def test_the_table_names_the_largest_part_of_each_phase() -> None:
 def test_a_prediction_that_is_off_is_a_warning() -> None:
     chosen = plan(SMALL)
     predicted = chosen.peak.bytes
-    right = memory_metrics(chosen, predicted * 1.09)
+    right, warning = compared(chosen, predicted * 1.09)
     assert right["memory/predicted_gib"] == predicted / GIB
     assert right["memory/plan_error"] == pytest.approx(0.09)
-    assert plan_warning(chosen, predicted * 1.09) == ""
-    assert "+12%" in plan_warning(chosen, predicted * 1.12)
-    assert "-30%" in plan_warning(chosen, predicted * 0.70)
+    assert warning == ""
+    assert "+12%" in compared(chosen, predicted * 1.12)[1]
+    assert "-30%" in compared(chosen, predicted * 0.70)[1]
 
 
 def test_the_peak_of_a_gpu_is_compared_with_the_plan_after_some_steps() -> None:

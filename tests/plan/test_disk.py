@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.build.disk import check_first, forecast
+from lockstep.build.disk import check_first, planned_disk
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.errors import CheckpointError, DoesNotFitError
 from lockstep.plan.disk import SPARE, TOLERANCE, DiskPlan, Share, judge_first, require_room
@@ -30,7 +30,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoints_are_as_large_as_forecast(case: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     overrides = (*CASES[case], NO_EVAL, "save.keep_last=3")
-    plan = forecast(recipe(tmp_path, tiny_model_dir, *overrides), tiny_model_dir)
+    plan = planned_disk(recipe(tmp_path, tiny_model_dir, *overrides), tiny_model_dir)
     assert plan is not None
     run = trained(tmp_path, tiny_model_dir, *overrides)
     sizes = [sum(p.stat().st_size for p in info.path.iterdir()) for info in list_checkpoints(run.path)]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lockstep.plan.floors import (
     H200,
@@ -18,13 +21,13 @@ from lockstep.plan.floors import (
     table,
     train_seconds,
 )
-from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.model_shape import shape_of_model
+from lockstep.plan.shapes import ModelShape
 
 
-def _qwen(**sizes: object) -> ModelShape:
-    shape = shape_of({"model_type": "qwen2", "num_hidden_layers": 28} | sizes)
-    assert shape is not None
-    return shape
+def _qwen(**sizes: Any) -> ModelShape:
+    with torch.device("meta"):
+        return shape_of_model(Qwen2ForCausalLM(Qwen2Config(**{"num_hidden_layers": 28} | sizes)))
 
 
 SMALL = _qwen(
@@ -86,7 +89,7 @@ def test_the_table_of_512_samples_on_an_h200(
     assert floor.sync == pytest.approx(0.0014 if shape is SMALL else 0.007, abs=0.0001)
 
 
-TOY = ModelShape("toy", 4, 3, 2, 1, 2, 8, 10, False, 0, ())
+TOY = ModelShape(4, 3, 2, 1, 2, 8, 10, False, 0, ())
 """body = 3 · (2·4·4 + 2·4·2 + 3·4·8) = 432, head = 40, kv = 2·3·2·2 = 24 bytes a token."""
 RAGGED = Work(((5, (2, 4)), (1, (1,))))
 

@@ -15,7 +15,7 @@ from lockstep.plan.activations import STREAM, Layers, Recompute, per_token
 from lockstep.plan.choice import plan_memory
 from lockstep.plan.memory import Sizes, Term, cache_bytes, pass_tokens, peak, phases, stream_tokens
 from lockstep.plan.memory_inputs import GIB, MemoryInputs, memory_inputs_of
-from lockstep.plan.modules import shape_of_model
+from lockstep.plan.model_shape import shape_of_model
 from lockstep.plan.shapes import ModelShape
 from lockstep.types import Batch
 from tests.plan import learners
