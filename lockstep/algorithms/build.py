@@ -68,10 +68,10 @@ def build_objective(recipe: Recipe) -> Objective:
     if recipe.sft is not None:
         return _supervised(recipe.sft)
     parts = recipe.algorithm
-    policy, formula = _policy(parts.loss)
+    penalised = parts.kl.coef > 0
+    policy, formula = _policy(parts.loss, reference=penalised)
     own = load_estimator(parts.advantage) if isinstance(parts.advantage, PythonAdvantage) else None
     credit = partial(assign_credit, parts.advantage, estimator=own)
-    penalised = parts.kl.coef > 0
     in_loss = penalised and parts.kl.placement == "loss"
     recomputes = parts.old_logprobs == "recompute" or (parts.old_logprobs == "auto" and recipe.updates_per_step > 1)
     return Objective(
@@ -119,8 +119,8 @@ def _no_credit(replies: Sequence[TrainSequence]) -> list[TrainSequence]:
     )
 
 
-def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:
-    """Return the policy term and its formula."""
+def _policy(settings: PolicyLoss, *, reference: bool) -> tuple[Loss, PolicyFormula]:
+    """Return the policy term and its formula. `reference`: the loss gets log-probabilities of the reference model."""
     match settings:
         case ClipLoss():
             loss = partial(
@@ -152,7 +152,7 @@ def _policy(settings: PolicyLoss) -> tuple[Loss, PolicyFormula]:
             return reinforce, PolicyFormula("-A_t log π_θ", uses_ratio=False)
         case PythonLoss():
             given = "".join(f", {name}={value!r}" for name, value in settings.settings.items())
-            return load_loss(settings), PolicyFormula(f"{settings.path}(inputs{given})_t")
+            return load_loss(settings, reference=reference), PolicyFormula(f"{settings.path}(inputs{given})_t")
         case _:
             assert_never(settings)
 

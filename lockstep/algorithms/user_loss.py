@@ -60,9 +60,20 @@ class UserLoss:
         return LearnerError(what, where=self.path, fix=_RETURN)
 
 
-def load_loss(settings: PythonLoss) -> UserLoss:
-    """Load the function at the settings' path. Raises LearnerError if it is missing or cannot be called with the settings."""
-    return UserLoss(load_function(settings.path, "inputs", settings.settings), settings.path, settings.settings)
+def load_loss(settings: PythonLoss, *, reference: bool) -> UserLoss:
+    """Load the function at the settings' path and try it on three made-up tokens. Raises LearnerError if it cannot be used.
+
+    `reference`: its inputs have log-probabilities of the reference model.
+    """
+    found = UserLoss(load_function(settings.path, "inputs", settings.settings), settings.path, settings.settings)
+    old_T = torch.tensor([-0.5, -1.5, -1.0])
+    rest = (old_T - 0.05, torch.tensor([1.0, 1.0, -1.0]), torch.full((3,), 0.9), torch.tensor([0, 0, 1]), 2)
+    try:
+        found(LossInput((old_T + 0.1).requires_grad_(), old_T, *rest, old_T - 0.2 if reference else None, order=(0, 1)))
+    except LearnerError as error:
+        if "cuda" not in error.what:  # it may hold tensors of the GPU that it will be called on
+            raise
+    return found
 
 
 def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callable[..., object]:

@@ -112,14 +112,18 @@ def start_checks(recipe: Recipe) -> list[Check]:
         )
     )
     found.append(_tried("device", lambda: choose_device(recipe.device), recipe.device))
+    found.append(_tried("objective", lambda: build_objective(recipe), "loss and advantages can be computed"))
+    if called := recipe.health.callbacks:
+        found.append(_tried("callbacks", lambda: load_callbacks(called), ", ".join(one.path for one in called)))
+    rows: list[Material] = []
     if recipe.sft is not None:
-        found.append(_tried("rows", lambda: _rows(recipe)))
+        found.append(_tried("rows", lambda: _rows(recipe, rows)))
     if recipe.task.kind != "none":
-        found += _task_checks(recipe)
+        found += _task_checks(recipe, rows)
     return found
 
 
-def _task_checks(recipe: Recipe) -> list[Check]:
+def _task_checks(recipe: Recipe, rows: list[Material]) -> list[Check]:
     tasks: list[BuiltTask] = []
 
     def build() -> str:
@@ -133,6 +137,8 @@ def _task_checks(recipe: Recipe) -> list[Check]:
 
     def items() -> str:
         held.extend(ready_items(recipe, tasks[0]))
+        for material in rows:
+            refuse_asked(material, held)
         return f"{len(held)} held-out items" if recipe.eval.enabled else "off (eval.enabled: false)"
 
     found.append(_tried("evaluation", items))
@@ -143,10 +149,11 @@ def _task_checks(recipe: Recipe) -> list[Check]:
     return found
 
 
-def _rows(recipe: Recipe) -> str:
+def _rows(recipe: Recipe, rows: list[Material]) -> str:
     fixed = with_known_steps(recipe)
     assert fixed.sft is not None
-    return "; ".join(read_material(fixed, fixed.sft).notes)
+    rows.append(read_material(fixed, fixed.sft))
+    return "; ".join(rows[0].notes)
 
 
 def _tried(name: str, check: Callable[[], object], good: str = "") -> Check:

@@ -99,12 +99,24 @@ def test_it_is_corrected_penalised_and_given_a_bonus_like_any_other(tmp_path: Pa
         ("raise SystemError('no')", "the loss fails: SystemError: no"),
     ],
 )
-def test_an_unusable_result_stops_the_update_and_names_the_function(tmp_path: Path, body: str, message: str):
-    loss = loss_of(tmp_path, f"def loss(inputs):\n    {body}")
+def test_an_unusable_result_is_refused_before_the_run_and_names_the_function(tmp_path: Path, body: str, message: str):
     with pytest.raises(LearnerError, match=message) as caught:
-        loss(inputs_of(1.0, 2.0, 3.0))
+        loss_of(tmp_path, f"def loss(inputs):\n    {body}")
     assert caught.value.where.endswith("mine.py:loss")
     assert caught.value.fix
+
+
+def test_a_result_that_becomes_unusable_stops_the_update(tmp_path: Path):
+    loss = loss_of(tmp_path, "def loss(inputs):\n    return inputs.logprobs_T[:3]")  # as many as it is tried on
+    with pytest.raises(LearnerError, match=r"the loss has the shape \[3\], not \[4\]"):
+        loss(inputs_of(1.0, 2.0, 3.0, 4.0))
+
+
+def test_a_loss_is_tried_with_a_reference_where_the_run_has_one(tmp_path: Path):
+    body = "def loss(inputs):\n    return inputs.logprobs_T - inputs.ref_logprobs_T"
+    with pytest.raises(LearnerError, match="the loss fails: TypeError"):
+        loss_of(tmp_path, body)
+    assert loss_of(tmp_path, body, kl={"coef": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.doctor.recipe import check_engine, check_model, check_recipe, judge_need, needs
 from lockstep.doctor.run import require_machine
-from lockstep.errors import MachineError
+from lockstep.errors import LockstepError, MachineError
+from lockstep.loops.preflight import preflight, start_checks
 from tests.doctor.refused import MACHINE, refused
+from tests.loops import sft_runs
 from tests.loops.runs import NO_EVAL, recipe, trained, words
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,29 @@ def test_what_fails_is_said_all_at_once_and_ends_with_1(
     assert "no such folder" in found["model"]["found"]
     assert {"wandb", "pyspiel"} <= found.keys()
     assert (code, said["verdict"]) == (1, "fail")
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "check"),
+    [
+        ("rl", "algorithm.loss={own}:loss", "objective"),
+        ("rl", "algorithm.advantage={{kind: python, path: {own}:advantages}}", "objective"),
+        ("rl", "health.callbacks=[{{path: {own}:nothing}}]", "callbacks"),
+        ("sft", "sft={{data: {{source: {folder}/sums.jsonl}}, validation_rows: 0}}", "evaluation"),
+    ],
+)
+def test_what_train_refuses_before_a_run_is_a_failed_check(
+    tmp_path: Path, tiny_model_dir: Path, kind: str, setting: str, check: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def loss(inputs):\n    return 1 / 0\n\n\ndef advantages(replies):\n    return None\n")
+    made = (sft_runs.words if kind == "sft" else words)(tmp_path, tiny_model_dir)
+    wanted = load([*made, setting.format(own=own, folder=tmp_path)])
+    with pytest.raises(LockstepError) as error:
+        preflight(wanted)
+    failed = [one for one in start_checks(wanted) if one.verdict == "fail"]
+    assert [(one.name, one.fix) for one in failed] == [(check, error.value.fix)]
+    assert error.value.what in failed[0].found
 
 
 def test_mistakes_in_the_recipe_come_before_any_check(capsys: pytest.CaptureFixture[str]) -> None:
