@@ -15,7 +15,10 @@ from lockstep.config.section import Json
 from lockstep.errors import LearnerError
 from lockstep.types import LossInput, LossOutput
 from lockstep.user_code import describe, load_callable
+from lockstep.workers.watched import HungError, run_watched
 
+TRIAL_S = 60.0
+"""Seconds that a loss may take when it is tried; one that is compiled takes some."""
 _RETURN = "return one finite loss per token, like inputs.logprobs_T and with gradient, alone or in a LossOutput"
 
 
@@ -68,12 +71,22 @@ def load_loss(settings: PythonLoss, *, reference: bool) -> UserLoss:
     found = UserLoss(load_function(settings.path, "inputs", settings.settings), settings.path, settings.settings)
     old_T = torch.tensor([-0.5, -1.5, -1.0])
     rest = (old_T - 0.05, torch.tensor([1.0, 1.0, -1.0]), torch.full((3,), 0.9), torch.tensor([0, 0, 1]), 2)
+    tried = LossInput((old_T + 0.1).requires_grad_(), old_T, *rest, old_T - 0.2 if reference else None, order=(0, 1))
     try:
-        found(LossInput((old_T + 0.1).requires_grad_(), old_T, *rest, old_T - 0.2 if reference else None, order=(0, 1)))
+        run_watched(lambda _: found(tried), TRIAL_S)
+    except HungError as error:
+        what = f"the loss did not return within {TRIAL_S:g} s on three tokens"
+        raise LearnerError(what, where=settings.path, fix="correct the function") from error
     except LearnerError as error:
-        if "cuda" not in error.what:  # it may hold tensors of the GPU that it will be called on
+        if not _of_another_device(error):
             raise
     return found
+
+
+def _of_another_device(error: LearnerError) -> bool:
+    """Return whether a loss may only fail on a CPU: it has tensors on a GPU, or is compiled, for which a CPU needs a compiler."""
+    compiler = type(error.__cause__).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    return compiler or "cuda" in error.what.lower()
 
 
 def load_function(path: str, first: str, settings: Mapping[str, Json]) -> Callable[..., object]:

@@ -20,9 +20,9 @@ from lockstep.config import schema
 from lockstep.data.questions import question_digest
 from lockstep.errors import MachineError, TaskError
 from lockstep.seeds import seed_for
-from lockstep.tasks.watchdog import Alive, HungError, run_watched
 from lockstep.types import Message, Prompt
 from lockstep.verifiers.gym_scores import ANSWER, METADATA, QUESTION
+from lockstep.workers.watched import Alive, HungError, run_watched
 
 ITEM_SECONDS = 20.0
 """Time without a question after which a generator is considered hung."""

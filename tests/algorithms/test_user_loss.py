@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.algorithms import user_loss
 from lockstep.algorithms.build import build_objective
 from lockstep.config.schema import Recipe
 from lockstep.errors import LearnerError
@@ -110,6 +111,17 @@ def test_a_result_that_becomes_unusable_stops_the_update(tmp_path: Path):
     loss = loss_of(tmp_path, "def loss(inputs):\n    return inputs.logprobs_T[:3]")  # as many as it is tried on
     with pytest.raises(LearnerError, match=r"the loss has the shape \[3\], not \[4\]"):
         loss(inputs_of(1.0, 2.0, 3.0, 4.0))
+
+
+def test_a_loss_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(user_loss, "TRIAL_S", 0.2)
+    with pytest.raises(LearnerError, match=r"did not return within 0\.2 s on three tokens"):
+        loss_of(tmp_path, "import time\n\ndef loss(inputs):\n    time.sleep(5)")
+
+
+def test_a_loss_with_tensors_on_a_gpu_is_tried_there(tmp_path: Path):
+    body = "def loss(inputs):\n    if not inputs.logprobs_T.is_cuda:\n        raise RuntimeError('cuda:0 and cpu!')"
+    assert loss_of(tmp_path, body)
 
 
 def test_a_loss_is_tried_with_a_reference_where_the_run_has_one(tmp_path: Path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lockstep.tasks.watchdog import HungError, run_watched
+from lockstep.workers.watched import HungError, run_watched
 
 
 def test_results_and_exceptions_pass_through():
@@ -38,7 +38,7 @@ def test_signs_of_life_extend_the_time():
 NO_ROOM = """
 import psutil, resource, sys, threading
 from lockstep.errors import MachineError
-from lockstep.tasks.watchdog import run_watched
+from lockstep.workers.watched import run_watched
 threading.stack_size(1 << 20)
 assert run_watched(lambda alive: 7, 5.0) == 7
 room = psutil.Process().memory_info().vms + int(sys.argv[1])
