@@ -184,7 +184,7 @@ def test_the_same_request_twice_starts_one_job(spare: Machine, monkeypatch: pyte
         "token": "t" * 32, "name": "", "argv": ["eval"], "files": {}, "code": sent.code, "env": None, "lock": "",
         "python": sys.executable, "variables": {},
     }  # fmt: skip
-    assert [link().call("start", **request)["again"] for _ in range(2)] == [False, True]
+    assert [link().call("start", **request)["job"] for _ in range(2)] == ["eval-001", "eval-001"]
     assert waited("eval-001").startswith("ended with")
     assert [one["job"] for one in link().call("listed")["jobs"]] == ["eval-001"]
 
