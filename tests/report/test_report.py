@@ -360,7 +360,7 @@ def test_the_page_draws_its_charts_and_runs_nothing_else(tmp_path: Path) -> None
         assert page.locator("figure canvas").count() == page.locator("figure").count() >= 12
         wide = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.set_viewport_size({"width": 390, "height": 800})
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")  # charts are drawn again first
         page.locator("figure .u-over").first.hover()
         assert "step" in page.locator(".tip:visible").first.inner_text()
     assert wide
