@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from lockstep.bf16_products import has_bf16_products, speed_up_bf16_products
 from lockstep.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # from glibc's malloc.h
@@ -92,6 +93,8 @@ def prepare_process(device: torch.device, threads: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         keep_freed_memory()
+        if not has_bf16_products():
+            speed_up_bf16_products()
 
 
 def keep_freed_memory() -> None:
