@@ -160,10 +160,10 @@ def kills(times: int, folder: Path, *, sampler: bool = False) -> list[str]:
 @contextmanager
 def watched(attacker: Attacker, notices: str) -> Iterator[None]:
     """Tell the attacker of each phase, and of each call of the method by which the driver answers a death."""
-    from lockstep.cluster.ray_workers import RayWorkers
+    from lockstep.cluster.process_workers import ProcessWorkers
     from lockstep.run.session import Session
 
-    whole_phase, whole_answer = Session._phase, getattr(RayWorkers, notices)
+    whole_phase, whole_answer = Session._phase, getattr(ProcessWorkers, notices)
 
     @contextmanager
     def phase(self: Any, name: str) -> Iterator[None]:
@@ -175,12 +175,12 @@ def watched(attacker: Attacker, notices: str) -> Iterator[None]:
         return whole_answer(self, about)
 
     Session._phase = phase  # type: ignore[method-assign]
-    setattr(RayWorkers, notices, answer)
+    setattr(ProcessWorkers, notices, answer)
     try:
         yield
     finally:
         Session._phase = whole_phase  # type: ignore[method-assign]
-        setattr(RayWorkers, notices, whole_answer)
+        setattr(ProcessWorkers, notices, whole_answer)
 
 
 def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
@@ -207,7 +207,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
         more.append(f"task.verifier={{kind: python, path: '{folder}/hanging.py:grade', workers: 1, seconds: 3}}")
     words = recipe(folder, name, 200, *more)
     program = (
-        "import sys; from lockstep.cluster import ray_workers as r; r.LEAST_SECONDS = float(sys.argv[1]); "
+        "import sys; from lockstep.cluster import process_workers as r; r.LEAST_SECONDS = float(sys.argv[1]); "
         "from lockstep.cli import main; sys.exit(main(['train', *sys.argv[2:]]))"
     )
     with (folder / f"{name}.txt").open("w") as out:
@@ -328,7 +328,7 @@ def main() -> int:
                 lines.append(f"{sum(good for good, _ in found)} of {times}")
             print("\n".join([f"{kind}:", *lines, ""]), flush=True)
             if args.write:
-                write_section(args.write, kind, [*header(__file__, "CPU", ("torch", "ray")), "", *lines])
+                write_section(args.write, kind, [*header(__file__, "CPU", ("torch",)), "", *lines])
     return int(bad > 0)
 
 

@@ -196,7 +196,7 @@ def equal(args: argparse.Namespace, folder: Path) -> list[str]:
     from lockstep.cluster.group import GroupLearner
     from lockstep.cluster.messages import Facts
     from lockstep.cluster.plain import from_plain
-    from lockstep.cluster.ray_workers import RayWorkers
+    from lockstep.cluster.process_workers import ProcessWorkers
     from lockstep.config.load import load
 
     named = argparse.Namespace(
@@ -207,7 +207,7 @@ def equal(args: argparse.Namespace, folder: Path) -> list[str]:
     rows: list[tuple[str, list[dict[str, float]], str]] = []
     for number, (name, size) in enumerate({"one GPU": 1, "one GPU again": 1, "two GPUs": 2}.items()):
         place = folder / f"equal_{number}"
-        workers = RayWorkers(size, place, gpu=not args.tiny, timeout=300, threads=1)
+        workers = ProcessWorkers(size, place, gpu=not args.tiny, timeout=300, threads=1)
         facts = from_plain(Facts, workers.call("build", recipe, False)[0])
         learner = GroupLearner(workers, facts.learner, place)
         batch = saved_rollouts(args)
@@ -378,7 +378,7 @@ def main() -> None:
                 lines = found[part](args, Path(folder))
             print("\n".join([*lines, ""]), flush=True)
             if args.write:
-                write_section(args.write, part, [*header(__file__, device_name(), ("torch", "ray")), "", *lines])
+                write_section(args.write, part, [*header(__file__, device_name(), ("torch",)), "", *lines])
 
 
 if __name__ == "__main__":

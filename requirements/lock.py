@@ -54,9 +54,9 @@ class Lock:
 
 LOCKS = {
     "cpu": Lock(("math", "trackers", "view"), CPU_TORCH, ("torch",)),
-    "cuda": Lock(("math", "trackers", "view", "cluster"), GPU_RUN),
+    "cuda": Lock(("math", "trackers", "view"), GPU_RUN),
     "cuda-vllm": Lock(
-        ("math", "trackers", "view", "cluster", "vllm"),
+        ("math", "trackers", "view", "vllm"),
         (*GPU_RUN, "vllm==0.24.0; sys_platform == 'linux'", "uvloop<0.22"),  # newer ones give vLLM no event loop
     ),
 }

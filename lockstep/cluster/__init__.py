@@ -1,1 +1,1 @@
-"""Runs on several workers of one machine: the driver has no model, each worker has all weights (optional: Ray)."""
+"""Runs on several workers of one machine: the driver has no model, each worker has all weights."""

@@ -20,10 +20,10 @@ from lockstep.build.warm_start import find_parent
 from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
 from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
-from lockstep.cluster.host import Host
+from lockstep.cluster.host import TRAINER
 from lockstep.cluster.messages import START, Facts, Workers
 from lockstep.cluster.plain import from_plain
-from lockstep.cluster.ray_workers import Part, RayWorkers
+from lockstep.cluster.process_workers import Part, ProcessWorkers
 from lockstep.cluster.samplers import Samplers
 from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import GpuPeak, choose_device
@@ -76,7 +76,7 @@ def _on_workers(
     weights: Mapping[str, Tensor] | None,
     say: Callable[[str], None],
 ) -> Parts:
-    require_devices(recipe)  # before Ray is asked, which would wait for them
+    require_devices(recipe)
     objective, settings = build_objective(recipe), recipe.algorithm.critic
     trainers, total = placement.trainers, placement.trainers + placement.samplers
     resolved, started = start_workers(recipe, placement, folder, stack)
@@ -116,12 +116,12 @@ def start_workers(
     placement: Colocated | Split,
     folder: Path,
     stack: ExitStack,
-    host: type[Host] = Host,
-) -> tuple[ResolvedModel, RayWorkers]:
-    """Start the processes of a placement, which end with `stack`; returns the model, too. `host` runs a worker."""
+    trainer: str = TRAINER,
+) -> tuple[ResolvedModel, ProcessWorkers]:
+    """Start the processes of a placement, which end with `stack`; returns the model, too. `trainer`: class of the first ones."""
     resolved = resolve(recipe.model)  # downloads are made once, before the workers look
     total = placement.trainers + placement.samplers
-    started = RayWorkers(
+    started = ProcessWorkers(
         placement.trainers,
         folder,
         gpu=choose_device(recipe.device).type == "cuda",
@@ -129,7 +129,7 @@ def start_workers(
         threads=max(1, (os.cpu_count() or total) // total),
         samplers=placement.samplers,
         spare=placement.restarts,
-        host=host,
+        trainer=trainer,
     )
     stack.callback(started.close)
     return resolved, started
@@ -170,7 +170,7 @@ def _largest_peak(workers: Workers) -> GpuPeak:
     return GpuPeak(max(used), max(kept))
 
 
-def _rank_seconds(workers: RayWorkers) -> Metrics:
+def _rank_seconds(workers: ProcessWorkers) -> Metrics:
     """Return what each worker spent on the phases of a step, and begin again at 0."""
     found: Metrics = {}
     for (rank, method), seconds in workers.spent.items():

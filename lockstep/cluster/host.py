@@ -1,30 +1,41 @@
-"""The process of a worker: what is set up before torch is imported, and how errors are sent to the driver.
+"""The process of a worker: `python -m lockstep.cluster.host DESCRIPTOR`, started by child.py.
 
-This module imports nothing large: environment variables must be set first.
+Its first message is [place, class of the worker]; each later one a call, [method, arguments], which is answered in turn.
+This module imports nothing large: it must hear of its driver's end while it loads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
+from queue import SimpleQueue
 from typing import Any
 
+from lockstep.cluster import wire
 from lockstep.errors import LockstepError
 
 OK, FAILED = "ok", "failed"
+TRAINER, SAMPLER = "lockstep.cluster.worker:Worker", "lockstep.cluster.sampler:Sampler"
+"""Classes of workers."""
+_PR_SET_PDEATHSIG = 1
 
 
 class Host:
     """Runs one worker. Its results are [OK, value] or [FAILED, plain Failure]."""
 
-    def __init__(self, place: Any) -> None:
+    def __init__(self, place: Any, worker: str) -> None:
         rank, _, folder, *_ = place
-        self._place, self._rank = place, rank
+        self._place, self._class = place, worker
         self._worker: Any = None
         self._log = (Path(folder) / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8")
         os.dup2(self._log.fileno(), 1)
@@ -32,21 +43,11 @@ class Host:
         self._stacks = (Path(folder) / f"stacks_{rank}.txt").open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def worker_class(self) -> Any:
-        """Return the class of the worker, which is imported now."""
-        from lockstep.cluster.sampler import Sampler
-        from lockstep.cluster.worker import Worker
-
-        return Worker if self._rank < self._place[1] else Sampler
-
     def call(self, method: str, arguments: list[Any]) -> list[Any]:
         """Call a method of the worker, which is made at the first call."""
         try:
             if self._worker is None:
-                self._worker = self.worker_class()(self._place)
+                self._worker = resolve_name(self._class)(self._place)
             return [OK, getattr(self._worker, method)(*arguments)]
         except LockstepError as error:
             known = [type(error).__name__, error.what, error.where, error.fix, time.time()]
@@ -55,3 +56,29 @@ class Host:
             traceback.print_exc(file=sys.stderr)
             what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
             return [FAILED, ["", what, "", "", time.time()]]
+
+
+def main() -> None:
+    """Load what most workers need, take a place, and answer calls until the driver ends."""
+    with suppress(AttributeError):  # of Linux: the kernel kills this process with its driver, even if it is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    channel, messages = Connection(int(sys.argv[1])), SimpleQueue[Any]()
+    threading.Thread(target=_listen, args=(channel, messages), daemon=True).start()
+    with suppress(Exception):  # raised again at the first call, whose answer reports it
+        resolve_name(TRAINER)
+    host = Host(*messages.get())
+    while True:
+        method, arguments = messages.get()
+        channel.send_bytes(wire.dumps(host.call(method, arguments)))
+
+
+def _listen(channel: Connection, messages: SimpleQueue[Any]) -> None:
+    """Take messages as they come, so that the driver never waits to send one; end the process with the driver."""
+    with suppress(EOFError, OSError):
+        while True:
+            messages.put(wire.loads(channel.recv_bytes()))
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,31 +1,23 @@
-"""Workers as Ray actors of this machine, one for each GPU or CPU process.
-
-Ray is started for this run alone: it joins no existing cluster, and answers only clients that have the run's token. All
-messages are plain values.
-"""
+"""Workers as processes of this machine, one for each GPU or CPU process. All messages are plain values, through pipes."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-import sys
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep import errors
-from lockstep.cluster.host import FAILED, Host
+from lockstep.cluster import wire
+from lockstep.cluster.child import ENDED, Child, Inbox, take
+from lockstep.cluster.host import FAILED, OK, SAMPLER, TRAINER
 from lockstep.cluster.messages import Failure, Lost, Place, Plain
 from lockstep.cluster.plain import from_plain, to_plain
-from lockstep.cluster.reaper import reaped
 from lockstep.errors import ConfigError, EngineError, LockstepError, WorkerError, WorkerLost
 
 LEAST_SECONDS = 120.0
@@ -35,36 +27,28 @@ PATIENCE = 5.0
 SETTLE_SECONDS = 2.0
 """After a first failure, time for the news of what caused it: a broken connection is heard of before the death behind it."""
 STACK_SECONDS = 0.5
+DEATH_SECONDS = 1.0
+"""A process whose pipe has closed has this long to end by itself, so that how it ended is known."""
 PIDS = "pids.txt"
 CHANNEL = "channel"
 """Start of the names of files by which processes meet to send weights."""
-OBJECT_STORE = 512 * 2**20
-ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # each worker sees all GPUs, as NCCL must
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_worker_niceness": "0",  # its default lets every other program go first
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 
-TOKEN = secrets.token_hex(32)
-"""Password of this process's Ray, which reads it once in a process."""
+_UNDER_WAY = object()
 
 
 @dataclass(slots=True)
 class _Call:
     """A call of a worker's method."""
 
-    reference: Any
     method: str
     began: float
     """When it was its turn."""
+    result: Any = _UNDER_WAY
+    """What was returned, or a Failure."""
 
 
-class RayWorkers:
+class ProcessWorkers:
     """Implements Workers: `size` processes that train, then `samplers` that only sample and may be replaced."""
 
     def __init__(
@@ -74,56 +58,45 @@ class RayWorkers:
         *,
         gpu: bool,
         timeout: float,
-        threads: int | None,
+        threads: int,
         samplers: int = 0,
         spare: int = 0,
-        host: type[Host] = Host,
+        trainer: str = TRAINER,
     ) -> None:
-        """Start the processes. `spare`: times that a lost sampler may be replaced. Raises EngineError without Ray."""
+        """Start the processes. `spare`: times that a lost sampler may be replaced; `trainer`: class of the first ones."""
         self.timeout, self._folder, self._trainers, self._spare = timeout, folder, size, spare
+        self._threads, self._trainer = threads, trainer
         self.again = "continue with lockstep train --resume"
         self.size, self.gpu = (size := size + samplers), gpu
         self._calls: list[deque[_Call]] = [deque() for _ in range(size)]
-        """Calls under way by rank, the oldest first."""
+        """Calls by rank whose results were not taken yet, the oldest first."""
         self._longest: dict[str, float] = {}
         self.spent: defaultdict[tuple[int, str], float] = defaultdict(float)
         """Seconds of each rank and method."""
-        self._pids: list[int] = []
+        self._dead: dict[int, Failure] = {}
+        self._inbox: Inbox = SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
         self._rendezvous = folder / f"rendezvous_{secrets.token_hex(8)}"
-        with ExitStack() as ends:
-            scratch = ends.enter_context(TemporaryDirectory(prefix="lockstep-ray-", ignore_cleanup_errors=True))
-            ends.enter_context(reaped(scratch))
-            self._ray = _start_ray(size, scratch, gpu=gpu)
-            self._ends = ends.pop_all()
         self._place = Place(0, self._trainers, str(folder), str(self._rendezvous), threads, samplers)
-        self._actor = self._ray.remote(num_cpus=1, num_gpus=int(gpu), max_restarts=0, max_task_retries=0)(host)
-        self._actors = [self._started(rank) for rank in range(size)]
-        try:
-            self._pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout)
-        except Exception as error:
-            self.close()
-            raise WorkerLost(
-                f"the workers did not start: {error}", fix=f"read the workers' logs in {folder}"
-            ) from error
+        self._children = [self._started(rank) for rank in range(size)]
         self._write_pids()
 
-    def _started(self, rank: int) -> Any:
-        return self._actor.remote(to_plain(Place, replace(self._place, rank=rank)))
+    def _started(self, rank: int) -> Child:
+        child = take(self._threads)
+        child.connect(self._inbox)
+        worker = self._trainer if rank < self._trainers else SAMPLER
+        child.send(wire.dumps([to_plain(Place, replace(self._place, rank=rank)), worker]))
+        return child
 
     def _write_pids(self) -> None:
-        (self._folder / PIDS).write_text("".join(f"rank {rank}: {pid}\n" for rank, pid in enumerate(self._pids)))
+        pids = "".join(f"rank {rank}: {child.pid}\n" for rank, child in enumerate(self._children))
+        (self._folder / PIDS).write_text(pids)
 
     def replace(self, rank: int) -> None:
-        """Start another process in place of a sampler that was lost. Raises WorkerLost if it does not start."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(self._pids[rank], signal.SIGKILL)  # it may be alive, and silent
-        self._actors[rank] = self._started(rank)
-        try:
-            self._pids[rank] = self._ray.get(self._actors[rank].pid.remote(), timeout=self.timeout)
-        except Exception as error:
-            what = f"rank {rank} was lost, and the worker that should replace it did not start: {error}"
-            raise self._end(WorkerLost(what, fix=self._fix)) from error
+        """Start another process in place of a sampler that was lost."""
+        self._children[rank].end()  # it may be alive, and silent
+        self._dead.pop(rank, None)
+        self._children[rank] = self._started(rank)
         self._write_pids()
 
     # --- Workers --------------------------------------------------------------------------------------------------
@@ -137,8 +110,8 @@ class RayWorkers:
 
     def start(self, rank: int, method: str, *arguments: Plain) -> None:
         """Begin a call; a worker takes its calls one after the other."""
-        reference = self._actors[rank].call.remote(method, list(arguments))
-        self._calls[rank].append(_Call(reference, method, time.monotonic()))
+        self._children[rank].send(wire.dumps([method, arguments]))
+        self._calls[rank].append(_Call(method, time.monotonic()))
 
     def results(self, seconds: float, ranks: Collection[int] | None = None, *, raises: bool = True) -> dict[int, Plain]:
         """Return results of started calls, as Workers says; with `ranks` only theirs. Without `raises` a Failure is a result."""
@@ -175,12 +148,8 @@ class RayWorkers:
 
     def close(self) -> None:
         """End all processes, at once."""
-        self._ray.shutdown()  # first: it would print a page about each worker that died before
-        for pid in self._pids:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        self._pids = []
-        self._ends.close()
+        for child in self._children:
+            child.end()
         for meeting in (self._rendezvous, *self._folder.glob(f"{CHANNEL}_*")):
             meeting.unlink(missing_ok=True)
 
@@ -188,27 +157,42 @@ class RayWorkers:
     def _take(self, seconds: float, present: Collection[int] | None = None) -> dict[int, Any]:
         """Return what has arrived, at most one of each rank: values, or a Failure."""
         wanted = range(self.size) if present is None else present
-        ranks = {self._calls[rank][0].reference: rank for rank in wanted if self._calls[rank]}
-        done, _ = self._ray.wait(list(ranks), num_returns=1, timeout=seconds)
-        if done:  # take all that are there
-            done, _ = self._ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
-        found: dict[int, Any] = {}
-        for reference in done:
-            rank = ranks[reference]
-            call = self._calls[rank].popleft()
-            now = time.monotonic()
-            if self._calls[rank]:
-                self._calls[rank][0].began = now
+        end = time.monotonic() + seconds
+        while not any(self._ready(rank) for rank in wanted):
             try:
-                state, value = self._ray.get(reference, timeout=self.timeout)
-            except self._ray.exceptions.RayError as error:
-                found[rank] = Failure(WorkerLost.__name__, _death(error), "", "", time.time())
-                continue
+                self._note(*self._inbox.get(timeout=max(0.0, end - time.monotonic())))
+            except Empty:
+                return {}
+        while not self._inbox.empty():
+            self._note(*self._inbox.get(timeout=0))
+        return {rank: self._first(rank) for rank in wanted if self._ready(rank)}
+
+    def _ready(self, rank: int) -> bool:
+        calls = self._calls[rank]
+        return bool(calls) and (calls[0].result is not _UNDER_WAY or rank in self._dead)
+
+    def _first(self, rank: int) -> Any:
+        result = self._calls[rank].popleft().result
+        return self._dead[rank] if result is _UNDER_WAY else result
+
+    def _note(self, child: Child, message: Any) -> None:
+        """Keep a result with its call, or that a process has ended."""
+        if child not in self._children:  # it was replaced
+            return
+        rank, now = self._children.index(child), time.monotonic()
+        if message is ENDED:
+            how = f"the worker died: {child.end(DEATH_SECONDS)}"
+            self._dead[rank] = Failure(WorkerLost.__name__, how, "", "", time.time())
+            return
+        call, *later = (call for call in self._calls[rank] if call.result is _UNDER_WAY)
+        if later:
+            later[0].began = now
+        state, value = message
+        call.result = from_plain(Failure, value) if state == FAILED else value
+        if state == OK:
             spent = now - call.began
             self.spent[rank, call.method] += spent
             self._longest[call.method] = max(spent, self._longest.get(call.method, 0.0))
-            found[rank] = from_plain(Failure, value) if state == FAILED else value
-        return found
 
     def failed(self, failed: dict[int, Failure], methods: dict[int, str]) -> LockstepError:
         """Return the error to raise: a death before what it caused in others, else the earliest."""
@@ -231,9 +215,8 @@ class RayWorkers:
 
     def _end(self, error: LockstepError) -> LockstepError:
         """Have the workers that still live write their stacks, and end all."""
-        for pid in self._pids:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGUSR1)
+        for child in self._children:
+            child.signal(signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
         self.close()
         return error
@@ -249,7 +232,7 @@ class RayWorkers:
 class Part:
     """Some of a run's workers, numbered from 0; implements Workers."""
 
-    def __init__(self, workers: RayWorkers, ranks: range) -> None:
+    def __init__(self, workers: ProcessWorkers, ranks: range) -> None:
         self.workers, self.ranks, self.size = workers, ranks, len(ranks)
 
     def call(self, method: str, *arguments: Plain) -> list[Plain]:
@@ -278,7 +261,7 @@ class Part:
         self.workers.start(self.ranks[rank], method, *arguments)
 
     def results(self, seconds: float, ranks: Sequence[int] | None = None, *, raises: bool = True) -> dict[int, Plain]:
-        """Return results of started calls, as RayWorkers does."""
+        """Return results of started calls, as ProcessWorkers does."""
         own = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
         return {self.ranks.index(r): value for r, value in self.workers.results(seconds, own, raises=raises).items()}
 
@@ -295,78 +278,3 @@ def _weight(failure: Failure) -> int:
     if failure.kind == WorkerLost.__name__:
         return 0
     return 1 if failure.kind else 2
-
-
-def _death(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"the worker died: {lines[0] if lines else type(error).__name__}"
-
-
-def _start_ray(size: int, scratch: str, *, gpu: bool) -> Any:
-    """Start a Ray of our own. Raises WorkerLost if that fails: on a busy machine it may be too slow."""
-    with _environment({**ENVIRONMENT, "RAY_AUTH_TOKEN": TOKEN}), _own_signals():
-        ray = _import_ray()
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=size,
-                num_gpus=size if gpu else 0,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=OBJECT_STORE,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=scratch,
-            )
-        except Exception as error:
-            ray.shutdown()
-            raise WorkerLost(
-                f"Ray did not start: {error}", where="placement", fix="check the machine with lockstep doctor"
-            ) from error
-        return ray
-
-
-@cache
-def _import_ray() -> Any:
-    """Import Ray, which reads the token then. Raises EngineError without Ray, or if it was imported before."""
-    if "ray" in sys.modules:
-        what = "this process imported Ray before the run's access token was set"
-        raise EngineError(what, where="placement", fix="start the run in a new process: lockstep train")
-    try:
-        import ray
-    except ImportError as error:
-        raise EngineError(
-            "Ray is not installed, but workers need it",
-            where="placement",
-            fix="pip install 'lockstep-rl[cluster]', or set placement.kind=local",
-        ) from error
-    return ray
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables that are inherited by processes started in the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep this process's handlers: a run that gets SIGTERM saves first, and Ray would exit at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

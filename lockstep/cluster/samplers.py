@@ -7,14 +7,14 @@ from pathlib import Path
 
 from lockstep.cluster.messages import START, WEIGHTS, Failure, Lost, Plain, Prints, Values
 from lockstep.cluster.plain import from_plain
-from lockstep.cluster.ray_workers import CHANNEL, Part, RayWorkers
+from lockstep.cluster.process_workers import CHANNEL, Part, ProcessWorkers
 from lockstep.errors import DEFECT, SyncError
 
 
 class Samplers(Part):
     """Workers of a split run that sample. A lost one is replaced, gets the trainers' weights by a file, and is proven."""
 
-    def __init__(self, workers: RayWorkers, ranks: range, trainers: Part, recipe: str, folder: Path) -> None:
+    def __init__(self, workers: ProcessWorkers, ranks: range, trainers: Part, recipe: str, folder: Path) -> None:
         super().__init__(workers, ranks)
         self._trainers, self._recipe, self._folder = trainers, recipe, folder
         self._forward: Plain = None

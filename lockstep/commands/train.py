@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.cluster.child import started_ahead
 from lockstep.commands.plan import add_allow, load_allowed
 from lockstep.config.load import load, use_paths
 from lockstep.errors import ConfigError
@@ -73,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         if args.steps is None and (done := finished(args.resume)):
             print(done)
             return 0
-        use_paths(load([str(RunDirectory.open(args.resume).recipe_path)]))
+        recipe = load([str(RunDirectory.open(args.resume).recipe_path), *args.recipe])
+        use_paths(recipe)
         print(f"continuing {args.resume}; loading", flush=True)
-        with _remedy(args.resume):
+        with _remedy(args.resume), started_ahead(recipe.started):
             from lockstep.loops.start import resume_run
 
             resume_run(args.resume, args.recipe, allow=args.allow, allow_fallback=args.allow_fallback, steps=args.steps)
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{recipe.name}: {recipe.loop}, task {recipe.task.kind}, {recipe.steps} steps, in {path}; loading", flush=True
     )
-    with _remedy(path):
+    with _remedy(path), started_ahead(recipe.started):
         from lockstep.loops.start import start_run
 
         start_run(recipe)

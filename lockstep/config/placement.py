@@ -25,7 +25,7 @@ class _Workers(Section):
 
 
 class Colocated(_Workers):
-    """Workers that all train and sample, one for each GPU. Needs pip install 'lockstep-rl[cluster]'.
+    """Workers that all train and sample, one for each GPU.
 
     Each has the whole weights and a share of the optimizer. Weights, samples and metrics do not depend on their number."""
 
@@ -44,7 +44,7 @@ class Colocated(_Workers):
 
 
 class Split(_Workers):
-    """Workers that train, and others that sample, one for each GPU. Needs pip install 'lockstep-rl[cluster]'.
+    """Workers that train, and others that sample, one for each GPU.
 
     They work in turn: a step is sampled with the weights of the last, so the result is that of one process."""
 

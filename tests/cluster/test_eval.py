@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -11,9 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("ray") is None:  # not imported here: an evaluation gives Ray its token first
-    pytest.skip("needs Ray", allow_module_level=True)
 
 from lockstep.commands.eval import choose_modes, choose_sets
 from lockstep.errors import SyncError, WorkerLost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,6 @@ import pytest
 from lockstep.track.rollouts import read_rollouts
 from tests.loops import sft_runs
 from tests.loops.runs import LORA, NO_EVAL, numbers, trained, weights
-
-if importlib.util.find_spec("ray") is None:  # not imported here: a run gives Ray its token first
-    pytest.skip("needs Ray", allow_module_level=True)
 
 TWO = "placement={kind: colocated, gpus: 2}"
 SMALL = ("threads=1", "update.tokens_per_microbatch=48", "prompts_per_step=3")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
-
-if importlib.util.find_spec("ray") is None:  # not imported here: a run gives Ray its token first
-    pytest.skip("needs Ray", allow_module_level=True)
-
 from lockstep.loops.start import start_run
 from tests.cluster.test_runs import SMALL, attacked, no_orphans, same
+from tests.loops.runs import LORA, NO_EVAL, events, recipe, trained
 
 __all__ = ["no_orphans"]
 
@@ -66,7 +61,7 @@ def test_a_split_run_is_that_of_one_process(
 def test_a_sampler_that_is_lost_costs_no_step(
     tmp_path: Path, tiny_model_dir: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.cluster.ray_workers.LEAST_SECONDS", 15.0)
+    monkeypatch.setattr("lockstep.cluster.process_workers.LEAST_SECONDS", 15.0)
     settings = (*SMALL, "steps=8", NO_EVAL)
     alone = trained(tmp_path, tiny_model_dir, *settings, "name=alone")
     wounded = recipe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,17 +84,15 @@ def test_another_version_measures_again(tmp_path: Path, tiny_model_dir: Path, mo
 def test_it_is_measured_on_the_workers_of_the_run(
     tmp_path: Path, tiny_model_dir: Path, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if importlib.util.find_spec("ray") is None:  # not imported here: a run gives Ray its token first
-        pytest.skip("needs Ray")
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     alone = measure_timing(recipe(tmp_path, tiny_model_dir))
     words = f"""
 import sys
-from lockstep.cluster.ray_workers import RayWorkers
+from lockstep.cluster.process_workers import ProcessWorkers
 from lockstep.config.load import load
 from lockstep.loops.timing import measure_timing
-whole, sizes = RayWorkers.__init__, []
-RayWorkers.__init__ = lambda self, *a, **k: (whole(self, *a, **k), sizes.append(self.size))[0]
+whole, sizes = ProcessWorkers.__init__, []
+ProcessWorkers.__init__ = lambda self, *a, **k: (whole(self, *a, **k), sizes.append(self.size))[0]
 found = measure_timing(load(sys.argv[1:]))
 assert sizes == [2], sizes
 assert min(found.sample, found.update, found.sync, found.item, found.save) > 0, found

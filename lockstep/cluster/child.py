@@ -1,0 +1,122 @@
+"""One process of a run, for the driver that starts it: its messages, and what ends it.
+
+This module imports nothing large: processes may be started while the driver itself still imports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from lockstep.cluster import wire
+
+END_SECONDS = 5.0
+"""Longest wait for the end of a process that was killed."""
+Inbox: TypeAlias = "SimpleQueue[tuple[Child, Any]]"
+"""Messages by the process that sent them; ENDED for the end of one."""
+ENDED = object()
+
+
+class Child:
+    """A process that loads what a worker needs as soon as it runs, and becomes a worker with the first message.
+
+    Two threads keep the driver from waiting for it: one sends, one receives.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Start the process. `threads`: of its libraries, unless OMP_NUM_THREADS says how many."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep.cluster.host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # until it has a place, and with it a log
+                stderr=subprocess.DEVNULL,
+                env=_environment(threads),
+                start_new_session=True,  # an interrupt is for the driver; and the whole group can be killed
+            )
+        self.pid = self._popen.pid
+        self._channel = Connection(ours.detach())
+        self._outbox: SimpleQueue[bytes] = SimpleQueue()
+
+    def connect(self, inbox: Inbox) -> None:
+        """Have all that the process sends put into `inbox`."""
+        threading.Thread(target=self._send, daemon=True).start()
+        threading.Thread(target=self._receive, args=(inbox,), daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send a message some time; does not wait."""
+        self._outbox.put(message)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it lives."""
+        self._popen.send_signal(number)
+
+    def end(self, grace: float = 0.0) -> str:
+        """Kill the process with all that it has started; returns how it ended. `grace`: seconds to end by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(grace)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(END_SECONDS)
+        self._outbox.put(b"")
+        code = self._popen.returncode
+        if code is None:
+            return "it cannot be killed"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while message := self._outbox.get():
+                self._channel.send_bytes(message)
+
+    def _receive(self, inbox: Inbox) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                inbox.put((self, wire.loads(self._channel.recv_bytes())))
+        inbox.put((self, ENDED))
+
+
+_AHEAD: list[Child] = []
+
+
+@contextmanager
+def started_ahead(count: int) -> Iterator[None]:
+    """Start processes that the block will ask for with `take`, so that they load while it does. The others end with it.
+
+    Nothing is started on a machine with fewer than two cores for each: there it would only slow the block down.
+    """
+    cores = os.cpu_count() or 1
+    if 2 * count <= cores:
+        _AHEAD.extend(Child(max(1, cores // count)) for _ in range(count))
+    try:
+        yield
+    finally:
+        while _AHEAD:
+            _AHEAD.pop().end()
+
+
+def take(threads: int) -> Child:
+    """Return a process that was started ahead, else a new one."""
+    return _AHEAD.pop(0) if _AHEAD else Child(threads)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Return this process's environment unchanged, but for the module path and what keeps the workers to this machine."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # noqa: PTH109
+    }

@@ -1,0 +1,99 @@
+"""Processes of a run: they end with their driver, and how they ended is known."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.cluster import child, wire
+from lockstep.cluster.child import ENDED, Child, started_ahead, take
+
+DRIVER = """
+import sys, time
+from lockstep.cluster.child import Child
+from queue import SimpleQueue
+children = [Child(1) for _ in range(2)]
+for one in children:
+    one.connect(SimpleQueue())
+print(*(one.pid for one in children), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_driver_that_is_killed_even_if_they_are_stopped() -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        workers = [psutil.Process(int(word)) for word in driver.stdout.readline().split()]
+        for _ in range(600):  # until they listen
+            if all(worker.num_threads() > 1 for worker in workers):
+                break
+            time.sleep(0.1)
+        workers[1].send_signal(signal.SIGSTOP)
+        driver.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert (len(gone), alive) == (2, [])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> list[Any]:
+    return [0, 1, str(tmp_path), str(tmp_path / "rendezvous"), 1, 0]
+
+
+def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path, place: list[Any]) -> None:
+    inbox: SimpleQueue[tuple[Child, Any]] = SimpleQueue()
+    one = Child(1)
+    one.connect(inbox)
+    one.send(wire.dumps([place, "tests.cluster.test_child:Echo"]))
+    for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
+        one.send(wire.dumps(["say", [word]]))
+    one.send(wire.dumps(["fail", []]))
+    for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
+        assert inbox.get(timeout=60) == (one, ["ok", [word, 0]])
+    _, (state, failure) = inbox.get(timeout=60)
+    assert (state, failure[:4]) == ("failed", ["", "ValueError: odd", "", ""])
+    assert "ValueError: odd" in (tmp_path / "rank_0.log").read_text()
+    one.send(wire.dumps(["leave", [7]]))
+    assert inbox.get(timeout=60) == (one, ENDED)
+    assert one.end(grace=10) == "exit code 7"
+    assert not psutil.pid_exists(one.pid)
+
+
+class Echo:
+    """A worker that only answers."""
+
+    def __init__(self, place: list[Any]) -> None:
+        self._rank = place[0]
+
+    def say(self, word: Any) -> list[Any]:
+        return [word, self._rank]
+
+    def fail(self) -> None:
+        raise ValueError("odd\nmore")
+
+    def leave(self, code: int) -> None:
+        os._exit(code)
+
+
+def test_processes_that_were_started_ahead_are_taken_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with started_ahead(2):
+        ahead = [one.pid for one in child._AHEAD]
+        taken, new = take(1), [take(1), take(1)][1]
+        with started_ahead(0):
+            assert taken.pid == ahead[0]
+            assert new.pid not in ahead
+    with started_ahead(1):
+        (unused,) = child._AHEAD
+    assert not psutil.pid_exists(unused.pid)
+    with started_ahead(3):  # too many for the cores
+        assert child._AHEAD == []
+    assert [one.end() for one in (taken, new)] == ["SIGKILL"] * 2
