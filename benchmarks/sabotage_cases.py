@@ -101,16 +101,20 @@ BAD: tuple[Case, ...] = (
     Case("weight decay of 1000", ("optimizer.weight_decay=1000", "optimizer.lr=0.0005"), ("extreme",), ("weight_decay",)),
     Case("KL coefficient of 1000", ("algorithm.kl.coef=1000",), ("extreme",), ("algorithm.kl",)),
     Case("temperature of 0.02", ("rollout.temperature=0.02",), ("extreme",), ("temperature",)),
+    Case("adapters scaled by 100,000", ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=100000", "optimizer.lr=0.01"), ("extreme",), ("adapter.alpha",)),
+    Case("entropy bonus of 100", ("algorithm.entropy_coef=100",), ("extreme",), ("entropy_coef",)),
+    Case("overlong penalty of 1000", ("algorithm.overlong={buffer: 23, penalty: 1000}",), ("extreme",), ("overlong.penalty",)),
+    Case("advantages divided by a million", ("algorithm.advantage.std_eps=1e6",), ("extreme",), ("std_eps",)),
+    Case("learning rate of 1e-12", ("optimizer.lr=1e-12",), ("extreme",), ("optimizer.lr",)),
+    Case("a critic that does not learn", ("algorithm.kind=ppo", "algorithm.critic.lr=1e-12", "optimizer.lr=0.01"), ("extreme",), ("critic.lr",)),
 )  # fmt: skip
 UNSEEN: tuple[Case, ...] = (
     Case("grader that looks at the question alone", (grader("question_alone"),), ("flat_start", "zero_variance", "rewards garbage"), ("look at the reply", "look at the answer")),
     Case("a reward of 1e30 at times", (grader("astronomical"), "prompts_per_step=8", "algorithm.advantage.divide_by_std=false"), ("cause: advantage", "clipping"), ("most by row", "grader")),
     Case("noise on the weights", (), ("leap", "entropy_explosion", "mismatch"), ("lower optimizer.lr", "checkpoint"), noisy_weights),
     Case("clip norm of 1e-6", ("optimizer.max_grad_norm=1e-6",), ("clipping", "unmoved"), ("max_grad_norm",)),
-    Case("adapters scaled by 100,000", ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=100000", "optimizer.lr=0.01"), ("leap", "entropy_explosion", "entropy_collapse", "mismatch"), ("adapter.alpha", "lower optimizer.lr")),
-    Case("entropy bonus of 100", ("algorithm.entropy_coef=100",), ("entropy_explosion", "clipping", "leap", "spike"), ("entropy_coef",)),
+    Case("stop strings that end nearly every reply at once", ("rollout.stop=[a, e, i, o, u, t, n, s, r]",), ("length_collapse", "flat_start", "zero_variance", "no_format", "short"), ("stop", "max_tokens")),
     Case("replies of one token", ("rollout={max_tokens: 1, stop: []}",), ("truncation",), ("rollout.max_tokens",)),
-    Case("overlong penalty of 1000", ("algorithm.overlong={buffer: 23, penalty: 1000}",), ("reward_hacking", "length_collapse", "spike"), ("overlong", "penalty")),
 )  # fmt: skip
 """Written before anyone knew what the rules say of them; no rule was changed for them."""
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lockstep.config.adapter import Lora, keeps_mxfp4
+from lockstep.config.algorithm import GroupAdvantage
 from lockstep.config.numerics import PHASES
 from lockstep.config.schema import Allowable, Recipe
 from lockstep.errors import ConfigError, DoesNotFitError, LockstepError, ModelError, RefusedError
@@ -42,6 +43,15 @@ LARGEST_RATE = 1.0
 """Learning rate of AdamW and Muon; a step changes each weight by about this much."""
 LARGEST_DECAY = 0.01
 """Share of each matrix that weight decay may take away in one optimizer step."""
+USUAL_RATE = "optimizer.lr to 1e-6 for full training, to 2e-5 for adapters, or leave it out"
+LEAST_CHANGE = 1e-9
+"""Learning rate times optimizer steps, which is the most that a weight can move. A rate of 0 is a control, and is let through."""
+LARGEST_STD_EPS = 100.0
+"""Added to the standard deviation of rewards, which is below 1 where rewards lie between 0 and 1."""
+LARGEST_ENTROPY = 10.0
+"""Coefficient of the entropy bonus above which random replies are all that the loss asks for."""
+LARGEST_PENALTY = 100.0
+"""Penalty of long replies above which no usual reward counts."""
 LARGEST_KL = 10.0
 """Coefficient of the KL penalty above which the reference is all that the loss asks for."""
 TEMPERATURES = (0.1, 5.0)
@@ -184,8 +194,16 @@ def _extreme(recipe: Recipe) -> None:
     decay, rate = recipe.optimizer.weight_decay, recipe.lr
     step = "in each optimizer step"
     if rate > LARGEST_RATE and recipe.optimizer.kind != "python":
-        usual = "optimizer.lr to 1e-6 for full training, to 2e-5 for adapters, or leave it out"
-        found.append((f"optimizer.lr={rate:g} moves every weight by as much {step}; weights are far below 1", usual))
+        found.append(
+            (f"optimizer.lr={rate:g} moves every weight by as much {step}; weights are far below 1", USUAL_RATE)
+        )
+    elif isinstance(recipe.adapter, Lora) and recipe.adapter.scaling * rate > LARGEST_RATE:
+        lora = recipe.adapter
+        what = f"adapter.alpha={lora.alpha:g} multiplies what a learning rate of {rate:g} changes by {lora.scaling:g}"
+        found.append((what, f"adapter.alpha to {2 * lora.alpha / lora.scaling:g}, which multiplies by 2"))
+    if 0 < rate * recipe.policy_updates < LEAST_CHANGE:
+        total = f"{rate * recipe.policy_updates:.2g} in all {recipe.policy_updates} optimizer steps"
+        found.append((f"optimizer.lr={rate:g} moves no weight by more than {total}: nothing is learnt", USUAL_RATE))
     if decay * rate > LARGEST_DECAY:
         taken = f"{min(1.0, decay * rate):.0%} of every matrix {step}"
         most = f"{0.95 * LARGEST_DECAY / rate:.2g}"  # rounded, it must still be allowed
@@ -200,12 +218,28 @@ def _extreme(recipe: Recipe) -> None:
 def _extreme_rl(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with values of reinforcement learning alone, and what to set."""
     coef, warmth, critic = recipe.algorithm.kl.coef, recipe.rollout.temperature, recipe.algorithm.critic
+    entropy, overlong = recipe.algorithm.entropy_coef, recipe.algorithm.overlong
     if coef > LARGEST_KL:
         what = f"algorithm.kl.coef={coef:g} outweighs every reward: the policy stays where it began"
         yield what, f"algorithm.kl.coef to {LARGEST_KL:g} or less; 0.001 to 0.1 is usual"
+    if entropy > LARGEST_ENTROPY:
+        what = f"algorithm.entropy_coef={entropy:g} outweighs every reward: the policy is trained to answer at random"
+        yield what, f"algorithm.entropy_coef to {LARGEST_ENTROPY:g} or less; 0 to 0.01 is usual"
+    if overlong.buffer and overlong.penalty > LARGEST_PENALTY:
+        what = f"algorithm.overlong.penalty={overlong.penalty:g} outweighs every reward: only the length is trained"
+        yield what, f"algorithm.overlong.penalty to {LARGEST_PENALTY:g} or less; 1 is usual"
     if critic is not None and critic.lr > LARGEST_RATE:
         what = f"algorithm.critic.lr={critic.lr:g} moves every weight of the critic by as much in each optimizer step"
         yield what, "algorithm.critic.lr to 1e-5, or leave it out"
+    if critic is not None and 0 < critic.lr * recipe.policy_updates < LEAST_CHANGE:
+        what = (
+            f"algorithm.critic.lr={critic.lr:g} leaves the critic where it began in all {recipe.policy_updates} steps"
+        )
+        yield what, "algorithm.critic.lr to 1e-5, or leave it out"
+    advantage = recipe.algorithm.advantage
+    if isinstance(advantage, GroupAdvantage) and advantage.std_eps > LARGEST_STD_EPS:
+        what = f"algorithm.advantage.std_eps={advantage.std_eps:g} is added to the divisor of the advantages: little is left"
+        yield what, "algorithm.advantage.std_eps to 1e-6, or leave it out"
     low, high = TEMPERATURES
     if not low <= warmth <= high:
         why = "the replies to a prompt are nearly the same" if warmth < low else "replies are noise"
