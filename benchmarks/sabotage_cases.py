@@ -82,7 +82,7 @@ BAD: tuple[Case, ...] = (
     Case("advantages of other replies", LEARNS, ("reward_falls", "no improvement"), ("advantage",), shuffled),
     Case("KL against itself", ("algorithm.kl.coef=0.1",), ("kl_dead",), ("frozen copy",), own_reference),
     Case("truncated replies", ("rollout={max_tokens: 3, stop: []}",), ("truncation",), ("rollout.max_tokens",)),
-    Case("entropy collapse", (grader("one_letter"), "optimizer.lr=0.03", "samples_per_prompt=8"), ("entropy_collapse", "leap", "reward_flat"), ("optimizer.lr",)),
+    Case("entropy collapse", (grader("one_letter"), "optimizer.lr=0.06", "samples_per_prompt=8"), ("entropy_collapse", "leap", "reward_flat"), ("optimizer.lr",)),
     Case("length collapse", (grader("short"), "optimizer.lr=0.02", "rollout={max_tokens: 64, stop: [e, \"0\"]}"), ("length_collapse",), ("derivation",)),
     Case("disk full", ("save.every=2",), ("cannot be written",), ("free space",), full_disk, apart=True),
     Case("own loss that is NaN", ("algorithm.loss={folder}/losses.py:nan",), ("is nan",), ("finite loss",)),

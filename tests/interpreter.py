@@ -25,10 +25,23 @@ def interpreted(check: Callable[..., None], *given: str, seconds: float = 600) -
 
 
 def mend() -> None:
-    """Its `int` is called on arrays of one element, which NumPy 2.4 no longer takes."""
+    """Let it run with NumPy 2.4, and compute a row's product alike whatever the number of rows, as a GPU does.
+
+    Its `int` is called on arrays of one element, which NumPy no longer takes. NumPy's fp32 products depend on the number of rows
+    on some CPUs; sums in fp64 are rounded to the same fp32 number in any order.
+    """
     import triton.runtime.interpreter as interpreter
 
     interpreter.int = _Int
+    whole = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32 or any(one.data.dtype not in (np.float16, np.float32) for one in (a, b)):
+            return whole(self, a, b, d, *options)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 class _Kind(type):

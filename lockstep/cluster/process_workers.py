@@ -45,7 +45,7 @@ class _Call:
     began: float
     """When it was its turn."""
     result: Any = _UNDER_WAY
-    """What was returned, or a Failure."""
+    """Value that was returned, or a Failure."""
 
 
 class ProcessWorkers:

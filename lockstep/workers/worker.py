@@ -134,7 +134,7 @@ def _copy(handler: Handler, settings: dict[str, Any], descriptors: list[int]) ->
     try:
         os.setsid()
         # A thread cannot end work that never lets go of Python; the kernel can.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the copy
         requests, answers = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
         threading.Thread(target=_end_with_owner, args=(descriptors[0], os.getppid()), daemon=True).start()
         _send(answers, {"ready": os.getpid()})

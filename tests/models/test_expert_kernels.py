@@ -30,8 +30,8 @@ def asked(module: Any, tokens: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, index, weight
 
 
-def close(ours: Tensor, theirs: Tensor, what: str) -> None:
-    assert float((ours - theirs).norm() / theirs.norm()) < 2e-6, what
+def close(ours: Tensor, theirs: Tensor, what: str, within: float = 2e-6) -> None:
+    assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < within, what
 
 
 def values_and_gradients(family: str) -> None:
@@ -67,7 +67,7 @@ def clamped() -> None:
     ours = module(large, index, weight)
     close(ours, theirs, "values")
     for a, b in zip(torch.autograd.grad(ours.square().sum(), [large, weight]), wanted, strict=True):
-        close(a, b, "gradient")
+        close(a, b, "gradient", 2e-5)  # large numbers cancel
 
 
 def only_what_is_reached() -> None:
