@@ -1,7 +1,7 @@
 """Products of bf16 matrices on a CPU that has no instructions for them.
 
-PyTorch computes them there with plain loops: 4 times slower than in fp32, and up to 75 times slower in a backward pass. Here the
-factors become fp32, and the result is rounded once, as on a CPU with such instructions.
+PyTorch computes them there with plain loops, many times slower than in fp32. Here the factors become fp32, and the result is
+rounded once, as on a CPU with such instructions.
 """
 
 from __future__ import annotations
