@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,8 +15,8 @@ import numpy as np
 Record = TypeVar("Record")
 Convert: TypeAlias = Callable[[Any], Any]
 
-NUMBERS: dict[Any, tuple[Any, ...]] = {int: (np.int32, np.int64), float: (np.float32, np.float64), bool: (np.bool_,)}
-"""Types as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
+NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
+"""Codes of struct as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
@@ -60,11 +61,8 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
             lambda value: None if value is None else read(value),
         )
     if origin is tuple and args[-1] is Ellipsis and args[0] in NUMBERS:
-        widths = NUMBERS[args[0]]
-        return (
-            lambda value: _pack(value, widths),
-            lambda value: tuple(np.frombuffer(value, widths[value[0]], offset=1).tolist()),
-        )
+        codes = NUMBERS[args[0]]
+        return lambda value: _pack(value, codes), lambda value: _unpack(value, codes)
     if origin is tuple and args[-1] is Ellipsis:
         write, read = _codec(args[0])
         return lambda value: [write(one) for one in value], lambda value: tuple(read(one) for one in value)
@@ -83,11 +81,20 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
     raise TypeError(f"values of type {kind!r} cannot be sent")
 
 
-def _pack(value: Sequence[Any], types: tuple[Any, ...]) -> bytes:
-    whole = np.array(value, types[-1])
-    if len(types) > 1:
+def _pack(numbers: Sequence[Any], codes: str) -> bytes:
+    count, narrow = len(numbers), codes[0]
+    if narrow == "f":
+        whole = struct.pack(f"={count}d", *numbers)
         with np.errstate(over="ignore", invalid="ignore"):
-            narrow = whole.astype(types[0])
-            if narrow.astype(types[-1]).tobytes() == whole.tobytes():
-                return b"\0" + narrow.tobytes()
-    return bytes([len(types) - 1]) + whole.tobytes()
+            short = np.frombuffer(whole, np.float64).astype(np.float32)
+            loses = short.astype(np.float64).tobytes() != whole
+        return b"\1" + whole if loses else b"\0" + short.tobytes()
+    try:
+        return b"\0" + struct.pack(f"={count}{narrow}", *numbers)
+    except struct.error:
+        return b"\1" + struct.pack(f"={count}{codes[1]}", *numbers)
+
+
+def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
+    code = codes[message[0]]
+    return struct.unpack_from(f"={(len(message) - 1) // struct.calcsize('=' + code)}{code}", message, 1)
