@@ -2,8 +2,9 @@
 
 While it is on, every sum behind a token's log-probability has one fixed order, whatever else is in the batch: matrix
 multiplications add over K from first to last, attention over keys block by block, norms row by row, the head over fixed parts
-of the vocabulary. cuBLAS keeps that order wherever it does not split K. That is tested, not assumed: the first product of each
-shape is compared with the ordered kernel's, bit by bit, and where they differ the kernel takes its place.
+of the vocabulary. cuBLAS keeps that order wherever it does not split K, which cuBLASLt can be told. That is tested, not assumed:
+the first product of each shape is compared with the ordered kernel's, bit by bit. Where cuBLAS differs cuBLASLt takes its place,
+and where that differs, too, the kernel.
 
 Legend: M rows, N outputs, K inputs.
 """
@@ -11,14 +12,16 @@ Legend: M rows, N outputs, K inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+Way: TypeAlias = Literal["cuBLAS", "cuBLASLt", "kernel"]
+"""What computes the products of a shape."""
 STREAM_MULTIPLE = 128
 """Packed streams are padded to a multiple of this many tokens: each number of rows is tested once, so there should be few."""
 TRIED = 2**24
@@ -38,8 +41,8 @@ class _State:
     on: bool = False
     line: str = ""
     repeatable: bool = False
-    verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
-    """By shape: cuBLAS keeps the order."""
+    ways: dict[tuple[Any, ...], Way] = field(default_factory=dict)
+    """By shape: the first one that keeps the order."""
 
 
 _state = _State()
@@ -91,16 +94,17 @@ def repeated() -> Iterator[None]:
 
 def replaced_products() -> tuple[str, ...]:
     """Return the products that run on the ordered kernel because cuBLAS splits K. Example: "8 x 1536 x 8960"."""
-    return tuple(f"{key[1]} x {key[2]} x {key[3]}" for key, ordered in sorted(_state.verdicts.items()) if not ordered)
+    return tuple(f"{key[1]} x {key[2]} x {key[3]}" for key, way in sorted(_state.ways.items()) if way == "kernel")
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Compute torch.nn.functional.linear in order; differentiable."""
-    if _cublas_serves("linear", x_MK, weight_NK, bias_N):
-        return nn.functional.linear(x_MK, weight_NK, bias_N)
-    function: Any = _Ordered
-    result: Tensor = function.apply(x_MK, weight_NK, bias_N)
-    return result
+    way = _way("linear", x_MK, weight_NK, bias_N)
+    if way == "kernel":
+        function: Any = _Ordered
+        result: Tensor = function.apply(x_MK, weight_NK, bias_N)
+        return result
+    return _cublas(way, "linear", x_MK, weight_NK, bias_N, None, 1.0)
 
 
 def product_into(out_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, alpha: float = 1.0) -> None:
@@ -109,10 +113,12 @@ def product_into(out_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, alpha: float =
     if rest:  # cuBLAS serves what is left
         product_into(out_MN[:rest], x_MK[:rest], weight_NK, alpha)
         out_MN, x_MK = out_MN[rest:], x_MK[rest:]
-    if _cublas_serves("scaled" if alpha != 1 else "plain", x_MK, weight_NK, None, out_MN):
-        _cublas("scaled" if alpha != 1 else "plain", x_MK, weight_NK, None, out_MN, alpha)
-    else:
+    form = "scaled" if alpha != 1 else "plain"
+    way = _way(form, x_MK, weight_NK, None, out_MN)
+    if way == "kernel":
         _ordered(x_MK, weight_NK, None, alpha, out_MN)
+    else:
+        _cublas(way, form, x_MK, weight_NK, None, out_MN, alpha)
 
 
 def adapter_into(out_MR: Tensor, x_MK: Tensor, down_RK: Tensor, scaling: float) -> None:
@@ -170,58 +176,75 @@ def keeps_order(
     if not _state.on:
         return True
     key = (theirs.__name__, x_MK.shape[0], *weights.shape, *weights.stride())
-    if key not in _state.verdicts:
+    if key not in _state.ways:
         if torch.cuda.is_current_stream_capturing():
             return False
         trial = torch.randn_like(x_MK) if x_MK.numel() <= TRIED else x_MK
-        _state.verdicts[key] = torch.equal(theirs(trial, weights, rows), ours(trial, weights, rows))
-    return _state.verdicts[key]
+        equal = torch.equal(theirs(trial, weights, rows), ours(trial, weights, rows))
+        _state.ways[key] = "cuBLAS" if equal else "kernel"
+    return _state.ways[key] != "kernel"
 
 
 # --- which kernel ---------------------------------------------------------------------------------------------------
 def _cublas(
-    form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None, alpha: float
+    way: Way, form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None, alpha: float
 ) -> Tensor:
-    if out_MN is None:
-        return nn.functional.linear(x_MK, weight_NK, bias_N)
-    if form == "plain":
-        return torch.mm(x_MK, weight_NK.T, out=out_MN)
-    return torch.addmm(out_MN, x_MK, weight_NK.T, beta=0, alpha=alpha, out=out_MN)
+    with _without_splits() if way == "cuBLASLt" else nullcontext():
+        if out_MN is None:
+            return nn.functional.linear(x_MK, weight_NK, bias_N)
+        if form == "plain":
+            return torch.mm(x_MK, weight_NK.T, out=out_MN)
+        return torch.addmm(out_MN, x_MK, weight_NK.T, beta=0, alpha=alpha, out=out_MN)
 
 
-def _cublas_serves(
-    form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None = None
-) -> bool:
-    """Return whether cuBLAS keeps the order at this shape; tested at the first call that is not part of a capture."""
+@contextmanager
+def _without_splits() -> Iterator[None]:
+    """Have torch call cuBLASLt, and let it choose among the kernels that do not split K."""
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def _way(form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None = None) -> Way:
+    """Return what keeps the order at this shape; tested at the first call that is not part of a capture."""
     rows = x_MK.shape[0]
     if rows > SMALL and rows % STREAM_MULTIPLE:
-        return False
+        return "kernel"
     strides = x_MK.stride(0), weight_NK.stride(0), 0 if out_MN is None else out_MN.stride(0)
     aligned = tuple(t.data_ptr() % 16 == 0 for t in (x_MK, weight_NK, x_MK if out_MN is None else out_MN))
     key = (form, rows, *weight_NK.shape, *strides, *aligned, bias_N is not None)
-    if key not in _state.verdicts:
+    if key not in _state.ways:
         if torch.cuda.is_current_stream_capturing():
-            return False
-        _state.verdicts[key] = _tested(form, x_MK, weight_NK, bias_N, out_MN)
-    return _state.verdicts[key]
+            return "kernel"
+        lt = x_MK.is_cuda and x_MK.dtype == torch.bfloat16
+        ways: tuple[Way, ...] = ("cuBLAS", "cuBLASLt") if lt else ("cuBLAS",)
+        serves = (way for way in ways if _tested(way, form, x_MK, weight_NK, bias_N, out_MN))
+        _state.ways[key] = next(serves, "kernel")
+    return _state.ways[key]
 
 
 @torch.no_grad()
-def _tested(form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None) -> bool:
+def _tested(way: Way, form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None) -> bool:
     """Compare on trial; `out_MN` is overwritten, as it will be by the product itself."""
     random = x_MK.numel() <= TRIED
     outputs = x_MK.shape[0] * weight_NK.shape[0]
     for _ in range(min(-(-OUTPUTS // outputs), MOST_TRIALS) if random else 1):
         if random:
             x_MK = torch.empty_strided(x_MK.shape, x_MK.stride(), dtype=x_MK.dtype, device=x_MK.device).normal_()
-        if not _agree(form, x_MK, weight_NK, bias_N, out_MN):
+        if not _agree(way, form, x_MK, weight_NK, bias_N, out_MN):
             return False
     return True
 
 
-def _agree(form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None) -> bool:
+def _agree(way: Way, form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor | None) -> bool:
     alpha = 0.37 if form == "scaled" else 1.0
-    found_MN = _cublas(form, x_MK, weight_NK, bias_N, out_MN, alpha)
+    found_MN = _cublas(way, form, x_MK, weight_NK, bias_N, out_MN, alpha)
     for start in range(0, weight_NK.shape[0], COLUMNS):
         part = slice(start, start + COLUMNS)
         weight, bias = weight_NK[part], None if bias_N is None else bias_N[part]

@@ -23,7 +23,8 @@ from lockstep.device import shared_memory
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import packed_gate_up, packed_product
 from lockstep.models.ordered_product_kernel import Tile
-from lockstep.models.route_kernels import Sorted, activated
+from lockstep.models.overlap import await_input, overlap
+from lockstep.models.route_kernels import Sorted, activated, block_of, blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def gate_up_tile(each: float) -> Tile:
         return Tile(16, 64, 128, 4, 4)
     if each <= 24:
         return Tile(32, 64, 128, 4, 3)
-    if each <= 40:
+    if each <= 64:
         return Tile(64, 128, 64, 8, 4)
     return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
 
@@ -56,7 +57,7 @@ def product_tile(each: float) -> Tile:
         return Tile(32, 128, 128, 4, 3)
     if each <= 40:
         return Tile(64, 256, 64, 8, 4)
-    return Tile(128, 256, 64, 8, 3) if each <= 128 else Tile(128, 128, 64, 8, 3)
+    return Tile(128, 256, 64, 8, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
 
 
 @cache
@@ -66,25 +67,6 @@ def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile
     return replace(tile, stages=max(1, min(tile.stages, 1 + shared_memory(device) // stage)))
 
 
-def _blocks(rows: Sorted, size: int) -> int:
-    """Return the number of programs that `_block` needs."""
-    return -(-len(rows.order_R) // size) + rows.experts - 1
-
-
-@triton.jit
-def _block(bounds_ptr, number, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the expert of a block of sorted rows, its first row, and the end of the expert's rows; not all numbers have rows.
-
-    Expert e's blocks begin at number start(e) // ROWS + e, which leaves room for the blocks of all before it. All blocks of an
-    expert run at about the same time: its matrix is read from memory once, however many rows it has.
-    """
-    each = tl.arange(0, EXPERTS)
-    start = tl.load(bounds_ptr + each, mask=each < experts, other=1 << 30)
-    expert = tl.sum((start // ROWS + each <= number).to(tl.int32), 0) - 1
-    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
-    return expert, start + (number - start // ROWS - expert) * ROWS, end
-
-
 @triton.jit
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
@@ -92,7 +74,8 @@ def _gate_up_kernel(
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows."""
-    expert, first, end = _block(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
+    await_input()
+    expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,7 +129,8 @@ def _product_kernel(
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix."""
-    expert, first, end = _block(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
+    await_input()
+    expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -185,12 +169,12 @@ def gate_up(
     x_TH, inner, tile = x_TH.contiguous(), weight_EOX.shape[1] // 2, gate_up_tile(rows.each)
     tile = _fitted(tile, 2 * tile.columns, x_TH.element_size(), x_TH.device)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
-    _gate_up_kernel[(triton.cdiv(inner, tile.columns), _blocks(rows, tile.rows))](
+    _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
         x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
         x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top, activation.paired,
         bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0, tile.rows, tile.columns,
         tile.depth, _precision(x_TH),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
 
@@ -202,11 +186,11 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     x_RX, outputs, tile = x_RX.contiguous(), weight_EOX.shape[1], product_tile(rows.each)
     tile = _fitted(tile, tile.columns, x_RX.element_size(), x_RX.device)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
-    _product_kernel[(triton.cdiv(outputs, tile.columns), _blocks(rows, tile.rows))](
+    _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
         x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
         triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth,
         _precision(x_RX),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO
 
@@ -354,6 +338,7 @@ def _combine_kernel(
     y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, out_ptr, outputs,
     TOP: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    await_input()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
@@ -378,6 +363,6 @@ def combine(y_RO: Tensor, bias_EO: Tensor | None, rows: Sorted, factor_TK: Tenso
     factor = y_RO if factor_TK is None else factor_TK.contiguous()
     _combine_kernel[(tokens, triton.cdiv(outputs, 1024))](
         y_RO, y_RO if bias_EO is None else bias_EO, rows.expert_R, factor, rows.place_R, out_TO, outputs, rows.top,
-        bias_EO is not None, factor_TK is not None, 1024, enable_fp_fusion=False,
+        bias_EO is not None, factor_TK is not None, 1024, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_TO

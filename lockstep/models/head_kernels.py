@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.models import exact
 from lockstep.models.mm import add_product_
+from lockstep.models.overlap import await_input, overlap
 
 TILE_BYTES = 2**31
 """Logits that exist at once. The last tile of a forward pass is kept for the backward pass, which needs the room anyway."""
@@ -125,6 +126,7 @@ def summaries(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor,
         CHUNK,
         num_warps=8,
         enable_fp_fusion=False,
+        **overlap(),
     )
     return peak_RC, mass_RC, best_RC
 
@@ -147,6 +149,7 @@ def pick_logprobs(
         max(16, triton.next_power_of_2(chunks)),
         num_warps=1,
         enable_fp_fusion=False,
+        **overlap(),
     )
 
 
@@ -273,6 +276,7 @@ def _differentiate_kernel(
 @triton.jit
 def _chunk_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, CHUNKS, BLOCK: tl.constexpr):
     """Compute the largest logit, its index, and the sum of exponentials of one chunk of one row."""
+    await_input()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -296,6 +300,7 @@ def _pick_kernel(
     CHUNKS,
     BLOCK: tl.constexpr,
 ):
+    await_input()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     c = tl.arange(0, BLOCK)

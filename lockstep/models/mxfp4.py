@@ -28,8 +28,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = 32
 """Numbers in one block."""
 NAN_SCALE = 255
-LARGEST_SCALE = 240
-"""Largest scale of weights that are kept in MXFP4: 2^113. Models have scales of about 2^-8."""
+LARGEST_SCALE = 128
+"""Largest scale of weights that are kept in MXFP4: 2^1. Models have scales of about 2^-8."""
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.models import exact
+from lockstep.models.overlap import await_input, overlap
 
 TILE = 4096
 """Entries that a program of a norm holds at once."""
@@ -95,6 +96,7 @@ def row_norm(
         block,
         num_warps=min(16, max(1, block // 512)),
         enable_fp_fusion=False,
+        **overlap(),
     )
 
 
@@ -115,6 +117,7 @@ def _row_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute residual + x (rounded, as the model rounds it), and its RMS norm."""
+    await_input()
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     ok = at < SIZE
@@ -150,6 +153,7 @@ def norm_heads(
         triton.next_power_of_2(size),
         num_warps=1,
         enable_fp_fusion=False,
+        **overlap(),
     )
 
 
@@ -164,6 +168,7 @@ def _head_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_input()
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     ok = at < SIZE

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.overlap import await_input, overlap
+
 PART = 1024
 """Inputs of one part of a narrow product."""
 
@@ -61,6 +63,7 @@ def _product_kernel(
     BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
+    await_input()
     program = tl.program_id(0)
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     band = program // (GROUP * across)
@@ -103,13 +106,15 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, alpha: float
     _product_kernel[grid](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out_MN, rows, outputs, inputs,
         x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), alpha, bias_N is not None, inputs % tile.depth == 0,
-        tile.rows, tile.columns, tile.depth, 8, False, PART, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        tile.rows, tile.columns, tile.depth, 8, False, PART,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_MN
 
 
 @triton.jit
 def _sum_kernel(parts_ptr, out_ptr, count, alpha, parts, out_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    await_input()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
     total = tl.zeros((BLOCK,), tl.float32)
@@ -131,9 +136,10 @@ def narrow_product(x_MK: Tensor, weight_NK: Tensor, alpha: float, out_MN: Tensor
     _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns), parts)](
         x_MK, weight_NK, weight_NK, sums, rows, outputs, inputs, x_MK.stride(0), weight_NK.stride(0), outputs, 1.0,
         False, inputs % tile.depth == 0, tile.rows, tile.columns, tile.depth, 8, True, PART,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     _sum_kernel[(triton.cdiv(rows * outputs, 256),)](
-        sums, out_MN, rows * outputs, alpha, parts, out_MN.stride(0), outputs, 256, num_warps=2, enable_fp_fusion=False
-    )
+        sums, out_MN, rows * outputs, alpha, parts, out_MN.stride(0), outputs, 256,
+        num_warps=2, enable_fp_fusion=False, **overlap(),
+    )  # fmt: skip
     return out_MN

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.overlap import await_input, overlap
+
 FEW_PAIRS = 8192
 """Pairs of token and expert up to which they are sorted in short blocks."""
 
@@ -58,6 +60,7 @@ def _route_kernel(
     TOP: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, TOPS: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's experts, the first of equal ones. SHARED: the weights of the chosen ones sum to 1."""
+    await_input()
     token = tl.program_id(0).to(tl.int64)
     number, k = tl.arange(0, EXPERTS), tl.arange(0, TOPS)
     logits = tl.load(logits_ptr + token * stride + number, mask=number < experts, other=-float("inf")).to(tl.float32)
@@ -83,7 +86,7 @@ def choose(logits_TE: Tensor, top: int, *, shared: bool, dtype: torch.dtype) -> 
     size, tops = triton.next_power_of_2(experts), triton.next_power_of_2(top)
     _route_kernel[(tokens,)](
         logits_TE, weight_TK, index_TK, experts, logits_TE.stride(0), top, shared, size, tops,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return weight_TK, index_TK
 
@@ -91,6 +94,7 @@ def choose(logits_TE: Tensor, top: int, *, shared: bool, dtype: torch.dtype) -> 
 @triton.jit
 def _sort_kernel(index_ptr, order_ptr, place_ptr, expert_ptr, bounds_ptr, count, experts, BLOCK: tl.constexpr):
     """Place the pairs of one expert behind those of all before it."""
+    await_input()
     expert = tl.program_id(0)
     less = tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
@@ -116,5 +120,26 @@ def sort_rows(index_TK: Tensor, experts: int) -> Sorted:
     order_R, place_R, expert_R = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(3))
     bounds_E = torch.empty(experts + 1, dtype=torch.int32, device=device)
     block = 1024 if count <= FEW_PAIRS else 4096
-    _sort_kernel[(experts,)](index_TK.contiguous(), order_R, place_R, expert_R, bounds_E, count, experts, block)
+    _sort_kernel[(experts,)](
+        index_TK.contiguous(), order_R, place_R, expert_R, bounds_E, count, experts, block, **overlap()
+    )
     return Sorted(order_R, place_R, expert_R, bounds_E, index_TK.shape[1])
+
+
+def blocks(rows: Sorted, size: int) -> int:
+    """Return the number of programs that `block_of` needs."""
+    return -(-len(rows.order_R) // size) + rows.experts - 1
+
+
+@triton.jit
+def block_of(bounds_ptr, number, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a block of sorted rows, its first row, and the end of the expert's rows; not all numbers have rows.
+
+    Expert e's blocks begin at number start(e) // ROWS + e, which leaves room for the blocks of all before it. All blocks of an
+    expert run at about the same time: its matrix is read from memory once, however many rows it has.
+    """
+    each = tl.arange(0, EXPERTS)
+    start = tl.load(bounds_ptr + each, mask=each < experts, other=1 << 30)
+    expert = tl.sum((start // ROWS + each <= number).to(tl.int32), 0) - 1
+    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    return expert, start + (number - start // ROWS - expert) * ROWS, end

@@ -27,7 +27,7 @@ WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position
 WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
 TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
-PACKED = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+FOUR_BITS = {"EXPERTS": 32, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (route_kernels._route_kernel, {"TOP": 8, "SHARED": True, "EXPERTS": 128, "TOPS": 8}),
     "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
@@ -35,8 +35,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),
     "experts' product": (expert_kernels._product_kernel, TILE),
     "experts' outer product": (expert_kernels._outer_kernel, {"SIZE": 64, "ROWS": 32, "PRECISION": "ieee"}),
-    "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, **PACKED}),
-    "experts' product, in four bits": (mxfp4_kernels._product_kernel, PACKED),
+    "gate and up, in four bits": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": False, **FOUR_BITS}),
+    "experts' product, in four bits": (mxfp4_kernels._product_kernel, {"PACKED": False, **FOUR_BITS}),
+    "gate and up, in packed bf16": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": True, **FOUR_BITS}),
+    "experts' product, in packed bf16": (mxfp4_kernels._product_kernel, {"PACKED": True, **FOUR_BITS}),
     "experts, dequantised": (mxfp4_kernels._open_kernel, {"GROUPS": 128}),
     "activate": (expert_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
     "activate, back": (expert_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),

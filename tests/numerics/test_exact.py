@@ -77,6 +77,6 @@ def test_a_small_product_is_tried_until_another_order_would_show(monkeypatch: py
 
     monkeypatch.setattr(exact, "_ordered", ordered)
     torch.manual_seed(0)
-    assert all(exact._tested("linear", x, weight, None, None) for _ in range(20))
+    assert all(exact._tested("cuBLAS", "linear", x, weight, None, None) for _ in range(20))
     share[0] = 0.01
-    assert not any(exact._tested("linear", x, weight, None, None) for _ in range(20))
+    assert not any(exact._tested("cuBLAS", "linear", x, weight, None, None) for _ in range(20))

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from lockstep.models.ordered_attention import add_block, weight_of
+from lockstep.models.overlap import await_input
 
 
 @triton.jit
@@ -72,6 +73,7 @@ def attend_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
+    await_input()
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     WHOLE: tl.constexpr = D == BLOCK_D
@@ -140,6 +142,7 @@ def combine_kernel(
     SINKS: tl.constexpr,
 ):
     """Merge the parts of one head of one row."""
+    await_input()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     at = (row * H + head) * SPLITS + s
@@ -163,6 +166,7 @@ def ordered_attend_kernel(
     WINDOWED: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does."""
+    await_input()
     row, head = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // K
     keys = tl.load(position_ptr + row) + 1

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 
 from lockstep.models.layer_kernels import activation
+from lockstep.models.overlap import await_input
 
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute silu(first half) × second half of each row."""
+    await_input()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < SIZE
@@ -51,6 +53,7 @@ def rope_append_kernel(
     P: tl.constexpr,
 ):
     """Norm and rotate queries and keys of all heads of one row; write keys and values to the cache."""
+    await_input()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + row)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
@@ -107,6 +110,7 @@ def append_kernel(
     P: tl.constexpr,
 ):
     """Write one key and one value head of one row to the cache."""
+    await_input()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr + row)
     page = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64)
@@ -147,6 +151,7 @@ def draw_kernel(
     BLOCK_CHUNKS: tl.constexpr,
 ):
     """Invert the cumulative distribution of one row at its own random number: the chunk first, then within it."""
+    await_input()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     c = tl.arange(0, BLOCK_CHUNKS)
@@ -199,6 +204,7 @@ def advance_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store the drawn token of one row that still runs, and check whether it ends there."""
+    await_input()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(done_ptr + row) == 0:
         token, drawn = tl.load(token_ptr + row), tl.load(drawn_ptr + row)

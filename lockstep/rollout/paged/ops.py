@@ -84,6 +84,7 @@ class TritonOps:
 
     def __init__(self) -> None:
         from lockstep.models import head_kernels, norm_kernels, ordered_attention
+        from lockstep.models.overlap import overlap
         from lockstep.rollout.paged import attention_kernels, kernels
 
         self._kernels: Any = kernels
@@ -91,6 +92,7 @@ class TritonOps:
         self._heads: Any = head_kernels
         self._ordered: Any = ordered_attention
         self._attention: Any = attention_kernels
+        self._overlap = overlap
 
     def add_norm(
         self,
@@ -111,7 +113,9 @@ class TritonOps:
         count, size = x_BX.shape[0], x_BX.shape[1] // 2
         out_BX = with_room(x_BX, size, room)
         block = min(2048, _power(size))
-        self._kernels.gate_kernel[(count, -(-size // block))](x_BX, out_BX, out_BX.stride(0), size, block)
+        self._kernels.gate_kernel[(count, -(-size // block))](
+            x_BX, out_BX, out_BX.stride(0), size, block, **self._overlap()
+        )
         return out_BX
 
     def rope_append(
@@ -153,6 +157,7 @@ class TritonOps:
             PAGE,
             num_warps=4,
             enable_fp_fusion=False,  # products are rounded before they are added, as in training
+            **self._overlap(),
         )
         return query_BHD.transpose(0, 1)
 
@@ -177,6 +182,7 @@ class TritonOps:
             _power(size),
             PAGE,
             num_warps=1,
+            **self._overlap(),
         )
 
     def attend(
@@ -233,10 +239,23 @@ class TritonOps:
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
             num_warps=1 if block * max(MATRIX_ROWS, _power(heads // cache.heads)) <= 2048 else 4,
             num_stages=2,
+            **self._overlap(),
         )
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
-                part, peak, mass, sinks, out_BX, out_BX.stride(0), heads, size, block, splits, flags[2], num_warps=1
+                part,
+                peak,
+                mass,
+                sinks,
+                out_BX,
+                out_BX.stride(0),
+                heads,
+                size,
+                block,
+                splits,
+                flags[2],
+                num_warps=1,
+                **self._overlap(),
             )
         return out_BX
 
@@ -271,6 +290,7 @@ class TritonOps:
             num_warps=4 if count * cache.heads < 512 else 2,
             num_stages=2,
             enable_fp_fusion=False,
+            **self._overlap(),
         )
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
@@ -292,6 +312,7 @@ class TritonOps:
             self._heads.CHUNK,
             max(16, _power(chunks)),
             num_warps=8,
+            **self._overlap(),
         )
         if exact.enabled():
             given = rows.token_B, rows.temperature_B, peak_BC, mass_BC, rows.logprob_B
@@ -314,6 +335,7 @@ class TritonOps:
             rows.ids_BN.stride(0),
             _power(max(2, stops_X.numel())),
             num_warps=1,
+            **self._overlap(),
         )
 
 

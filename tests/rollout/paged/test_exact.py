@@ -274,10 +274,10 @@ def test_a_planted_fault_is_named_at_the_start_and_noticed_in_a_step(
     for place, name in places:
         monkeypatch.setattr(place, name, fault)
     assert any(words in found for found in exactness_check.differing(decoder))
-    exact._state.verdicts.clear()
+    exact._state.ways.clear()
     engine._step._capturing = False  # a graph would hold the right kernels; the faults read numbers from the device
     assert largest_gap(engine, learner) > 0
-    exact._state.verdicts.clear()
+    exact._state.ways.clear()
 
 
 def test_gradients_are_those_of_the_usual_kernels():
