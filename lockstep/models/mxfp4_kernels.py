@@ -1,7 +1,6 @@
 """Triton kernels that multiply by experts' matrices in MXFP4: they dequantise a tile at a time, or the whole matrix.
 
-The multiplication is transposed, so that the dequantised tile goes to the tensor cores from registers. Sums run over the inputs
-from first to last, as in expert_kernels: the results are those of a dense copy, to the bit.
+Sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to the bit.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32.
 """
@@ -67,10 +66,9 @@ def _power(scale):
 
 
 @triton.jit
-def _matrix(block_at, scale_at, kind: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr):
-    """Load a tile of a matrix, [ROWS, DEPTH], from its blocks and scales. PACKED: by FOUR_BYTES."""
+def _matrix(byte, scale, kind: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr):
+    """Dequantise a tile of a matrix, [ROWS, DEPTH]. PACKED: by FOUR_BYTES."""
     part: tl.constexpr = DEPTH // 32
-    byte, scale = tl.load(block_at), tl.load(scale_at)
     power = ((scale.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True) if PACKED else _power(scale)
     wide = tl.reshape(tl.broadcast_to(power[:, :, None], [ROWS, part, 16]), [ROWS, DEPTH // 2])
     if PACKED:
@@ -103,15 +101,18 @@ def _gate_up_kernel(
     group = (expert * 2 * inner + both).to(tl.int64)[:, None] * (hidden // 32)
     block_at = block_ptr + group * 16 + tl.arange(0, DEPTH // 2)[None, :]
     scale_at = scale_ptr + group + tl.arange(0, DEPTH // 32)[None, :]
-    total = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
-    for _ in range(0, hidden // DEPTH):
-        x, weight = tl.load(x_at), _matrix(block_at, scale_at, kind, 2 * COLUMNS, DEPTH, PACKED)
-        total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
+    total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    steps, scale = hidden // DEPTH, tl.load(scale_at)
+    for step in range(0, steps):
+        scale_at += DEPTH // 32  # scales are too narrow for asynchronous copies: load each a step before it is needed
+        following = tl.load(scale_at, mask=step + 1 < steps, other=0)
+        x, weight = tl.load(x_at), _matrix(tl.load(block_at), scale, kind, 2 * COLUMNS, DEPTH, PACKED)
+        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
         x_at += DEPTH
         block_at += DEPTH // 2
-        scale_at += DEPTH // 32
+        scale = following
     bias = tl.load(bias_ptr + expert * 2 * inner + both).to(tl.float32)
-    total = tl.trans(total).to(kind).to(tl.float32)
+    total = total.to(kind).to(tl.float32)
     total = (total + bias[None, :]).to(kind).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, True, limit, alpha)
@@ -136,16 +137,19 @@ def _product_kernel(
     group = (expert * outputs + column % outputs).to(tl.int64)[:, None] * (inputs // 32)
     block_at = block_ptr + group * 16 + tl.arange(0, DEPTH // 2)[None, :]
     scale_at = scale_ptr + group + tl.arange(0, DEPTH // 32)[None, :]
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for _ in range(0, inputs // DEPTH):
-        x, weight = tl.load(x_at), _matrix(block_at, scale_at, kind, COLUMNS, DEPTH, PACKED)
-        total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    steps, scale = inputs // DEPTH, tl.load(scale_at)
+    for step in range(0, steps):
+        scale_at += DEPTH // 32
+        following = tl.load(scale_at, mask=step + 1 < steps, other=0)
+        x, weight = tl.load(x_at), _matrix(tl.load(block_at), scale, kind, COLUMNS, DEPTH, PACKED)
+        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
         x_at += DEPTH
         block_at += DEPTH // 2
-        scale_at += DEPTH // 32
+        scale = following
     mask = (row < end)[:, None] & (column < outputs)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(place, tl.trans(total).to(kind), mask=mask)
+    tl.store(place, total.to(kind), mask=mask)
 
 
 @triton.jit
@@ -165,7 +169,7 @@ def _open_kernel(block_ptr, scale_ptr, out_ptr, count, GROUPS: tl.constexpr):
 def tile_of(each: float, columns: int, inputs: int) -> Tile:
     """Return a fast tile for this many rows of an expert, on average, and matrices `columns` outputs at a time."""
     rows = next((rows for rows in (16, 32) if each <= rows / 2), 64)
-    return Tile(rows, columns, 64 if inputs % 64 == 0 else 32, 4, 4)
+    return Tile(rows, columns, 64 if inputs % 64 == 0 else 32, 4, 3)
 
 
 def packed_gate_up(
