@@ -17,6 +17,8 @@ Convert: TypeAlias = Callable[[Any], Any]
 
 NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
 """Codes of struct as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
+ALIKE = 128
+"""Added to the place if all numbers have the same bits, as most masks and advantages do: then their count and one follow."""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
@@ -82,19 +84,31 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
 
 
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
+    place, packed = _packed(numbers, codes)
+    one = packed[: struct.calcsize("=" + codes[place])]
+    if len(numbers) > 1 and one * len(numbers) == packed:
+        return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + one
+    return bytes([place]) + packed
+
+
+def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:
     count, narrow = len(numbers), codes[0]
     if narrow == "f":
         whole = struct.pack(f"={count}d", *numbers)
         with np.errstate(over="ignore", invalid="ignore"):
             short = np.frombuffer(whole, np.float64).astype(np.float32)
             loses = short.astype(np.float64).tobytes() != whole
-        return b"\1" + whole if loses else b"\0" + short.tobytes()
+        return (1, whole) if loses else (0, short.tobytes())
     try:
-        return b"\0" + struct.pack(f"={count}{narrow}", *numbers)
+        return 0, struct.pack(f"={count}{narrow}", *numbers)
     except struct.error:
-        return b"\1" + struct.pack(f"={count}{codes[1]}", *numbers)
+        return 1, struct.pack(f"={count}{codes[1]}", *numbers)
 
 
 def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
-    code = codes[message[0]]
+    alike, place = divmod(message[0], ALIKE)
+    code = codes[place]
+    if alike:
+        count, one = struct.unpack_from(f"=q{code}", message, 1)
+        return (one,) * count
     return struct.unpack_from(f"={(len(message) - 1) // struct.calcsize('=' + code)}{code}", message, 1)
