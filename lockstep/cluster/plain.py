@@ -109,6 +109,6 @@ def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
     alike, place = divmod(message[0], ALIKE)
     code = codes[place]
     if alike:
-        count, one = struct.unpack_from(f"=q{code}", message, 1)
-        return (one,) * count
+        count, *one = struct.unpack_from(f"=q{code}", message, 1)
+        return tuple(one * count)
     return struct.unpack_from(f"={(len(message) - 1) // struct.calcsize('=' + code)}{code}", message, 1)

@@ -228,7 +228,7 @@ def _rows_of(scored: Scored, batch: Batch) -> list[_Row]:
     for index in scored.order:
         sequence = batch.sequences[index]
         trained = np.frombuffer(bytes(sequence.trained), np.bool_)
-        new = new_T[start : (start := start + np.count_nonzero(trained))]
+        new = new_T[start : (start := start + int(np.count_nonzero(trained)))]
         if not new.size:
             continue
 

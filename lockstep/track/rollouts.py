@@ -41,6 +41,7 @@ class Learned:
 
 _NOTHING = Learned(np.empty(0, np.float32), np.empty(0, np.float32))
 
+
 @dataclass(frozen=True, slots=True)
 class StoredBranch(Branch):
     """A further row of an episode as stored, with the learner's numbers as in RolloutRow."""
