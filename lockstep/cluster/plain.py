@@ -18,7 +18,9 @@ Convert: TypeAlias = Callable[[Any], Any]
 NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
 """Codes of struct as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
 ALIKE = 128
-"""Added to the place if all numbers have the same bits, as most masks and advantages do: then their count and one follow."""
+"""Added to the place if all numbers are equal, as in most masks and advantages: then their count and one of them follow. Not for
+zeros: 0.0 and -0.0 are equal, and differ in a bit.
+"""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
@@ -84,11 +86,9 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
 
 
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
-    place, packed = _packed(numbers, codes)
-    one = packed[: struct.calcsize("=" + codes[place])]
-    if len(numbers) > 1 and one * len(numbers) == packed:
-        return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + one
-    return bytes([place]) + packed
+    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
+    place, packed = _packed(numbers[:1] if alike else numbers, codes)
+    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
 
 
 def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:

@@ -53,7 +53,8 @@ def test_numbers_keep_their_bits() -> None:
 
 
 def test_numbers_that_are_all_alike_travel_as_one_and_keep_their_bits() -> None:
-    for numbers in ((0.1,) * 512, (-0.0, 0.0), (-0.0,) * 3, (math.nan,) * 3, (1e300,) * 4, (0.5,), ()):
+    other = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
+    for numbers in ((0.1,) * 512, (other, math.nan), (other,) * 2, (0.0,) * 3, (-0.0, 0.0), (1e300,) * 4, (0.5,), ()):
         (found,) = from_plain(Values, to_plain(Values, Values((numbers,)))).rows
         assert [struct.pack("<d", x) for x in found] == [struct.pack("<d", x) for x in numbers]
     for ids in ((7,) * 512, (2**40,) * 3, (7, 8), (7,), ()):
