@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import filterfalse
 from typing import TypeAlias, assert_never
 
 from lockstep.algorithms.advantages import gae, group_relative, leave_one_out, max_rl, token_returns, whiten
@@ -76,7 +77,12 @@ def _above(baseline: float, rewards: Sequence[float | None]) -> tuple[float, ...
 def _by_reply(replies: Sequence[TrainSequence], of_group: OfGroup) -> list[TrainSequence]:
     """Return the same advantage for every trained token of a reply."""
     return [
-        replace(reply, advantages=tuple(advantage if trained else 0.0 for trained in reply.trained))
+        replace(
+            reply,
+            advantages=(advantage,) * len(reply.trained)
+            if all(reply.trained)
+            else tuple(advantage if trained else 0.0 for trained in reply.trained),
+        )
         for reply, advantage in zip(replies, _per_reply(replies, of_group), strict=True)
     ]
 
@@ -153,10 +159,9 @@ def _token_rewards(reply: TrainSequence, reward: float, trained_T: Sequence[bool
 def _require_finite(reply: TrainSequence, number: int) -> None:
     named = {"reward": (reply.reward or 0.0,), "KL penalty": reply.penalties, "value": reply.values or ()}
     for name, values in named.items():
-        for value in values:
-            if not math.isfinite(value):
-                raise LearnerError(
-                    f"the reply has a {name} of {value}, which is not finite",
-                    where=f"reply {number} of the step, group {reply.group}",
-                    fix="check the verifier's rewards; if they are finite, use an earlier checkpoint",
-                )
+        for value in filterfalse(math.isfinite, values):
+            raise LearnerError(
+                f"the reply has a {name} of {value}, which is not finite",
+                where=f"reply {number} of the step, group {reply.group}",
+                fix="check the verifier's rewards; if they are finite, use an earlier checkpoint",
+            )

@@ -124,22 +124,37 @@ class ChatFormat:
 
     def answer(self, ids: Sequence[int]) -> str:
         """Return the graded part of a reply: all of it, or the text after the thoughts ("" if these never end)."""
-        if self.parser == "none":
-            return self._text(ids, special=False)
-        text = answer_of(self._text(ids, special=self._marked), self.parser, opened=self._opened)
-        for token in self._special if self._marked else ():
-            text = text.replace(str(token), "")
-        return text
+        return self._graded(self._text(ids, special=self._marked))
 
     def read(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Return `decode` and `answer` of a reply, decoded once if both are the same text."""
-        silent = (
-            not ids or ids[-1] not in self.stop_ids or ids[-1] in self._special_ids
-        )  # the end token is left out by both
-        if self.parser == "none" and silent:
-            text = self._text(ids, special=False)
-            return text, text
-        return self.decode(ids), self.answer(ids)
+        """Return `decode` and `answer` of a reply, decoded once if both are of the same text."""
+        (found,) = self.read_many([ids])
+        return found
+
+    def read_many(self, replies: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+        """Return `read` of each reply; a fast tokenizer decodes all of them together, on all cores."""
+        hidden = frozenset() if self._marked else self._special_ids
+        ends = [bool(ids) and ids[-1] in self.stop_ids and ids[-1] not in hidden for ids in replies]
+        whole = self._texts(replies)
+        cut = iter(self._texts([ids[:-1] for ids, end in zip(replies, ends, strict=True) if end]))
+        return [(next(cut) if end else text, self._graded(text)) for text, end in zip(whole, ends, strict=True)]
+
+    def _graded(self, text: str) -> str:
+        """Return the answer in the text of a reply, whose special tokens are shown if they mark thoughts."""
+        text = answer_of(text, self.parser, opened=self._opened)
+        for token in self._special if self._marked else ():
+            text = text.replace(token, "")
+        return text
+
+    def _texts(self, many: Sequence[Sequence[int]]) -> list[str]:
+        """Return `_text` of each reply, special tokens shown if they mark thoughts."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind = type(self.tokenizer)
+        if len(many) < 2 or (kind.decode, getattr(kind, "_decode", None)) != (Fast.decode, Fast._decode):
+            return [self._text(ids, special=self._marked) for ids in many]
+        # what its decode calls for each, while spaces are not cleaned up
+        return list(self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=not self._marked))
 
     def _text(self, ids: Sequence[int], *, special: bool) -> str:
         array = np.asarray(ids, np.int64)  # of a list transformers looks at the type of each id

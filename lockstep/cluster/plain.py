@@ -17,6 +17,10 @@ Convert: TypeAlias = Callable[[Any], Any]
 
 NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
 """Codes of struct as which tuples of numbers travel: the first that loses nothing. A message begins with its place."""
+ALIKE = 128
+"""Added to the place if all numbers are equal, as in most masks and advantages: then their count and one of them follow. Not for
+zeros: 0.0 and -0.0 are equal, and differ in a bit.
+"""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
@@ -82,19 +86,29 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
 
 
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
+    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
+    place, packed = _packed(numbers[:1] if alike else numbers, codes)
+    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
+
+
+def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:
     count, narrow = len(numbers), codes[0]
     if narrow == "f":
         whole = struct.pack(f"={count}d", *numbers)
         with np.errstate(over="ignore", invalid="ignore"):
             short = np.frombuffer(whole, np.float64).astype(np.float32)
             loses = short.astype(np.float64).tobytes() != whole
-        return b"\1" + whole if loses else b"\0" + short.tobytes()
+        return (1, whole) if loses else (0, short.tobytes())
     try:
-        return b"\0" + struct.pack(f"={count}{narrow}", *numbers)
+        return 0, struct.pack(f"={count}{narrow}", *numbers)
     except struct.error:
-        return b"\1" + struct.pack(f"={count}{codes[1]}", *numbers)
+        return 1, struct.pack(f"={count}{codes[1]}", *numbers)
 
 
 def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
-    code = codes[message[0]]
+    alike, place = divmod(message[0], ALIKE)
+    code = codes[place]
+    if alike:
+        count, *one = struct.unpack_from(f"=q{code}", message, 1)
+        return tuple(one * count)
     return struct.unpack_from(f"={(len(message) - 1) // struct.calcsize('=' + code)}{code}", message, 1)

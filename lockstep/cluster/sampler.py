@@ -18,7 +18,7 @@ from lockstep.build.parts import Policy
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.channel import Channel
 from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows, Sampled, Values
-from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.cluster.plain import from_plain, many_from_plain, to_plain
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpu_memory, gpu_peak, use_gpu
@@ -98,16 +98,19 @@ class Sampler:
     def sample(self, requests: Plain, seconds: float) -> Plain:
         """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
         self._engine.submit(many_from_plain(Request, requests))
-        end, found = time.monotonic() + seconds, []
+        end, found = time.monotonic() + seconds, list[Completion]()
         self._running = self._running or self._engine.completed()
         for one in self._running:
-            read = self._chat.read(one.ids)
-            found.append(Sampled(one.request.id, one.ids, one.logprobs, one.finish, one.version, *read))
+            found.append(one)
             if time.monotonic() > end:
                 break
         else:
             self._running = None
-        return many_to_plain(Sampled, found)
+        read = self._chat.read_many([one.ids for one in found])
+        return [
+            to_plain(Sampled, Sampled(one.request.id, one.ids, one.logprobs, one.finish, one.version, *texts))
+            for one, texts in zip(found, read, strict=True)
+        ]
 
     def drop(self) -> None:
         """Drop all requests."""

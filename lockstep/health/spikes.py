@@ -227,14 +227,14 @@ def _rows_of(scored: Scored, batch: Batch) -> list[_Row]:
     new_T, start, found = np.frombuffer(scored.logprobs, np.float32).astype(np.float64), 0, []
     for index in scored.order:
         sequence = batch.sequences[index]
-        trained = np.array(sequence.trained, np.bool_)
-        new = new_T[start : (start := start + int(trained.sum()))]
+        trained = np.frombuffer(bytes(sequence.trained), np.bool_)
+        new = new_T[start : (start := start + int(np.count_nonzero(trained)))]
         if not new.size:
             continue
 
         def of(values: Sequence[float], trained: NDArray[np.bool_] = trained) -> Floats:
             with np.errstate(over="ignore"):  # the learner reads what is too large as infinity, too
-                return np.array(values, np.float32)[trained].astype(np.float64)
+                return np.fromiter(values, np.float64, len(values)).astype(np.float32)[trained].astype(np.float64)
 
         old = new if sequence.old_logprobs is None else of(sequence.old_logprobs)
         advantages = of(sequence.advantages)

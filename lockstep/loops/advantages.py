@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from statistics import fmean
 
 from lockstep.algorithms.build import Objective
@@ -37,12 +38,12 @@ def _sequences(rollout: Rollout, opening: TokenIds, recipe: Recipe, group: int, 
     for number, row in enumerate(rollout.rows):
         head = len(opening) if row.prompt_ids[: len(opening)] == opening else len(row.prompt_ids)
         context = row.prompt_ids[head:]
-        ids, zeros = (*context, *row.ids), (0.0,) * len(context)
+        ids = context + row.ids
         yield TrainSequence(
             row.prompt_ids[:head],
             ids,
-            (*(False for _ in context), *row.trained) if learns else (False,) * len(ids),
-            (*zeros, *row.logprobs),
+            (False,) * len(context) + row.trained if learns else (False,) * len(ids),
+            (0.0,) * len(context) + row.logprobs,
             (0.0,) * len(ids),
             0.0,
             group=group,
@@ -132,7 +133,7 @@ def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.
 
 
 def _mean_advantage(rows: Sequence[TrainSequence]) -> float:
-    values = [value for row in rows for value, trained in zip(row.advantages, row.trained, strict=True) if trained]
+    values = [value for row in rows for value in compress(row.advantages, row.trained)]
     if not values:
         return 0.0
-    return values[0] if min(values) == max(values) else fmean(values)
+    return values[0] if values.count(values[0]) == len(values) else fmean(values)

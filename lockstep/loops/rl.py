@@ -24,7 +24,6 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
 
     Raises Interrupted, after saving, on SIGTERM or SIGINT; SyncError, LearnerError or HealthStop if the run must stop.
     """
-    tokens = TokenLog() if recipe.track.tokens else None
     with Session(parts, recipe, logger, start) as session:
         for line in probe_lines(parts, recipe):
             logger.note(line)
@@ -32,6 +31,8 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
         floor = StepFloor(parts, recipe)
         for step in session.steps():
             clock = session.clock
+            stored = (step + 1) % recipe.track.rollouts_every == 0
+            tokens = TokenLog() if recipe.track.tokens and stored else None
             parts.rank_seconds()  # what the last evaluation took
             with session.before_update(step):
                 if step == start or step % recipe.health.selftest_every == 0:
@@ -51,8 +52,8 @@ def train(parts: Parts, recipe: Recipe, logger: RunLogger, start: int) -> None:
                 )
             metrics |= rollout_metrics(groups, recipe) | noise | update_metrics
             metrics |= session.sync() | floor.metrics(groups, metrics) | parts.rank_seconds()
-            learned = tokens.take() if tokens else None
-            if (step + 1) % recipe.track.rollouts_every == 0:
+            if stored:
+                learned = tokens.take() if tokens else None
                 write_rollouts(logger.run, step + 1, groups, spread(groups, kept, advantages), learned)
             session.finish(step, metrics)
             logger.replies(step + 1, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean, median, pstdev
 
 import numpy as np
@@ -68,7 +69,7 @@ def _all_equal(group: Group, recipe: Recipe) -> bool:
 
 def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
     rows = [row for rollout in rollouts for row in rollout.rows]
-    sampled = [logprob for row in rows for logprob, own in zip(row.logprobs, row.trained, strict=True) if own]
+    sampled = [logprob for row in rows for logprob in compress(row.logprobs, row.trained)]
     return {"entropy/sampled": -fmean(sampled)} if sampled else {}
 
 

@@ -23,11 +23,10 @@ class TokenLog:
         """Add the numbers of an update. If a reply is trained in several passes the first counts."""
         for one in (one for one in scored if one.order):
             sequences = [batch.sequences[index] for index in one.order]
-            ends = np.cumsum([sum(sequence.trained) for sequence in sequences])[:-1]
+            ends = np.cumsum([sequence.trained.count(True) for sequence in sequences])[:-1]
             logprobs, entropies = (np.split(np.frombuffer(n, np.float32), ends) for n in (one.logprobs, one.entropies))
             for sequence, own, spread in zip(sequences, logprobs, entropies, strict=True):
-                learned = Learned(tuple(own.tolist()), tuple(spread.tolist()))
-                self._found.setdefault((*sequence.prompt_ids, *sequence.ids), learned)
+                self._found.setdefault(sequence.prompt_ids + sequence.ids, Learned(own, spread))
 
     def take(self) -> dict[TokenIds, Learned]:
         """Return the numbers of a step by all ids of a row, and forget them."""

@@ -131,7 +131,7 @@ def _batch(
     objective: Objective, recipe: Recipe, whole: Batch, live: Sequence[bool], samples: Sequence[Sequence[int]]
 ) -> Batch:
     """Return the batch of these samples, whose rows are indices. Rows have the weight of their sample as if they were one."""
-    tokens_N = [sum(sum(whole.sequences[index].trained) for index in rows) for rows in samples]
+    tokens_N = [sum(whole.sequences[index].trained.count(True) for index in rows) for rows in samples]
     weights_N = objective.weights(tokens_N, [whole.sequences[rows[0]].group for rows in samples])
     in_loss = recipe.algorithm.kl.placement == "loss"  # a penalty in the reward is already part of the advantages
     return Batch(

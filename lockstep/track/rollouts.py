@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lockstep.errors import RunDirectoryError
 from lockstep.track.files import atomic_path, open_plain
 from lockstep.track.jsonl import dumps, number, parse_json
@@ -27,13 +30,16 @@ LATER = (*LEARNED, "branches")
 """Columns that older runs do not have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Learned:
     """The learner's numbers for the trained tokens of a reply, in order, before the step's first update."""
 
-    logprobs: tuple[float, ...]
-    entropies: tuple[float, ...]
+    logprobs: NDArray[np.float32]
+    entropies: NDArray[np.float32]
     """In nats, at the sampling temperature."""
+
+
+_NOTHING = Learned(np.empty(0, np.float32), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,9 @@ def write_rollouts(
     path = rollout_path(run, step)
     path.parent.mkdir(exist_ok=True)
     with atomic_path(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+        pq.write_table(  # dictionaries of numbers that hardly repeat take most of the time, and space besides
+            table, temporary, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
     return path
 
 
@@ -178,8 +186,8 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]
     grade = rollout.grade
 
     def known(row: Rollout | Branch) -> dict[str, object]:
-        found = learned.get((*row.prompt_ids, *row.ids), Learned((), ()))
-        return {"learner_logprobs": found.logprobs, "entropies": found.entropies}
+        found = learned.get(row.prompt_ids + row.ids, _NOTHING)
+        return {"learner_logprobs": found.logprobs, "entropies": found.entropies.astype(np.float16)}
 
     return {
         "prompt_id": storable(rollout.prompt.id),

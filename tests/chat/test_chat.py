@@ -221,9 +221,43 @@ def test_reading_a_reply_is_decoding_it_and_finding_its_answer(parser: str) -> N
     chat = ChatFormat(tokenizer, Chat.model_validate({"parser": parser}), plain)
     assert plain in chat.stop_ids
     ids = tokenizer("so 3 + 4 is 7", add_special_tokens=False)["input_ids"]
-    for reply in ([], ids, [*ids, 2], [*ids, plain], [plain], [2, *ids], [*ids, plain, 2]):
+    half = tokenizer("é", add_special_tokens=False)["input_ids"][:1]
+    replies = ([], ids, [*ids, 2], [*ids, plain], [plain], [2, *ids], [*ids, plain, 2], half, [*half, 2], tuple(ids))
+    for reply in replies:
         assert chat.read(reply) == (chat.decode(reply), chat.answer(reply))
+    assert chat.read_many(replies) == [chat.read(reply) for reply in replies]
+    assert chat.read_many([]) == []
     assert chat.read([*ids, plain]) == ("so 3 + 4 is 7", "so 3 + 4 is 7a")
+
+
+def test_replies_are_read_together_where_thoughts_are_marked_by_special_tokens() -> None:
+    tokenizer = chatml()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    chat = ChatFormat(tokenizer, Chat(parser="think"))
+    texts = (
+        "<think>7?</think> 7<|im_end|>",
+        "<think>7? 7<|im_end|>",
+        "7",
+        "<|im_end|>",
+        "<think>a</think><|im_start|>",
+    )
+    replies = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    found = chat.read_many(replies)
+    assert found == [(chat.decode(reply), chat.answer(reply)) for reply in replies]
+    assert found[0] == ("<think>7?</think> 7", "7")
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_reads_replies_in_it() -> None:
+    tokenizer = chatml()
+    ids = tokenizer("7", add_special_tokens=False)["input_ids"]
+
+    class Loud(type(tokenizer)):  # type: ignore[misc]
+        def _decode(self, *given: object, **settings: object) -> str:
+            return f"{super()._decode(*given, **settings)}!"
+
+    tokenizer.__class__ = Loud
+    chat = ChatFormat(tokenizer, Chat())
+    assert chat.read_many([ids, [*ids, 2]]) == [("7!", "7!")] * 2
 
 
 def test_decode_of_half_a_character_gives_text() -> None:

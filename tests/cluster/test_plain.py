@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.algorithms.correction import Mismatch
+from lockstep.cluster.messages import Rows, Values
 from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
 from lockstep.learner.protocol import Share
 from lockstep.learner.statistics import Piece
@@ -49,6 +50,16 @@ def test_numbers_keep_their_bits() -> None:
     assert found.finish is FinishReason.LENGTH
     assert [struct.pack("<d", x) for x in found.logprobs] == [struct.pack("<d", x) for x in sent.logprobs]
     assert found.request == REQUEST
+
+
+def test_numbers_that_are_all_alike_travel_as_one_and_keep_their_bits() -> None:
+    other = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
+    for numbers in ((0.1,) * 512, (other, math.nan), (other,) * 2, (0.0,) * 3, (-0.0, 0.0), (1e300,) * 4, (0.5,), ()):
+        (found,) = from_plain(Values, to_plain(Values, Values((numbers,)))).rows
+        assert [struct.pack("<d", x) for x in found] == [struct.pack("<d", x) for x in numbers]
+    for ids in ((7,) * 512, (2**40,) * 3, (7, 8), (7,), ()):
+        assert from_plain(Rows, to_plain(Rows, Rows((ids,)))).ids == (ids,)
+    assert len(to_plain(Values, Values(((0.1,) * 512,)))[0][0]) < 20
 
 
 def test_optional_and_nested_records_arrive() -> None:

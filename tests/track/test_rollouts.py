@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -44,7 +45,7 @@ def test_the_rows_of_an_episode_come_back_and_are_printed(run: RunDirectory) -> 
     branch = Branch((1, 9), (5, 7, 2), (-0.5, 0.0, -0.25), (True, False, True), HOSTILE)
     episode = replace(first.rollouts[0], branches=(branch,))
     assert episode.sampled == 5
-    learned = {(*branch.prompt_ids, *branch.ids): Learned((-0.5, -0.125), (1.5, 0.25))}
+    learned = {(*branch.prompt_ids, *branch.ids): Learned(*np.array([[-0.5, -0.125], [1.5, 0.25]], np.float32))}
     write_rollouts(run, 1, [replace(first, rollouts=(episode, *first.rollouts[1:])), *rest], ADVANTAGES, learned)
     (row, other, *_) = read_rollouts(run, 1)
     assert row.branches == (
