@@ -134,10 +134,8 @@ class WideLora(torch.autograd.Function):
             exact.adapter_into(down_TR, x_TI, a_RI, scaling)
         else:
             down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
-        wide_TY = x_TI.new_empty(tokens, columns)
-        wide_TY[:, :inputs] = x_TI
-        wide_TY[:, inputs : columns - rank] = 0  # the weights there may be any finite numbers; they add nothing
-        wide_TY[:, columns - rank :] = down_TR
+        gap = columns - rank - inputs  # the weights there may be any finite numbers; zeros add nothing
+        wide_TY = torch.cat([x_TI, *([x_TI.new_zeros(tokens, gap)] if gap else []), down_TR], 1)
         ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
         ctx.scaling = scaling
         linear = exact.linear if exact.enabled() else torch.nn.functional.linear
@@ -147,9 +145,14 @@ class WideLora(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TO,) = grads
         x_TI, wide_OY, a_RI, down_TR = ctx.saved_tensors
-        grad_TY = grad_TO @ wide_OY
-        grad_down_TR = grad_TY[:, -down_TR.shape[1] :] * ctx.scaling
-        grad_x_TI = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TI = grad_TY[:, : x_TI.shape[1]].addmm_(grad_down_TR, a_RI)
+        inputs, rank, grad_x_TI = x_TI.shape[1], down_TR.shape[1], None
+        if wide_OY.shape[0] > inputs:  # a large gradient is read once; the result has gaps between its rows
+            grad_TY = grad_TO @ wide_OY
+            grad_x_TI, grad_down_TR = grad_TY[:, :inputs], grad_TY[:, -rank:] * ctx.scaling
+        else:
+            grad_down_TR = (grad_TO @ wide_OY[:, -rank:]) * ctx.scaling
+            if ctx.needs_input_grad[0]:
+                grad_x_TI = grad_TO @ wide_OY[:, :inputs]
+        if grad_x_TI is not None:
+            grad_x_TI.addmm_(grad_down_TR, a_RI)
         return grad_x_TI, None, None, grad_down_TR.T @ x_TI, grad_TO.T @ down_TR, None

@@ -54,7 +54,7 @@ def narrow_tile(rows: int) -> Tile:
     """Return a fast tile of `narrow_product`."""
     if rows <= 64:
         return Tile(16, 16, 256, 4, 3)
-    return Tile(64, 32, 128, 4, 4) if rows <= 1024 else Tile(128, 32, 64, 4, 4)
+    return Tile(32, 32, 256, 4, 3) if rows <= 1024 else Tile(128, 32, 64, 4, 4)
 
 
 @triton.jit
