@@ -196,7 +196,7 @@ def same(one: RunDirectory, other: RunDirectory, steps: int) -> bool:
 
 
 # --- other faults ---------------------------------------------------------------------------------------------------
-def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
+def fault(kind: str, number: int, folder: Path) -> tuple[bool, str, float]:
     """Make one run with a fault in a process of its own. Returns whether all was as it should be, and what was found."""
     name = f"{kind}_{number}"
     run = folder / "runs" / name
@@ -222,7 +222,7 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
     pids = [int(word) for word in text_of(run / "workers" / "pids.txt").split()[2::3]]
     if len(pids) < 2:
         driver.kill()
-        return False, f"did not start: {text_of(folder / f'{name}.txt')[-300:]}"
+        return False, f"did not start: {text_of(folder / f'{name}.txt')[-300:]}", 0.0
     sent = time.time()
     match kind:
         case "stop":
@@ -251,10 +251,16 @@ def fault(kind: str, number: int, folder: Path) -> tuple[bool, str]:
         with suppress(psutil.Error):
             one.kill()
     good = bool(started and ended and gone and closed and right)
-    return (
-        good,
-        f"exit code {code} after {took:.1f} s, stacks {stacks}, processes gone {gone}, {len(ports)} ports closed {closed}",
-    )
+    return good, f"exit code {code}, stacks {stacks}, processes gone {gone}, {len(ports)} ports closed {closed}", took
+
+
+def outcomes(found: list[tuple[bool, str, float]]) -> list[str]:
+    """Return a line for each kind of outcome, and one for all."""
+    seconds: dict[str, list[float]] = {}
+    for good, text, took in found:
+        seconds.setdefault(f"{'as it should be' if good else 'WRONG'}: {text}", []).append(took)
+    lines = [f"{text}: {len(took)} times, after {min(took):.1f} to {max(took):.1f} s" for text, took in seconds.items()]
+    return [*lines, f"{sum(good for good, *_ in found)} of {len(found)}"]
 
 
 def alive(family: list[psutil.Process]) -> list[psutil.Process]:
@@ -323,9 +329,8 @@ def main() -> int:
                 for number in range(times):
                     found.append(fault(kind, number, Path(folder)))
                     print(kind, *found[-1], flush=True)
-                bad += sum(not good for good, _ in found)
-                lines = [f"{'as it should be' if good else 'WRONG'}: {text}" for good, text in found]
-                lines.append(f"{sum(good for good, _ in found)} of {times}")
+                bad += sum(not good for good, *_ in found)
+                lines = outcomes(found)
             print("\n".join([f"{kind}:", *lines, ""]), flush=True)
             if args.write:
                 write_section(args.write, kind, [*header(__file__, "CPU", ("torch",)), "", *lines])

@@ -341,6 +341,9 @@ def exchange_rank(rank: int, model: str, meet: str, out: str, cpu: bool) -> None
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
+    made.add_argument(
+        "--places", nargs="*", choices=PLACES, help="of a step; none given: one GPU, two, and for `full` split"
+    )
     made.add_argument("--model", default="", help="folder made by random_model.py; none makes one")
     made.add_argument("--tokens", type=int, default=20480, help="of a micro-batch; 14 of them make a step of two GPUs")
     made.add_argument("--steps", type=int, default=3)
@@ -356,7 +359,7 @@ def main() -> None:
             trl_arms.write_model(Path(args.model), "tiny" if args.tiny else args.shape, cpu=args.tiny)
         for part in args.part:
             if part in WORKS:
-                places = list(PLACES) if part == "full" else list(PLACES)[:2]
+                places = args.places or (list(PLACES) if part == "full" else list(PLACES)[:2])
                 results = {place: step(part, place, args, Path(folder)) for place in places}
                 lines = step_lines(part, results, args)
             elif part in VARIANTS:

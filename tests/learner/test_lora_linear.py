@@ -17,10 +17,10 @@ TOKENS, INPUTS, OUTPUTS, RANK, SCALING = 7, 12, 20, 3, 1.7
 DOUBLE = torch.float64
 
 
-def side_by_side(gap: int, between: float = 9.0) -> tuple[Tensor, Tensor]:
+def side_by_side(gap: int, between: float = 9.0, outputs: int = OUTPUTS) -> tuple[Tensor, Tensor]:
     """A weight and an up matrix in the rows of one tensor, and between them what is neither's."""
     generator = torch.Generator().manual_seed(gap)
-    whole = torch.randn(OUTPUTS, INPUTS + gap + RANK + 2, generator=generator, dtype=DOUBLE)
+    whole = torch.randn(outputs, INPUTS + gap + RANK + 2, generator=generator, dtype=DOUBLE)
     whole[:, INPUTS : INPUTS + gap] = between
     return whole[:, :INPUTS], whole[:, INPUTS + gap : INPUTS + gap + RANK].requires_grad_()
 
@@ -53,9 +53,24 @@ def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, 
         torch.testing.assert_close(gradient, exact)
 
 
-def test_an_input_that_needs_no_gradient_gets_none():
-    weight, up = side_by_side(0)
+@pytest.mark.parametrize("gap", [0, 3])
+def test_a_layer_with_fewer_outputs_than_inputs(gap: int):
+    weight, up = side_by_side(gap, outputs=5)
     x, down, _, mix = inputs()
+    wide = beside(weight, up)
+    found: Any = WideLora.apply(x, wide, None, down, up, SCALING)  # type: ignore[no-untyped-call]
+    expected = x @ weight.T + SCALING * (x @ down.T) @ up.T
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected, (x, down, up), mix[:, :5])
+    for gradient, exact in zip(torch.autograd.grad(found, (x, down, up), mix[:, :5]), wanted, strict=True):
+        torch.testing.assert_close(gradient, exact)
+
+
+@pytest.mark.parametrize("outputs", [OUTPUTS, 5])
+def test_an_input_that_needs_no_gradient_gets_none(outputs: int):
+    weight, up = side_by_side(0, outputs=outputs)
+    x, down, _, mix = inputs()
+    mix = mix[:, :outputs]
     wide = beside(weight, up)
     found: Any = WideLora.apply(x.detach(), wide, None, down, up, SCALING)  # type: ignore[no-untyped-call]
     wanted = torch.autograd.grad(x @ weight.T + SCALING * (x @ down.T) @ up.T, (down, up), mix)
