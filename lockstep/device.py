@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +24,12 @@ def gpus() -> list[Any]:
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+@cache
+def since_hopper() -> bool:
+    """Return whether the GPU of this process is an NVIDIA one of Hopper's or a later generation (compute capability 9.0)."""
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def use_gpu(rank: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 Way: TypeAlias = Literal["cuBLAS", "cuBLASLt", "kernel"]
-"""What computes the products of a shape."""
+"""Library, or kernel of ours, that computes the products of a shape."""
 STREAM_MULTIPLE = 128
 """Packed streams are padded to a multiple of this many tokens: each number of rows is tested once, so there should be few."""
 TRIED = 2**24

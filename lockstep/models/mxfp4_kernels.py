@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.device import since_hopper
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
-from lockstep.models.overlap import await_input, overlap, since_hopper
+from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted, activated, block_of, blocks
 
 GROUPS = 128

@@ -10,29 +10,18 @@ written before. A kernel that is launched without the options passes the wait at
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-HOPPER = (9, 0)
-"""Its compute capability."""
+from lockstep.device import since_hopper
 
 
 @triton.jit
 def await_input():
     """Wait until the kernels before have ended, and what they wrote can be read."""
-    if cuda_capability_geq(9, 0):  # HOPPER
+    if cuda_capability_geq(9, 0):  # since_hopper, for the compiler
         tl.extra.cuda.gdc_wait()
-
-
-@cache
-def since_hopper() -> bool:
-    """Return whether the GPU of this process is an NVIDIA one of Hopper's or a later generation."""
-    able = torch.cuda.is_available() and torch.version.hip is None
-    return able and torch.cuda.get_device_capability() >= HOPPER
 
 
 def overlap() -> dict[str, bool]:

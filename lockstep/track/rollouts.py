@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lockstep.errors import RunDirectoryError
 from lockstep.track.files import atomic_path, open_plain
 from lockstep.track.jsonl import dumps, number, parse_json
@@ -20,7 +17,9 @@ from lockstep.track.rundir import RunDirectory
 from lockstep.types import Branch, Group, Message, Rollout, TokenIds
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 _LISTS = ("prompt_ids", "ids", "logprobs", "trained")
 FACTS = "facts"
@@ -37,9 +36,6 @@ class Learned:
     logprobs: NDArray[np.float32]
     entropies: NDArray[np.float32]
     """In nats, at the sampling temperature."""
-
-
-_NOTHING = Learned(np.empty(0, np.float32), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +182,10 @@ def _row(rollout: Rollout, advantage: float, learned: Mapping[TokenIds, Learned]
     grade = rollout.grade
 
     def known(row: Rollout | Branch) -> dict[str, object]:
-        found = learned.get(row.prompt_ids + row.ids, _NOTHING)
-        return {"learner_logprobs": found.logprobs, "entropies": found.entropies.astype(np.float16)}
+        found = learned.get(row.prompt_ids + row.ids)
+        if found is None:
+            return {"learner_logprobs": (), "entropies": ()}
+        return {"learner_logprobs": found.logprobs, "entropies": found.entropies.astype("float16")}
 
     return {
         "prompt_id": storable(rollout.prompt.id),
