@@ -72,10 +72,11 @@ def test_a_run_on_a_terminal_has_bars_replies_and_colours(given: list[str]):
 
 def test_a_narrow_terminal_without_colours_is_interrupted_and_left_clean(given: list[str], home: Path):
     shown, code = in_terminal([*given, "name=narrow", "steps=500"], columns=44, until="step +2/500", NO_COLOR="1")
-    lines = [line.strip("\r") for line in ANSI.sub("", shown).replace("^C", "").splitlines()]  # Ctrl-C is echoed anywhere
+    text = ANSI.sub("", shown).replace("^C", "")  # Ctrl-C is echoed anywhere
+    lines = [line.strip("\r") for line in text.splitlines()]
     assert code == 75
     assert not re.search(r"\x1b\[(3[0-7]|38;)", shown)
-    assert "ending this step, then saving" in ANSI.sub("", shown)
+    assert "ending this step, then saving" in text
     assert [line for line in lines if re.match(r"step +\d+/500  ", line) and len(line) > 44] == []
     assert lines[-2].startswith("lockstep: SIGINT after step")
     assert shown.rfind("\x1b[?25l") < shown.rfind("\x1b[?25h")
