@@ -7,7 +7,8 @@
 
 The work is that of gpu_step.py: the Qwen2.5-1.5B shape with random weights, 64 prompts of 256 tokens x 8 samples of 512 tokens,
 one update a step; `double` has 128 prompts, `lognormal` replies of log-normal lengths, `lora` adapters of rank 32 on all linear
-layers; `sft` is gpu_sft.py's. All arms have the same micro-batches. `trl` is TRL as gpu_step.py tunes it, on both GPUs.
+layers; `sft` is gpu_sft.py's. All arms have the same micro-batches. Proofs are those of a run's later steps: every one compares
+all tensors, and only the first and each tenth has a probe. `trl` is TRL as gpu_step.py tunes it, on both GPUs.
 `queue` (128 rows a GPU) and `offload` compare settings of two GPUs.
 `equal` updates the same weights with the same saved rollouts on one GPU, on one again, and on two; `exchange` times what goes
 over the link: a micro-batch's gradients to their owners, and new weights to all. Each arm is a process of its own.
@@ -79,6 +80,7 @@ def step(
         memory.start()
     out = folder / f"{work} {place} {variant}.json".replace(" ", "_")
     settings = [PLACES[place], f"update.tokens_per_microbatch={args.tokens}", "update.recompute=none"]
+    settings += ["sync.probe_first=1"]
     settings += ["rollout.slots=128"] if "rollout.deal=" in "".join(more) else []
     words = ["--arm", "Lockstep", "--work-name", work, "--model", args.model, "--steps", str(args.steps)]
     words += ["--arm-out", str(out), *["--cpu"] * args.tiny, "--set", *settings, *more, *args.set]

@@ -5,20 +5,23 @@ products (addmm), forward and backward, which saves a fifth of an update on a CP
 switching adapters on and off, merging. Under quantised numerics W and its x are the quantised ones; A and B see the unquantised
 x, in the weights' precision.
 
-The native engine stores an adapter's up matrix beside its weight (rollout/paged/fused.py). On a GPU a layer with more outputs
-than inputs then computes [x, s x Aᵀ] [W, B]ᵀ, and in the backward pass the gradients of both inputs in one matrix
-multiplication, so that the long outputs are written and read once.
+The native engine stores an adapter's up matrix beside its weight (rollout/paged/fused.py), and layers that read one input below
+each other. On a GPU such layers together then compute [x, s x Aᵀ] [W, B]ᵀ, with B zero outside of each layer's own rows and
+columns, and in the backward pass the gradients of both inputs in one matrix multiplication, so that the long outputs are written
+and read once. A single layer does so if it has more outputs than inputs, or if numerics.exact asks for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
 from lockstep.models import exact
+from lockstep.models.one_input import adjacent, side_by_side
 from lockstep.numerics.apply import operands
 
 
@@ -26,41 +29,58 @@ class LoraLinear(Linear):
     """Uses the fused pass while exactly one plain adapter is on; anything else is PEFT's own forward pass."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        name = self._only_plain_adapter()
-        if name is None or args or kwargs:
+        parts = self._parts()
+        if parts is None or args or kwargs:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
-        base: Any = self.get_base_layer()
-        a: Any = self.lora_A[name].weight
-        b: Any = self.lora_B[name].weight
+        used = operands(parts.base, x)
+        used_x, weight = (x, parts.base.weight) if used is None else used
+        if x.is_cuda and used is None and (weight.shape[0] > weight.shape[1] or exact.enabled()):
+            found = _wide([parts], x)
+            if found is not None:
+                return found[0]
         flat_TI = x.reshape(-1, x.shape[-1])
-        used = operands(base, x)
-        used_x, weight = (x, base.weight) if used is None else used
-        widens = weight.shape[0] > weight.shape[1] or exact.enabled()
-        wide_OY = beside(weight, b) if x.is_cuda and used is None and widens else None
-        if wide_OY is not None:
-            together: Any = WideLora
-            widened: Tensor = together.apply(flat_TI, wide_OY, base.bias, a, b, self.scaling[name])
-            return widened.view(*x.shape[:-1], -1)
         function: Any = _FusedLora
         result: Tensor = function.apply(
-            flat_TI, used_x.reshape(flat_TI.shape), weight, base.bias, a, b, self.scaling[name]
+            flat_TI, used_x.reshape(flat_TI.shape), weight, parts.base.bias, parts.a, parts.b, parts.scaling
         )
         return result.view(*x.shape[:-1], -1)
 
-    def _only_plain_adapter(self) -> str | None:
+    @staticmethod
+    def together(layers: Sequence[LoraLinear], x: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the outputs of layers with one input; None if one of them needs PEFT's own pass, or another memory."""
+        parts = [layer._parts() for layer in layers]
+        found = [one for one in parts if one is not None and operands(one.base, x) is None]
+        alike = len({one.scaling for one in found}) == 1 and not any(layer._forward_hooks for layer in layers)
+        return _wide(found, x) if x.is_cuda and len(found) == len(layers) and alike else None
+
+    def _parts(self) -> _Parts | None:
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         name: str = self.active_adapters[0]
-        if name not in self.lora_A or self.lora_variant or self.lora_bias.get(name):
+        modules = self._modules  # looked up directly: this is done for each layer of each micro-batch
+        a, b = (modules[kind]._modules.get(name) for kind in ("lora_A", "lora_B"))  # type: ignore[union-attr]
+        if a is None or b is None or self.lora_variant or self.lora_bias.get(name):
             return None
-        dropout = self.lora_dropout[name]
+        base, dropout = modules["base_layer"], modules["lora_dropout"]._modules[name]  # type: ignore[union-attr]
+        down, up = a._parameters["weight"], b._parameters["weight"]
         plain = (
             isinstance(dropout, torch.nn.Identity)
-            and isinstance(self.get_base_layer(), torch.nn.Linear)  # not packed in 4 bits
-            and self.lora_A[name].weight.dtype == self.get_base_layer().weight.dtype
+            and isinstance(base, torch.nn.Linear)  # not packed in 4 bits
+            and down is not None
+            and up is not None
+            and down.dtype == base.weight.dtype
         )
-        return name if plain else None
+        return _Parts(base, down, up, self.scaling[name]) if plain else None  # type: ignore[arg-type]
+
+
+class _Parts(NamedTuple):
+    """What a layer with one plain adapter computes with."""
+
+    base: torch.nn.Linear
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+    scaling: float
 
 
 class _FusedLora(torch.autograd.Function):
@@ -101,51 +121,84 @@ class _FusedLora(torch.autograd.Function):
         return grad_x_TI, None, None, None, grad_down_TR.T @ x_TI, (grad_TO.T @ down_TR) * ctx.scaling, None
 
 
-def beside(weight_OI: Tensor, b_OR: Tensor) -> Tensor | None:
-    """Return [W, …, B] as one tensor [O, Y], if their rows are adjacent in memory; the columns between them are not this
-    layer's.
+def beside(weights: Sequence[Tensor], ups: Sequence[Tensor]) -> Tensor | None:
+    """Return [W, …, B] of layers with one input as one tensor [O, Y], if it is in memory like that: the weights below each other,
+    and each up matrix in its weight's rows, in columns behind those of the ones before. The columns of a single layer that are
+    between both are not its own.
     """
-    offset = b_OR.data_ptr() - weight_OI.data_ptr()
-    start = offset // weight_OI.element_size()
-    columns, stride = start + b_OR.shape[1], weight_OI.stride(0)
-    joined = (
-        weight_OI.dtype == b_OR.dtype
-        and weight_OI.untyped_storage().data_ptr() == b_OR.untyped_storage().data_ptr()
-        and weight_OI.stride() == b_OR.stride() == (stride, 1)
-        and weight_OI.shape[1] <= start
-        and columns <= stride
-    )
-    return weight_OI.detach().as_strided((weight_OI.shape[0], columns), (stride, 1)) if joined else None
+    first, size, stride = weights[0], weights[0].element_size(), weights[0].stride(0)
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    start = columns = (ups[0].data_ptr() - at) // size
+    row = 0
+    for weight, up in zip(weights, ups, strict=True):
+        if not (
+            weight.dtype == up.dtype == first.dtype
+            and weight.shape[0] == up.shape[0]
+            and weight.stride() == up.stride() == (stride, 1)
+            and weight.data_ptr() == at + row * stride * size
+            and up.data_ptr() == at + (row * stride + columns) * size
+            and weight.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() == storage
+        ):
+            return None
+        row, columns = row + weight.shape[0], columns + up.shape[1]
+    if not first.shape[1] <= start <= columns <= stride or (len(weights) > 1 and start != first.shape[1]):
+        return None
+    return first.detach().as_strided((row, columns), (stride, 1))
+
+
+def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the outputs of layers with one input and one scaling; None if their memory is not as `beside` needs it."""
+    downs, ups = [one.a for one in parts], [one.b for one in parts]
+    wide_OY = beside([one.base.weight for one in parts], ups)
+    down_RI = adjacent(downs)
+    biases = [one.base.bias for one in parts if one.base.bias is not None]
+    bias_O = adjacent(biases) if biases else None
+    if wide_OY is None or down_RI is None or len(biases) not in (0, len(parts)) or (biases and bias_O is None):
+        return None
+    sizes = tuple(up.shape[0] for up in ups), tuple(up.shape[1] for up in ups)
+    function: Any = WideLora
+    found = function.apply(x.reshape(-1, x.shape[-1]), wide_OY, bias_O, down_RI, parts[0].scaling, *sizes, *downs, *ups)
+    return tuple(one.view(*x.shape[:-1], -1) for one in found)
 
 
 class WideLora(torch.autograd.Function):
-    """A function like _FusedLora, for a weight with its up matrix beside it. The weight itself gets no gradient.
+    """A function like _FusedLora of one layer or several, with up matrices beside weights. The weights get no gradient.
 
-    Legend: Y columns of the weight, of the part between, and of the up matrix.
+    Legend: Y columns of the weights, of the part between, and of the up matrices; R ranks of all layers together.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, wide_OY: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scaling: float
-    ) -> Tensor:
-        (tokens, inputs), (rank, columns) = x_TI.shape, (b_OR.shape[1], wide_OY.shape[1])
+        ctx: Any,
+        x_TI: Tensor,
+        wide_OY: Tensor,
+        bias_O: Tensor | None,
+        down_RI: Tensor,
+        scaling: float,
+        outputs: tuple[int, ...],
+        ranks: tuple[int, ...],
+        *adapters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the output of each layer. `adapters`: the matrices that gradients go to, all A and then all B."""
+        (tokens, inputs), (rank, columns) = x_TI.shape, (down_RI.shape[0], wide_OY.shape[1])
         if exact.enabled():
             down_TR = x_TI.new_empty(tokens, rank)
-            exact.adapter_into(down_TR, x_TI, a_RI, scaling)
+            exact.adapter_into(down_TR, x_TI, down_RI, scaling)
         else:
-            down_TR = torch.addmm(x_TI.new_empty(()), x_TI, a_RI.T, beta=0, alpha=scaling)
+            down_TR = torch.addmm(x_TI.new_empty(()), x_TI, down_RI.T, beta=0, alpha=scaling)
         gap = columns - rank - inputs  # the weights there may be any finite numbers; zeros add nothing
         wide_TY = torch.cat([x_TI, *([x_TI.new_zeros(tokens, gap)] if gap else []), down_TR], 1)
-        ctx.save_for_backward(x_TI, wide_OY, a_RI, down_TR)
-        ctx.scaling = scaling
+        ctx.save_for_backward(x_TI, wide_OY, down_RI, down_TR)
+        ctx.scaling, ctx.outputs, ctx.ranks = scaling, outputs, ranks
         linear = exact.linear if exact.enabled() else torch.nn.functional.linear
-        return linear(wide_TY, wide_OY, bias_O)
+        found: tuple[Tensor, ...] = linear(wide_TY, wide_OY, bias_O).split(outputs, 1)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_TO,) = grads
-        x_TI, wide_OY, a_RI, down_TR = ctx.saved_tensors
+        x_TI, wide_OY, down_RI, down_TR = ctx.saved_tensors
         inputs, rank, grad_x_TI = x_TI.shape[1], down_TR.shape[1], None
+        grad_TO = side_by_side(grads)
         if wide_OY.shape[0] > inputs:  # a large gradient is read once; the result has gaps between its rows
             grad_TY = grad_TO @ wide_OY
             grad_x_TI, grad_down_TR = grad_TY[:, :inputs], grad_TY[:, -rank:] * ctx.scaling
@@ -154,5 +207,8 @@ class WideLora(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 grad_x_TI = grad_TO @ wide_OY[:, :inputs]
         if grad_x_TI is not None:
-            grad_x_TI.addmm_(grad_down_TR, a_RI)
-        return grad_x_TI, None, None, grad_down_TR.T @ x_TI, grad_TO.T @ down_TR, None
+            grad_x_TI.addmm_(grad_down_TR, down_RI)
+        downs = (grad_down_TR.T @ x_TI).split(ctx.ranks)
+        parts = zip(grad_TO.split(ctx.outputs, 1), down_TR.split(ctx.ranks, 1), strict=True)
+        ups = [grad_To.T @ down_Tr for grad_To, down_Tr in parts]
+        return grad_x_TI, None, None, None, None, None, None, *downs, *ups

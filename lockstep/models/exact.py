@@ -146,6 +146,12 @@ def order_products(model: nn.Module) -> None:
             replaced.forward = MethodType(_forward, module)
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer has its class's own forward pass, or that of `order_products`."""
+    forward = layer.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is _forward
+
+
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     if not _state.on:
         return nn.functional.linear(x, module.weight, module.bias)

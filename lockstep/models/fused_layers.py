@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.models.known import reference, same
+from lockstep.models.one_input import ATTENTION, GATED, AttentionInputs, OneInput
 
 _MARK = "lockstep_fused_layers"
 
@@ -67,7 +68,7 @@ def fuse_layers(model: nn.Module) -> FusedLayers:
 
 def gated_forward(module: Any, x: Tensor) -> Tensor:
     """Run a gated MLP whose activation is the function given to `set_gate`."""
-    result: Tensor = module.down_proj(module.lockstep_gate(module.gate_proj(x), module.up_proj(x)))
+    result: Tensor = module.down_proj(module.lockstep_gate(*module.lockstep_inputs(x)))
     return result
 
 
@@ -75,6 +76,7 @@ def set_gate(module: nn.Module, gate: Callable[[Tensor, Tensor], Tensor]) -> Non
     """Have a gated MLP compute down(gate(gate_proj(x), up_proj(x)))."""
     replaced: Any = module
     replaced.lockstep_gate = gate
+    replaced.lockstep_inputs = OneInput(module, GATED)
     replaced.forward = MethodType(gated_forward, module)
 
 
@@ -196,5 +198,6 @@ def _rotary(module: nn.Module, kernels: Any) -> bool:
     clone = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     clone.__kwdefaults__ = forward.__kwdefaults__
     replaced: Any = module
-    replaced.forward = MethodType(clone, module)
+    joins = all(name in forward.__code__.co_names and module._modules.get(name) is not None for name in ATTENTION)
+    replaced.forward = MethodType(clone, AttentionInputs(module) if joins else module)
     return True

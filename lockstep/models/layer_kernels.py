@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FLAT = 2048
-"""Entries of one program of a gated activation."""
+FLAT = 1024
+"""Entries of a row that one program of a gated activation computes."""
 
 
 # --- gated activations ----------------------------------------------------------------------------------------------
@@ -48,19 +48,35 @@ class GeluGate(torch.autograd.Function):
 
 
 def _gate(ctx: Any, gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    _gate_kernel[(triton.cdiv(gate.numel(), FLAT),)](gate, up, out, gate.numel(), TANH=tanh, BLOCK=FLAT, num_warps=8)
-    ctx.save_for_backward(gate, up)
-    return out
+    gate_RH, up_RH = _rows(gate), _rows(up)
+    out_RH = torch.empty_like(gate_RH, memory_format=torch.contiguous_format)
+    strides = gate_RH.stride(0), up_RH.stride(0)
+    _gate_kernel[_grid(gate_RH)](gate_RH, up_RH, out_RH, *strides, gate_RH.shape[1], TANH=tanh, BLOCK=FLAT, num_warps=4)
+    ctx.save_for_backward(gate_RH, up_RH)
+    return out_RH.view(gate.shape)
 
 
 def _gate_grads(ctx: Any, grad: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
-    gate, up = ctx.saved_tensors
-    grad, out_gate, out_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-    grid = (triton.cdiv(gate.numel(), FLAT),)
-    _gate_grad_kernel[grid](grad, gate, up, out_gate, out_up, gate.numel(), TANH=tanh, BLOCK=FLAT, num_warps=8)
-    return out_gate, out_up
+    """Return both gradients as halves of one tensor, so that layers with one input (one_input.py) need no copy of them."""
+    gate_RH, up_RH = ctx.saved_tensors
+    (rows, size), grad_RH = gate_RH.shape, _rows(grad)
+    out_gate_RH, out_up_RH = gate_RH.new_empty(rows, 2 * size).split(size, 1)
+    given = (grad_RH, gate_RH, up_RH)
+    strides = (*(one.stride(0) for one in given), 2 * size)
+    _gate_grad_kernel[_grid(gate_RH)](
+        *given, out_gate_RH, out_up_RH, *strides, size, TANH=tanh, BLOCK=FLAT, num_warps=4
+    )
+    return out_gate_RH.view(grad.shape), out_up_RH.view(grad.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as rows of adjacent numbers."""
+    x_RH = x.reshape(-1, x.shape[-1])
+    return x_RH if x_RH.stride(1) == 1 else x_RH.contiguous()
+
+
+def _grid(x_RH: Tensor) -> tuple[int, int]:
+    return x_RH.shape[0], triton.cdiv(x_RH.shape[1], FLAT)
 
 
 @triton.jit
@@ -80,29 +96,32 @@ def activation(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < count
-    gate = tl.load(gate_ptr + at, mask=live, other=0.0)
-    up = tl.load(up_ptr + at, mask=live, other=0.0).to(tl.float32)
+def _gate_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, size, TANH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=live, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + at, mask=live, other=0.0).to(tl.float32)
     value, _ = activation(gate.to(tl.float32), TANH)
     rounded = value.to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + at, (rounded * up).to(gate.dtype), mask=live)
+    tl.store(out_ptr + row * size + at, (rounded * up).to(gate.dtype), mask=live)
 
 
 @triton.jit
 def _gate_grad_kernel(
-    grad_ptr, gate_ptr, up_ptr, out_gate_ptr, out_up_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < count
-    grad = tl.load(grad_ptr + at, mask=live, other=0.0)
-    gate = tl.load(gate_ptr + at, mask=live, other=0.0)
-    up = tl.load(up_ptr + at, mask=live, other=0.0).to(tl.float32)
+    grad_ptr, gate_ptr, up_ptr, out_gate_ptr, out_up_ptr, grad_stride, gate_stride, up_stride, out_stride, size,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    grad = tl.load(grad_ptr + row * grad_stride + at, mask=live, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=live, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + at, mask=live, other=0.0).to(tl.float32)
     value, change = activation(gate.to(tl.float32), TANH)
     wide = grad.to(tl.float32)
-    tl.store(out_gate_ptr + at, (wide * up * change).to(gate.dtype), mask=live)
-    tl.store(out_up_ptr + at, (wide * value.to(gate.dtype).to(tl.float32)).to(gate.dtype), mask=live)
+    tl.store(out_gate_ptr + row * out_stride + at, (wide * up * change).to(gate.dtype), mask=live)
+    tl.store(out_up_ptr + row * out_stride + at, (wide * value.to(gate.dtype).to(tl.float32)).to(gate.dtype), mask=live)
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------------------------
@@ -128,14 +147,16 @@ def _rotate(
     """Allocate rows of heads end to end, as attention kernels want, whatever the order of the inputs."""
     batch, heads, tokens, size = query_BNTD.shape
     key_heads = key_BKTD.shape[1]
-    query_BTND, key_BTKD = query_BNTD.transpose(1, 2).contiguous(), key_BKTD.transpose(1, 2).contiguous()
-    out = torch.empty_like(query_BTND), torch.empty_like(key_BTKD)
+    query_BTND, key_BTKD = _tokens(query_BNTD), _tokens(key_BKTD)
+    out = query_BTND.new_empty(query_BTND.shape), key_BTKD.new_empty(key_BTKD.shape)
     _rotary_kernel[(batch * tokens,)](
         query_BTND,
         key_BTKD,
         *out,
         cos_BTD,
         sin_BTD,
+        query_BTND.stride(1),
+        key_BTKD.stride(1),
         HEADS=heads,
         KEY_HEADS=key_heads,
         HALF=size // 2,
@@ -149,11 +170,21 @@ def _rotate(
     return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
 
+def _tokens(x_BNTD: Tensor) -> Tensor:
+    """Return x token by token: without a copy if each token's heads are adjacent, and all tokens are one stride apart."""
+    x_BTND = x_BNTD.transpose(1, 2)
+    batch, tokens, _, size = x_BTND.shape
+    stride = x_BTND.stride(1)
+    even = batch == 1 or x_BTND.stride(0) == tokens * stride
+    return x_BTND if even and x_BTND.stride()[2:] == (size, 1) else x_BTND.contiguous()
+
+
 @triton.jit
 def _turn(
     x_ptr,
     out_ptr,
     row,
+    stride,
     angles,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -164,9 +195,9 @@ def _turn(
     """Rotate all heads of one token."""
     head, at = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (at < HALF)
-    place = row * (HEADS * HALF * 2) + head * (HALF * 2) + at
-    left = tl.load(x_ptr + place, mask=mask, other=0.0)
-    right = tl.load(x_ptr + place + HALF, mask=mask, other=0.0)
+    given = x_ptr + row * stride + head * (HALF * 2) + at
+    left = tl.load(given, mask=mask, other=0.0)
+    right = tl.load(given + HALF, mask=mask, other=0.0)
     a, b = left.to(tl.float32), right.to(tl.float32)
     cos_left, cos_right, sin_left, sin_right = angles
     if BACKWARD:
@@ -175,8 +206,9 @@ def _turn(
     else:
         new_left = (a * cos_left).to(left.dtype).to(tl.float32) - (b * sin_left).to(left.dtype).to(tl.float32)
         new_right = (b * cos_right).to(left.dtype).to(tl.float32) + (a * sin_right).to(left.dtype).to(tl.float32)
-    tl.store(out_ptr + place, new_left.to(left.dtype), mask=mask)
-    tl.store(out_ptr + place + HALF, new_right.to(left.dtype), mask=mask)
+    place = out_ptr + row * (HEADS * HALF * 2) + head * (HALF * 2) + at
+    tl.store(place, new_left.to(left.dtype), mask=mask)
+    tl.store(place + HALF, new_right.to(left.dtype), mask=mask)
 
 
 @triton.jit
@@ -187,6 +219,8 @@ def _rotary_kernel(
     out_key_ptr,
     cos_ptr,
     sin_ptr,
+    query_stride,
+    key_stride,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -204,5 +238,5 @@ def _rotary_kernel(
     sin_left = tl.load(sin_ptr + place, mask=live, other=0.0).to(tl.float32)
     sin_right = tl.load(sin_ptr + place + HALF, mask=live, other=0.0).to(tl.float32)
     angles = cos_left, cos_right, sin_left, sin_right
-    _turn(query_ptr, out_query_ptr, row, angles, HEADS, HALF, BLOCK, HALF_BLOCK, BACKWARD)
-    _turn(key_ptr, out_key_ptr, row, angles, KEY_HEADS, HALF, KEY_BLOCK, HALF_BLOCK, BACKWARD)
+    _turn(query_ptr, out_query_ptr, row, query_stride, angles, HEADS, HALF, BLOCK, HALF_BLOCK, BACKWARD)
+    _turn(key_ptr, out_key_ptr, row, key_stride, angles, KEY_HEADS, HALF, KEY_BLOCK, HALF_BLOCK, BACKWARD)

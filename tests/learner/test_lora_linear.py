@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.learner.lora_linear import WideLora, _FusedLora, beside
+from lockstep.rollout.paged.joined import side_by_side as lay
 from tests.learner.models import plain, twin
 from tests.learner.test_numerics import with_adapter
 from tests.rollout.paged.test_engine import paged_over
@@ -33,6 +34,17 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.requires_grad_(), down.requires_grad_(), bias, mix
 
 
+def apply_wide(
+    x: Tensor, wide: Tensor | None, bias: Tensor | None, *adapters: Tensor, ranks: tuple[int, ...] = (RANK,)
+) -> Any:
+    """The wide pass: `adapters` are all down and then all up matrices; returns one output, or a tuple of several."""
+    assert wide is not None
+    downs, ups = adapters[: len(ranks)], adapters[len(ranks) :]
+    sizes = tuple(up.shape[0] for up in ups)
+    found: Any = WideLora.apply(x, wide, bias, torch.cat(downs).detach(), SCALING, sizes, ranks, *adapters)  # type: ignore[no-untyped-call]
+    return found[0] if len(found) == 1 else found
+
+
 @pytest.mark.parametrize("gap", [0, 5])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("kind", ["wide", "dense"])
@@ -42,9 +54,9 @@ def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, 
     used = bias if biased else None
     expected = x @ weight.T + SCALING * (x @ down.T) @ up.T + (bias if biased else 0)
     if kind == "wide":
-        wide = beside(weight, up)
+        wide = beside([weight], [up])
         assert wide is not None
-        found: Any = WideLora.apply(x, wide, used, down, up, SCALING)  # type: ignore[no-untyped-call]
+        found: Any = apply_wide(x, wide, used, down, up)
     else:
         found = _FusedLora.apply(x, x, weight, used, down, up, SCALING)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
@@ -57,8 +69,8 @@ def test_output_and_gradients_are_those_of_the_formula(kind: str, biased: bool, 
 def test_a_layer_with_fewer_outputs_than_inputs(gap: int):
     weight, up = side_by_side(gap, outputs=5)
     x, down, _, mix = inputs()
-    wide = beside(weight, up)
-    found: Any = WideLora.apply(x, wide, None, down, up, SCALING)  # type: ignore[no-untyped-call]
+    wide = beside([weight], [up])
+    found: Any = apply_wide(x, wide, None, down, up)  # type: ignore[no-untyped-call]
     expected = x @ weight.T + SCALING * (x @ down.T) @ up.T
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected, (x, down, up), mix[:, :5])
@@ -71,11 +83,38 @@ def test_an_input_that_needs_no_gradient_gets_none(outputs: int):
     weight, up = side_by_side(0, outputs=outputs)
     x, down, _, mix = inputs()
     mix = mix[:, :outputs]
-    wide = beside(weight, up)
-    found: Any = WideLora.apply(x.detach(), wide, None, down, up, SCALING)  # type: ignore[no-untyped-call]
+    wide = beside([weight], [up])
+    found: Any = apply_wide(x.detach(), wide, None, down, up)  # type: ignore[no-untyped-call]
     wanted = torch.autograd.grad(x @ weight.T + SCALING * (x @ down.T) @ up.T, (down, up), mix)
     for gradient, exact in zip(torch.autograd.grad(found, (down, up), mix), wanted, strict=True):
         torch.testing.assert_close(gradient, exact)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("outputs", [(20, 6, 6), (4, 3)])
+def test_layers_with_one_input_are_one_product(outputs: tuple[int, ...], biased: bool):
+    model = nn.ModuleList([nn.Linear(INPUTS, o, bias=biased, dtype=DOUBLE) for o in outputs])
+    ranks = tuple(range(2, 2 + len(outputs)))
+    generator = torch.Generator().manual_seed(7)
+    downs = [nn.Parameter(torch.randn(r, INPUTS, generator=generator, dtype=DOUBLE)) for r in ranks]
+    ups = [
+        nn.Parameter(torch.randn(o, r, generator=generator, dtype=DOUBLE)) for o, r in zip(outputs, ranks, strict=True)
+    ]
+    weights, names = [layer.weight for layer in model], dict.fromkeys(map(id, [*model.parameters(), *downs, *ups]), "")
+    laid = lay(weights, ups, names, {})
+    wide = beside(weights, ups)
+    assert wide is not None
+    assert torch.equal(wide, laid)
+    x = inputs()[0]
+    bias = torch.cat([layer.bias for layer in model]).detach() if biased else None
+    found = apply_wide(x, wide, bias, *downs, *ups, ranks=ranks)
+    expected = [layer(x) + SCALING * (x @ down.T) @ up.T for layer, down, up in zip(model, downs, ups, strict=True)]
+    mixes = [torch.randn(TOKENS, o, generator=generator, dtype=DOUBLE) for o in outputs]
+    torch.testing.assert_close(list(found), expected)
+    wanted = torch.autograd.grad(expected, (x, *downs, *ups), mixes)
+    torch.testing.assert_close(torch.autograd.grad(found, (x, *downs, *ups), mixes), wanted)
+    assert beside(weights[::-1], ups[::-1]) is None
+    assert beside(weights, [*ups[:-1], ups[-1].detach().clone()]) is None
 
 
 def test_only_matrices_in_the_same_rows_are_beside_each_other():
@@ -88,8 +127,8 @@ def test_only_matrices_in_the_same_rows_are_beside_each_other():
         (weight, up[1:]),  # another row
         (weight.T, up),
     ):
-        assert beside(one, other) is None
-    joined = beside(weight, up)
+        assert beside([one], [other]) is None
+    joined = beside([weight], [up])
     assert joined is not None
     assert torch.equal(joined, torch.cat([weight, up], 1))
 
@@ -107,7 +146,7 @@ def test_the_engine_lays_them_so():
             paged_over(model)
         for layer in expanding(model):
             up = layer.lora_B["default"].weight
-            wide = beside(layer.base_layer.weight, up)
+            wide = beside([layer.base_layer.weight], [up])
             assert (wide is not None) == laid_out
             if wide is not None:
                 assert torch.equal(wide[:, -up.shape[1] :], up)
@@ -130,7 +169,7 @@ def test_on_a_gpu_a_layer_computes_the_same_before_and_after():
 
     before = [run(layer) for layer in layers]
     paged_over(model)
-    assert all(beside(layer.base_layer.weight, layer.lora_B.default.weight) is not None for layer in layers)
+    assert all(beside([layer.base_layer.weight], [layer.lora_B.default.weight]) is not None for layer in layers)
     for layer, expected in zip(layers, before, strict=True):
         for found, wanted in zip(run(layer), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03 * float(wanted.detach().abs().max()))

@@ -80,7 +80,7 @@ def test_adapters_see_the_input_as_it_is(fused: bool, recompute: str, monkeypatc
     from lockstep.learner.lora_linear import LoraLinear
 
     if not fused:
-        monkeypatch.setattr(LoraLinear, "_only_plain_adapter", lambda self: None)
+        monkeypatch.setattr(LoraLinear, "_parts", lambda self: None)
     settings = recipe(adapter={"kind": "lora", "rank": 4}, update={"recompute": recompute})
     batch = make_batch()
     _, every = learner_gradients(with_adapter(twin(wide("llama-tied"))), batch, LOSS, settings)

@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from lockstep.config.schema import Lora
 from lockstep.learner.adapters import attach
 from lockstep.models.fused_layers import FusedLayers, fuse_layers, is_gated
+from lockstep.models.one_input import ATTENTION, GATED
+from lockstep.rollout.paged.joined import joined
 from tests.interpreter import interpreted
 from tests.learner.models import logits_of, plain, tokens, twin
 
@@ -87,6 +89,23 @@ def every_family() -> None:
             for parameter in other.parameters():
                 parameter.zero_()
         assert torch.equal(gradients(fused, ids)[0], ours), "a copy has kernels over its own weights"
+        lay_side_by_side(fused)
+        (ours, own) = gradients(fused, ids)
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=2e-5)
+        for name, grad in grads.items():
+            assert (own[name] - grad).abs().max() < 1e-5 * grad.abs().max(), (family, name)
+
+
+def lay_side_by_side(model: Any) -> None:
+    """Make the weights of layers that read one input adjacent, as the native engine does."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for layer in model.get_decoder().layers:
+        for module, group in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+            if set(group) <= {*module._modules}:
+                layers = [module.get_submodule(name) for name in group]
+                for kind in ("weight", "bias"):
+                    if getattr(layers[0], kind) is not None:
+                        joined([getattr(one, kind) for one in layers], names, {})
 
 
 def in_half_precision() -> None:
@@ -147,7 +166,8 @@ def many_rows() -> None:
         ):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
-    gate, up = normal(3, 1500), normal(3, 1500)
+    wide = normal(3, 3100)  # rows with other numbers between them
+    gate, up = wide[:, :1500], wide[:, 1550:3050]
     for kernel, activation in (
         (layer_kernels.SiluGate, nn.functional.silu),
         (layer_kernels.GeluGate, lambda x: nn.functional.gelu(x, approximate="tanh")),
@@ -159,12 +179,9 @@ def many_rows() -> None:
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
 
     rotary: Any = layer_kernels.Rotary
-    query, key, cos, sin = (
-        normal(2, 3, 7, 12),
-        normal(2, 1, 7, 12),
-        normal(1, 7, 12).detach(),
-        normal(1, 7, 12).detach(),
-    )
+    heads = normal(2, 7, 5, 12)  # of a token: those of queries, keys and values
+    query, key = heads[:, :, :3].transpose(1, 2), heads[:, :, 3:4].transpose(1, 2)
+    cos, sin = normal(1, 7, 12).detach(), normal(1, 7, 12).detach()
     turned = rotary.apply(query, key, cos, sin)
 
     def plainly(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.one_input import adjacent
+
 ALIGNED = 64
 """A row of weights with adapters beside it is padded to a multiple of this many numbers: 128 bytes in bf16."""
 
@@ -54,26 +56,13 @@ def joined(parameters: Sequence[nn.Parameter], names: dict[int, str], fused: dic
     """Return one tensor whose parts the parameters are; it is made now unless they are adjacent already."""
     if len(parameters) == 1:
         return parameters[0]
-    whole = _already_joined(parameters)
+    whole = adjacent([p.data for p in parameters])
     if whole is None:
         whole = torch.cat([p.data for p in parameters])
     for parameter, part in zip(parameters, slices([p.shape[0] for p in parameters]), strict=True):
         parameter.data = whole[part]
         fused[names[id(parameter)]] = whole[part]
     return whole
-
-
-def _already_joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    first = parameters[0].data
-    end = first.data_ptr()
-    for parameter in parameters:
-        data = parameter.data
-        same = data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and data.is_contiguous() and data.data_ptr() == end):
-            return None
-        end += data.numel() * data.element_size()
-    shape = (sum(p.shape[0] for p in parameters), *first.shape[1:])
-    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
