@@ -1,17 +1,21 @@
 """Grading in the background: replies are graded while the engine samples the next ones.
 
 A grader with worker processes is called from a few threads, which only wait for it; any other grader runs immediately in the
-caller. A grade depends on the prompt and the reply alone (for a grader that compares the samples of a prompt, on all of them),
-so the order of replies does not matter.
+caller. A thread takes several waiting replies to a fast grader at a time, fewer the fewer wait, so that all threads end at
+about the same time. A grade depends on the prompt and the reply alone (for a grader that compares the samples of a prompt,
+on all of them), so the order of replies does not matter.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TypeAlias
@@ -20,23 +24,45 @@ from lockstep.errors import DEFECT, EngineError, LockstepError
 from lockstep.tasks.base import BuiltTask
 from lockstep.types import Grade, Metrics, Prompt, ReplyText
 from lockstep.user_code import describe
-from lockstep.verifiers.base import CANCEL, unscored
+from lockstep.verifiers.base import CANCEL, Asked, GradeMany, unscored
 
+MOST = 16
+"""Most calls that a thread takes at a time."""
+FAST_SECONDS = 0.005
+"""Several are taken only of a grader whose calls took less so far, on average."""
 _Graded: TypeAlias = tuple[list[Grade], float]
 """Grades of one call, and its seconds."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a grader, for one reply or all samples of a prompt."""
+
+    keys: Sequence[str]
+    alone: Callable[[], list[Grade]]
+    asked: Asked
+    together: GradeMany | None = None
+    """Function that makes it together with others."""
+    graded: Future[_Graded] = field(default_factory=Future)
 
 
 class AsyncGrader:
     """Grades the replies of one round of sampling or one evaluation, by key. Leaving its context drops ungraded replies."""
 
     def __init__(self, task: BuiltTask) -> None:
-        self._task = task
-        workers = task.workers
+        self._task, self._workers = task, task.workers
         self._cancel = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
-        if workers:
-            self._threads = ThreadPoolExecutor(workers, "lockstep-grade", CANCEL.set, (self._cancel,))
-        self._calls: list[Future[_Graded]] = []
+        if self._workers:
+            self._threads = ThreadPoolExecutor(self._workers, "lockstep-grade", CANCEL.set, (self._cancel,))
+        self._lock = threading.Lock()
+        """Guard of the three that follow."""
+        self._waiting: deque[_Call] = deque()
+        self._running = 0
+        """Threads that take calls as long as any wait."""
+        self._spent: dict[GradeMany, tuple[float, int]] = {}
+        """Seconds and number of the calls that each grader has answered."""
+        self._calls: list[_Call] = []
         self._grades: dict[str, tuple[Future[_Graded], int]] = {}
         """The call that grades a reply, and the reply's place in it."""
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -51,40 +77,119 @@ class AsyncGrader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cancel.set()
+        with self._lock:
+            self._cancel.set()
+            for call in self._waiting:
+                call.graded.cancel()
+            self._waiting.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, key: str, prompt: Prompt, reply: str) -> None:
         """Grade a reply, immediately or in the background. Raises EngineError for a key that was submitted before."""
-        self._submit((key,), prompt, lambda: [self._task.grade(prompt, reply)])
+        self._submit(prompt, _Call((key,), lambda: [self._task.grade(prompt, reply)], (prompt, (reply,))))
 
     def submit_replies(self, prompt: Prompt, replies: Mapping[str, ReplyText]) -> None:
         """Grade replies to one prompt, by their keys, in one call. Raises EngineError as `submit` does."""
-        self._submit(tuple(replies), prompt, partial(self._task.grade_replies, prompt, list(replies.values())))
+        given = list(replies.values())
+        self._submit(prompt, _Call((*replies,), lambda: self._task.grade_replies(prompt, given), (prompt, given)))
 
-    def _submit(self, keys: tuple[str, ...], prompt: Prompt, call: Callable[[], list[Grade]]) -> None:
-        if twice := next((key for key in keys if key in self._grades), None):
+    def _submit(self, prompt: Prompt, call: _Call) -> None:
+        if twice := next((key for key in call.keys if key in self._grades), None):
             raise EngineError(
                 "the engine returned this reply twice",
                 where=f"reply {twice}",
                 fix=f"resume from the last checkpoint; {DEFECT}",
             )
-        self.open += len(keys)
-        if self._threads is not None and self._task.workers_for(prompt):
-            found = self._threads.submit(_timed, call, len(keys))
-        else:
-            found = Future()
-            found.set_result(_timed(call, len(keys)))
-            self.held += found.result()[1]
-        self._calls.append(found)
-        self._grades |= {key: (found, place) for place, key in enumerate(keys)}
-        found.add_done_callback(partial(self._graded, keys))
+        self.open += len(call.keys)
+        self._calls.append(call)
+        for place, key in enumerate(call.keys):
+            self._grades[key] = (call.graded, place)
+        if self._threads is None or not self._task.workers_for(prompt):
+            self._make([call])
+            self.held += call.graded.result()[1]
+            return
+        if (found := self._task.grades_many(prompt)) is not None:
+            call.together, own = found
+            call.asked = (own, call.asked[1])
+        self._wait([call])
 
-    def _graded(self, keys: tuple[str, ...], _: Future[_Graded]) -> None:
-        for key in keys:
-            self._done.put(key)
+    # --- threads --------------------------------------------------------------------------------------------------
+    def _wait(self, calls: Sequence[_Call], *, again: bool = False) -> None:
+        """Have threads make calls, before all others if they were taken `again`; drop them if the grader has been left."""
+        with self._lock:
+            if self._threads is None or self._cancel.is_set():
+                for call in calls:
+                    call.graded.cancel()
+                return
+            if again:
+                self._waiting.extendleft(reversed(calls))
+            else:
+                self._waiting.extend(calls)
+            for _ in range(min(len(calls), self._workers - self._running)):
+                self._running += 1
+                self._threads.submit(self._serve)
 
+    def _serve(self) -> None:
+        """Make the calls that wait, until none does."""
+        while calls := self._take():
+            self._make(calls)
+
+    def _take(self) -> list[_Call]:
+        with self._lock:
+            if not self._waiting:
+                self._running -= 1
+                return []
+            together, count = self._waiting[0].together, 1
+            if together is not None:
+                seconds, answered = self._spent.get(together, (0.0, 0))
+                if seconds < FAST_SECONDS * answered:
+                    count = min(MOST, math.ceil(len(self._waiting) / (2 * self._workers)))
+            taken = [self._waiting.popleft()]
+            while len(taken) < count and self._waiting and self._waiting[0].together == together:
+                taken.append(self._waiting.popleft())
+            return taken
+
+    def _make(self, calls: Sequence[_Call]) -> None:
+        """Make calls of one grader; those that it does not come to wait again."""
+        left, together = deque(calls), calls[0].together
+        made: list[_Call] = []
+        spent, answered = 0.0, 0
+
+        def late() -> None:
+            self._report(made)
+            self._wait([left.pop() for _ in range(len(left) - 1)][::-1], again=True)
+
+        answers: Iterator[list[Grade]] = (call.alone() for call in calls)
+        if together is not None:
+            answers = together([call.asked for call in calls], late)
+        while left:
+            try:
+                found = _timed(partial(next, answers), len(left[0].keys))
+            except StopIteration:
+                break
+            except BaseException as error:  # raised where the grade is read
+                left[0].graded.set_exception(error)
+            else:
+                left[0].graded.set_result(found)
+                spent, answered = spent + found[1], answered + 1
+            made.append(left.popleft())
+        self._report(made)
+        if left:
+            self._wait(left, again=True)
+        if together is not None:
+            with self._lock:
+                before = self._spent.get(together, (0.0, 0))
+                self._spent[together] = (before[0] + spent, before[1] + answered)
+
+    def _report(self, made: list[_Call]) -> None:
+        """Have `done` return the replies of these calls; several together, so that who waits for them is woken once."""
+        for call in made:
+            for key in call.keys:
+                self._done.put(key)
+        made.clear()
+
+    # --- results --------------------------------------------------------------------------------------------------
     def done(self, seconds: float = 0.0) -> list[str]:
         """Return keys of replies graded since the last call; waits at most `seconds` for the first, if any is pending."""
         found: list[str] = []
@@ -113,7 +218,7 @@ class AsyncGrader:
     @property
     def metrics(self) -> Metrics:
         """Return the seconds of all grading, and those of the slowest reply; waits for replies that are being graded."""
-        seconds = [future.result()[1] for future in self._calls]
+        seconds = [call.graded.result()[1] for call in self._calls]
         return {"time/grade_work": sum(seconds), "time/grade_slowest": max(seconds, default=0.0)}
 
 
@@ -122,7 +227,7 @@ def _timed(call: Callable[[], list[Grade]], count: int) -> _Graded:
     start = time.perf_counter()
     try:
         grades = call()
-    except LockstepError:
+    except (LockstepError, StopIteration):
         raise
     except Exception as error:
         grades = [unscored(f"the verifier raised {describe(error, None)}")] * count

@@ -13,7 +13,17 @@ from lockstep.envs.programs import Programs
 from lockstep.envs.runners import Runner
 from lockstep.errors import TaskError
 from lockstep.types import Grade, OpenEndpoint, Prompt, ReplyText
-from lockstep.verifiers.base import Reads, Verifier, grade_replies, keep_in, reads_of, unscored, workers_of
+from lockstep.verifiers.base import (
+    GradeMany,
+    Reads,
+    Verifier,
+    grade_replies,
+    grades_many,
+    keep_in,
+    reads_of,
+    unscored,
+    workers_of,
+)
 from lockstep.verifiers.judge import asks_judge
 from lockstep.verifiers.python import UserGrader
 from lockstep.verifiers.selftest import applies, scored_garbage, self_test
@@ -72,6 +82,10 @@ class BuiltTask(ABC):
     def workers_for(self, prompt: Prompt) -> int:
         """Return `workers` for replies to this prompt."""
         return self.workers
+
+    def grades_many(self, prompt: Prompt) -> tuple[GradeMany, Prompt] | None:
+        """Return what grades replies to this and other prompts together, and the prompt for it; None if nothing does."""
+        return None
 
     def runner(self, prompt: Prompt) -> Runner | None:
         """Return the runner of the prompt's environment; None for a question with one reply."""
@@ -145,6 +159,10 @@ class OfOthers(BuiltTask):
         """Return the number of workers of the prompt's own task: tasks that grade in this process get one reply at a time."""
         return self.own(prompt)[0].workers
 
+    def grades_many(self, prompt: Prompt) -> tuple[GradeMany, Prompt] | None:
+        task, own = self.own(prompt)
+        return task.grades_many(own)
+
     def keep_in(self, folder: Path) -> None:
         for task in self.members:
             task.keep_in(folder)
@@ -174,6 +192,10 @@ class VerifiedTask(BuiltTask):
     @property
     def workers(self) -> int:
         return workers_of(self.verifier)
+
+    def grades_many(self, prompt: Prompt) -> tuple[GradeMany, Prompt] | None:
+        together = grades_many(self.verifier)
+        return None if together is None else (together, prompt)
 
     def grade(self, prompt: Prompt, reply: str) -> Grade:
         return self.verifier.grade(prompt, reply)

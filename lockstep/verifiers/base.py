@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, cast
@@ -36,6 +36,18 @@ class ReplyVerifier(Verifier, Protocol):
 
     def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
         """Return a grade for each reply; never raises for a bad one."""
+
+
+Asked: TypeAlias = tuple[Prompt, Sequence[str | ReplyText]]
+"""Replies that one call grades: one, or all samples of the prompt."""
+GradeMany: TypeAlias = Callable[[Sequence[Asked], Callable[[], None]], Iterator[list[Grade]]]
+"""Grades the first of several calls, in order; see WorkerPool.call_many."""
+
+
+def grades_many(verifier: object) -> GradeMany | None:
+    """Return what makes several calls of a verifier together, its method `grade_many`; None if it has none."""
+    found: GradeMany | None = getattr(verifier, "grade_many", None)
+    return found
 
 
 def workers_of(grader: object) -> int:

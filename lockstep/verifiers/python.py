@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 from lockstep.errors import TaskError
 from lockstep.types import Grade, Prompt, ReplyText
 from lockstep.user_code import describe, load_callable, load_object
-from lockstep.verifiers.base import Reads, unscored
-from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Work, WorkerPool
+from lockstep.verifiers.base import Asked, Reads, unscored
+from lockstep.workers.pool import Answered, Died, Exceeded, Failed, Outcome, Work, WorkerPool
 from lockstep.workers.wire import dumps
 
 LARGEST = 1e300
@@ -49,18 +50,30 @@ class UserGrader:
 
     def ask(self, prompt: Prompt, replies: Sequence[str | ReplyText]) -> list[Grade]:
         """Return a grade for each reply, all from one call."""
-        match self.pool.call({"prompt": prompt, "replies": list(replies)}):
-            case Answered(value):
-                return list(value)
-            case Failed(error):
-                failed = unscored(error)
-            case Exceeded(limit, error):
-                failed = unscored(f"the grader met its {limit} limit: {error}")
-            case Died(error):
-                failed = unscored(f"the grader did not live: {error}")
-            case outcome:
-                assert_never(outcome)
-        return [failed] * len(replies)
+        (grades,) = self.grade_many([(prompt, replies)])
+        return grades
+
+    def grade_many(self, asked: Sequence[Asked], late: Callable[[], None] = lambda: None) -> Iterator[list[Grade]]:
+        """Yield the grades of the first of several calls, in order; see WorkerPool.call_many."""
+        calls = [{"prompt": prompt, "replies": list(replies)} for prompt, replies in asked]
+        with closing(self.pool.call_many(calls, late)) as outcomes:
+            for (_, replies), outcome in zip(asked, outcomes, strict=False):
+                yield _grades(outcome, len(replies))
+
+
+def _grades(outcome: Outcome, count: int) -> list[Grade]:
+    match outcome:
+        case Answered(value):
+            return list(value)
+        case Failed(error):
+            failed = unscored(error)
+        case Exceeded(limit, error):
+            failed = unscored(f"the grader met its {limit} limit: {error}")
+        case Died(error):
+            failed = unscored(f"the grader did not live: {error}")
+        case _:
+            assert_never(outcome)
+    return [failed] * count
 
 
 class UserFunction(UserGrader):
@@ -81,8 +94,11 @@ class RewardFunctions(UserGrader):
 
     reads: Reads = "reply"
 
-    def grade(self, prompt: Prompt, reply: str) -> Grade:
-        return self.ask(prompt, [ReplyText.probe(reply)])[0]
+    def grade_many(self, asked: Sequence[Asked], late: Callable[[], None] = lambda: None) -> Iterator[list[Grade]]:
+        whole = [
+            (prompt, [ReplyText.probe(one) if isinstance(one, str) else one for one in all]) for prompt, all in asked
+        ]
+        return super().grade_many(whole, late)
 
     def grade_replies(self, prompt: Prompt, replies: Sequence[ReplyText]) -> list[Grade]:
         return self.ask(prompt, replies)

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -107,28 +108,54 @@ class WorkerPool:
 
     def call(self, call: object) -> Outcome:
         """Return the outcome of `call`, which has a process to itself meanwhile. Raises TaskError if none can be started."""
-        slot = self._free.get()
+        (outcome,) = self.call_many((call,))
+        return outcome
+
+    def call_many(
+        self, calls: Sequence[object], late: Callable[[], None] = lambda: None
+    ) -> Generator[Outcome, None, None]:
+        """Yield the outcomes of the first of these calls, at least one, in order. They are sent to one process together, which
+        makes one after the other, each within its limits: their outcomes are those of `call`.
+
+        Calls after one that takes long or costs its process are not made. `late` is called, once or more, when the next outcome
+        is the last and has to be waited for: the others can be made elsewhere meanwhile. Raises as `call` does.
+        """
+        slot, sent = self._free.get(), calls
         try:
-            own_deaths = 0
-            for _ in range(ATTEMPTS):
-                outcome, by_itself = self._once(slot, call)
-                own_deaths += by_itself
-                if not isinstance(outcome, Died) or own_deaths == 2:
-                    return outcome
-            return outcome
+            for call in calls:
+                own_deaths = 0
+                for _ in range(ATTEMPTS):
+                    outcome, by_itself = self._once(slot, sent, late)
+                    own_deaths += by_itself
+                    if not isinstance(outcome, Died) or own_deaths == 2:
+                        break
+                    late()
+                    sent = (call,)
+                yield outcome
+                if not self._owed(slot):
+                    return
+                sent = ()
         finally:
+            if self._owed(slot):
+                self._replace(slot)
             self._free.put(slot)
 
     def close(self) -> None:
         """End all processes. The pool can be used again: it starts new ones."""
         self._running.end()
 
-    def _once(self, slot: int, call: object) -> tuple[Outcome, bool]:
-        """Return the outcome of one attempt, and whether the process died by itself."""
+    def _owed(self, slot: int) -> int:
+        process = self._running.processes.get(slot)
+        return 0 if process is None else process.owed
+
+    def _once(self, slot: int, calls: Sequence[object], late: Callable[[], None]) -> tuple[Outcome, bool]:
+        """Send calls, if any; return the outcome of the first without one, and whether the process died by itself."""
         process = self._process(slot)
         answered = False
         try:
-            answer = process.ask(call)
+            if calls:
+                process.send(calls)
+            answer = process.answer(late)
             answered = not answer["last"]
         except TypeError as error:
             answered = True  # nothing was sent

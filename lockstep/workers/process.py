@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,9 @@ from lockstep.workers import wire
 
 START_SECONDS = 120.0
 """Longest time that a process may take to load its work."""
+LATE_SECONDS = 0.1
+"""A call that takes longer holds up no other: those that were sent with it are made elsewhere. More than worker.SLOW_SECONDS:
+else the process would begin the next when it has been given away."""
 _GRACE = 0.05
 """Seconds in which a process that has closed its pipe ends by itself, so that how it ended says what happened."""
 
@@ -89,16 +92,22 @@ class Link:
 
     def receive(self) -> dict[str, Any] | None:
         """Read what is there now; returns the first answer, if it is complete. Raises Gone."""
-        end = self._received.find(b"\n", self._searched)
-        if end < 0:
-            self._searched = len(self._received)
+        answer = self._first()
+        if answer is None:
             with suppress(BlockingIOError):
                 data = os.read(self.answers, 65536)
-                self._received += data
-                if not data or len(self._received) > self._max:
+                if not data:
                     raise Gone
-            end = self._received.find(b"\n", self._searched)
+                self._received += data
+                answer = self._first()
+        return answer
+
+    def _first(self) -> dict[str, Any] | None:
+        end = self._received.find(b"\n", self._searched)
+        if (end + 1 or len(self._received)) > self._max:
+            raise Gone
         if end < 0:
+            self._searched = len(self._received)
             return None
         line, self._searched = bytes(self._received[:end]), 0
         del self._received[: end + 1]
@@ -107,19 +116,26 @@ class Link:
     def exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
         """Send a line (none if it is empty) and wait for one. Raises Slow or Gone."""
         deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.answers, select.POLLIN)
         self.send(line)
-        while (answer := self.receive()) is None:
+        answer = self._first()
+        while answer is None:
+            poll = select.poll()
+            poll.register(self.answers, select.POLLIN)
             if self.pending:
                 poll.register(self.requests, select.POLLOUT)
-            else:
-                with suppress(KeyError):
-                    poll.unregister(self.requests)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise Slow
-            self.send()
+            answer = self.receive()
+            if answer is None:
+                self.push()
         return answer
+
+    def push(self, line: bytes = b"") -> None:
+        """Write as `send` does. That the process has ended is found after the answers that it gave before."""
+        try:
+            self.send(line)
+        except Gone:
+            self._unsent.clear()
 
     def close(self) -> None:
         os.close(self.requests)
@@ -131,6 +147,8 @@ class Process:
 
     def __init__(self, work: Work, pid: int, link: Link) -> None:
         self.pid, self.calls = pid, 0
+        self.owed = 0
+        """Answers to calls that were sent."""
         self._work, self.link, self._ready = work, link, False
 
     def start(self) -> None:
@@ -148,17 +166,43 @@ class Process:
         _refused(answer)
         self._ready = True
 
-    def request(self, call: object) -> bytes:
-        """Return the line that makes a call. Raises TypeError if it cannot be sent."""
-        line = wire.dumps({"id": self.calls + 1, "call": call})
-        self.calls += 1
+    def request(self, call: object, batch: int = 0) -> bytes:
+        """Return the line that makes a call. Raises TypeError if it cannot be sent. `batch`: number of the first sent with it."""
+        number = self.calls + 1
+        line = wire.dumps({"id": number, "call": call, "batch": batch or number})
+        self.calls = number
         return line
 
-    def ask(self, call: object) -> dict[str, Any]:
-        """Return the answer to one call. Raises Slow or Gone; TypeError if the call cannot be sent, and then nothing was."""
-        answer = self.link.exchange(self.request(call), self._work.wall_seconds)
-        if answer.get("id") != self.calls or "last" not in answer:
+    def send(self, calls: Sequence[object]) -> None:
+        """Make calls, up to one that cannot be sent. Raises TypeError if that is the first, and then nothing was sent."""
+        lines, batch = list[bytes](), self.calls + 1
+        for call in calls:
+            try:
+                lines.append(self.request(call, batch))
+            except TypeError:
+                if not lines:
+                    raise
+                break
+        self.owed = len(lines)
+        self.link.push(b"".join(lines))
+
+    def answer(self, late: Callable[[], None]) -> dict[str, Any]:
+        """Return the next answer that is owed; if it takes long, it is the last, and `late` is called. Raises Slow or Gone."""
+        if not self.owed:
+            raise Gone  # it is new: the pool was closed meanwhile
+        number, seconds = self.calls - self.owed + 1, self._work.wall_seconds
+        given_away = False
+        try:
+            answer = self.link.exchange(b"", min(LATE_SECONDS, seconds))
+        except Slow:
+            late()
+            given_away = True
+            answer = self.link.exchange(b"", max(0.0, seconds - LATE_SECONDS))
+        if answer.get("id") != number or "last" not in answer:
             raise Gone
+        self.owed = 0 if answer.get("dropped") else self.owed - 1
+        if given_away and self.owed:
+            answer["last"] = True  # it has begun a call that is made elsewhere by now
         return answer
 
     def end(self, grace: float = _GRACE) -> int:

@@ -148,7 +148,15 @@ def test_each_task_of_a_mix_is_graded_where_it_works(tmp_path: Path) -> None:
     task = build_task(settings, 0)
     assert isinstance(task, Mixed)
     assert task.workers == 3
-    assert {prompt.task: task.workers_for(prompt) for prompt in task.batch(0, 4)} == {"here": 0, "there": 3}
+    here, there = sorted(task.batch(0, 2), key=lambda prompt: prompt.task)
+    assert (task.workers_for(here), task.workers_for(there)) == (0, 3)
+    assert task.grades_many(here) is None
+    found = task.grades_many(there)
+    assert found is not None
+    together, own_prompt = found
+    assert f"there/{own_prompt.id}" == there.id
+    graded = together([(own_prompt, [there.answer]), (own_prompt, ["?"])], lambda: None)
+    assert [grade.reward for (grade,) in graded] == [1.0, 0.0]
 
 
 def test_a_run_of_episodes_says_what_grading_took(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import datetime
+from collections import OrderedDict, namedtuple
 from decimal import Decimal
+from enum import IntEnum
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -49,9 +52,30 @@ def test_types_that_json_lacks():
     assert wire.loads(wire.dumps([np.float32(0.5), np.int64(3), np.arange(3)])) == [0.5, 3, [0, 1, 2]]
 
 
+def test_subclasses_come_back_as_their_base():
+    values = [
+        OrderedDict(a=1),
+        MappingProxyType({1: (2,)}),
+        namedtuple("Two", "a b")(1, [2]),
+        type("List", (list,), {})([(3,)]),
+        type("Name", (str,), {})("n"),
+        {type("Name", (str,), {})("k"): IntEnum("One", "a").a},
+        np.float64(0.5),
+    ]
+    back = wire.loads(wire.dumps(values))
+    assert back == [{"a": 1}, {1: (2,)}, (1, [2]), [(3,)], "n", {"k": 1}, 0.5]
+    assert [type(one) for one in back] == [dict, dict, tuple, list, str, dict, float]
+
+
 def test_what_cannot_be_sent_is_named():
     with pytest.raises(TypeError, match=r"a\[1\].b is a object, which cannot be sent"):
         wire.dumps({"a": [0, {"b": object()}]})
+    with pytest.raises(TypeError, match=r"^messages\[0\].content is a object, which cannot be sent"):
+        wire.dumps(Prompt("t/1", ({"role": "user", "content": object()},), "7"))  # type: ignore[typeddict-item]
+    with pytest.raises(TypeError, match=r"^a.\(1, 2\)\[1\] is a Sub, which cannot be sent"):
+        wire.dumps({"a": {(1, 2): (Decimal(1), type("Sub", (Decimal,), {})(1))}})
+    with pytest.raises(TypeError, match=r"^the value is a object, which cannot be sent"):
+        wire.dumps(object())
     ring: list[object] = []
     ring.append(ring)
     with pytest.raises(TypeError, match="contains itself"):
