@@ -6,7 +6,7 @@ tokens, packed; N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
@@ -19,6 +19,8 @@ from lockstep.config.correction import Mis, Tis
 from lockstep.types import LossInput, Metrics
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
+NUMBERS = 11
+"""Count of the numbers that measure a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,18 @@ class Mismatch:
     sequence_weights: tuple[float, float] = (0.0, 0.0)
     """Σ w and Σ w² over sequences, w being the product over the tokens of one."""
 
+    @staticmethod
+    def read(tokens: int, numbers: Sequence[float]) -> Mismatch:
+        """Return what `measure_mismatch` measured over this many tokens."""
+        k1, k3, gap, error, gap_max, weight_max, w, ww, s, ss, present = numbers
+        sums = {
+            "mismatch/k1": k1,
+            "mismatch/k3": k3,
+            "mismatch/mean_abs_dlogp": gap,
+            "mismatch/token_mult_prob_error": error,
+        }
+        return Mismatch(tokens, int(present), sums, gap_max, weight_max, (w, ww), (s, ss))
+
     def __add__(self, other: Mismatch) -> Mismatch:
         names = {**self.sums, **other.sums}
         return Mismatch(
@@ -114,35 +128,26 @@ class Mismatch:
         }
 
 
-def measure_mismatch(inputs: LossInput) -> Mismatch:
-    """Measure how far π_old is from π_rollout over the trained tokens, whether or not it is corrected.
+def measure_mismatch(inputs: LossInput) -> Tensor:
+    """Measure how far π_old is from π_rollout over the trained tokens, whether or not it is corrected; `Mismatch.read` reads it.
 
     k1 = log π_rollout - log π_old estimates KL(π_rollout ‖ π_old), k3 = w - 1 - log w the same with less variance;
-    token_mult_prob_error is the mean of exp |log w|. Weights have their logarithm in ±20.
+    token_mult_prob_error is the mean of exp |log w|. Weights have their logarithm in ±20. Nothing is read from the device.
     """
     gap_T = (inputs.old_logprobs_T - inputs.rollout_logprobs_T).detach().double()
+    if not gap_T.numel():
+        return gap_T.new_zeros(NUMBERS)
     log_T = gap_T.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     log_N = per_sequence_sum(gap_T, inputs.sequence_T, inputs.sequences).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     weight_T = log_T.exp()
     present_N = per_sequence_sum(torch.ones_like(gap_T), inputs.sequence_T, inputs.sequences) > 0
     weight_N = log_N.exp() * present_N
-    if not gap_T.numel():
-        return Mismatch()
     numbers = [
         -gap_T.sum(), (torch.expm1(log_T) - log_T).sum(), gap_T.abs().sum(), log_T.abs().exp().sum(),
         gap_T.abs().max(), weight_T.max(), weight_T.sum(), (weight_T**2).sum(),
         weight_N.sum(), (weight_N**2).sum(), present_N.sum().double(),
     ]  # fmt: skip
-    k1, k3, gap, error, gap_max, weight_max, w, ww, s, ss, present = torch.stack(
-        numbers
-    ).tolist()  # one wait for the GPU
-    sums = {
-        "mismatch/k1": k1,
-        "mismatch/k3": k3,
-        "mismatch/mean_abs_dlogp": gap,
-        "mismatch/token_mult_prob_error": error,
-    }
-    return Mismatch(gap_T.numel(), int(present), sums, gap_max, weight_max, (w, ww), (s, ss))
+    return torch.stack(numbers)
 
 
 def _effective(weights: tuple[float, float], count: int) -> float:

@@ -25,6 +25,10 @@ def inputs_of(weights: list[list[float]], order: list[int] | None = None) -> Los
     return LossInput(old_T, old_T, old_T - log_T, zeros_T, zeros_T, sequence_T, len(weights))
 
 
+def measured(inputs: LossInput) -> Mismatch:
+    return Mismatch.read(inputs.old_logprobs_T.numel(), measure_mismatch(inputs).tolist())
+
+
 ROWS = [[4.0, 0.5, 0.45], [1.5], [3.0, 3.0]]
 SAMPLE = inputs_of(ROWS)
 """Products 0.9, 1.5 and 9; geometric means 0.9^(1/3), 1.5 and 3."""
@@ -95,13 +99,13 @@ def test_absurd_gaps_stay_finite(level: Level, gap: float):
     for one in settings:
         weight_T = importance_weights(sample, one).weight_T
         assert weight_T.tolist() == pytest.approx([math.exp(math.copysign(20, gap))] * 4, rel=1e-5)
-    assert all(math.isfinite(value) for value in measure_mismatch(sample).metrics().values())
+    assert all(math.isfinite(value) for value in measured(sample).metrics().values())
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 def test_the_mismatch_by_hand():
     """w of 2 and 1/2 in one reply, 1 in another: products 1 and 1."""
-    metrics = measure_mismatch(inputs_of([[2.0, 0.5], [1.0]])).metrics()
+    metrics = measured(inputs_of([[2.0, 0.5], [1.0]])).metrics()
     log2 = math.log(2)
     assert metrics == pytest.approx(
         {
@@ -118,13 +122,13 @@ def test_the_mismatch_by_hand():
 
 
 def test_k1_is_of_the_rollouts_divergence_and_signed():
-    assert measure_mismatch(inputs_of([[2.0]])).metrics()["mismatch/k1"] == pytest.approx(-math.log(2))
+    assert measured(inputs_of([[2.0]])).metrics()["mismatch/k1"] == pytest.approx(-math.log(2))
 
 
 @pytest.mark.parametrize(("weights", "share"), [([5.0] * 4, 1.0), ([1.0, 1e-8, 1e-8, 1e-8], 0.25), ([3.0, 1.0], 0.8)])
 def test_the_effective_sample_size(weights: list[float], share: float):
     """One weight that outgrows all others leaves one sample of four."""
-    metrics = measure_mismatch(inputs_of([[w] for w in weights])).metrics()
+    metrics = measured(inputs_of([[w] for w in weights])).metrics()
     assert metrics["mismatch/ess_tokens"] == pytest.approx(share, rel=1e-6)
     assert metrics["mismatch/ess_sequences"] == pytest.approx(share, rel=1e-6)
 
@@ -136,19 +140,19 @@ def test_estimates_have_no_bias():
     divergence = float((rollout_V.exp() * (rollout_V - old_V)).sum())
     totals = {"mismatch/k1": 0.0, "mismatch/k3": 0.0}
     for place in range(9):
-        metrics = measure_mismatch(inputs_of([[math.exp(float(old_V[place] - rollout_V[place]))]])).metrics()
+        metrics = measured(inputs_of([[math.exp(float(old_V[place] - rollout_V[place]))]])).metrics()
         for name in totals:
             totals[name] += float(rollout_V[place].exp()) * metrics[name]
     assert totals == pytest.approx(dict.fromkeys(totals, divergence))
 
 
 def test_microbatches_add_up():
-    apart = sum((measure_mismatch(inputs_of([row])) for row in ROWS), Mismatch())
-    assert apart.metrics() == pytest.approx(measure_mismatch(SAMPLE).metrics())
+    apart = sum((measured(inputs_of([row])) for row in ROWS), Mismatch())
+    assert apart.metrics() == pytest.approx(measured(SAMPLE).metrics())
 
 
 def test_nothing_is_measured_of_nothing():
     """Sequences without tokens count in no effective sample size."""
-    assert measure_mismatch(inputs_of([[], []])).metrics() == Mismatch().metrics() == {}
-    some = measure_mismatch(inputs_of([[], [2.0], [2.0], []]))
+    assert measured(inputs_of([[], []])).metrics() == Mismatch().metrics() == {}
+    some = measured(inputs_of([[], [2.0], [2.0], []]))
     assert some.metrics()["mismatch/ess_sequences"] == pytest.approx(1.0)

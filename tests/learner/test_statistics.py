@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.learner.statistics import UpdateStatistics
-from lockstep.types import LossInput, LossOutput
+from lockstep.learner.statistics import UpdateStatistics, quantiles
+from lockstep.types import LossInput, LossOutput, Scored
 
 
 def inputs(logprobs: list[float], rollout: list[float], entropy: list[float]) -> LossInput:
@@ -76,3 +76,33 @@ def test_without_tokens_there_are_only_counts():
         "batch/tokens_processed": 0.0,
         "batch/microbatches": 0.0,
     }
+
+
+def test_quantiles_are_torchs_to_the_last_bit():
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.rand(count, generator=generator) * 5 for count in (1, 2, 3, 10, 11, 1000, 4097)]
+    tied = [torch.randint(0, 3, (count,), generator=generator).float() for count in (7, 500)]
+    odd = [torch.tensor([-math.inf, 1.0, 2.0]), torch.tensor([1.0, 2.0, math.inf]), torch.full((3,), math.inf)]
+    for values_T in (*drawn, *tied, *odd, torch.tensor([1.0, math.nan, 2.0])):
+        for shares in ((0.1, 0.9), (0.0, 0.5, 1.0)):
+            found_Q = torch.tensor(quantiles(values_T, shares))
+            torch.testing.assert_close(
+                found_Q, torch.quantile(values_T, torch.tensor(shares)), rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_what_was_scored_is_stored_by_microbatch():
+    statistics = UpdateStatistics()
+    for number, values in ((3, [-1.0]), (0, [-2.0, -3.0])):
+        statistics.begin(number)
+        order = tuple(range(number, number + len(values)))
+        one = replace(inputs(values, values, [0.5 - value for value in values]), order=order)
+        statistics.add(one, output([0.0] * len(values), [1.0] * len(values)), 0.0, processed=1)
+    assert [(piece.number, piece.tokens, piece.scored) for piece in statistics.pieces()] == [
+        (3, 1, Scored((3,), floats(-1.0), floats(1.5))),
+        (0, 2, Scored((0, 1), floats(-2.0, -3.0), floats(2.5, 3.5))),
+    ]
+
+
+def floats(*values: float) -> bytes:
+    return torch.tensor(values).numpy().tobytes()
