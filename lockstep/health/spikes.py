@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -129,18 +129,18 @@ class SpikeLog:
 
         Returns further metrics: signed extremes and a percentile of the log ratio.
         """
-        seen = [_rows_of(one, batch) for one in scored]
-        rows = [row for found in seen for row in found]
-        if not rows:
+        seen = [[_log_ratio(*one) for one in _learned(part, batch)] for part in scored]
+        if not any(seen):
             return {}
         triggers = self._triggers(metrics)
         if triggers:
-            tails = tuple(_largest([row.log_ratio for row in found]) for found in seen)
+            rows = [_row(*one) for part in scored for one in _learned(part, batch)]
+            tails = tuple(_largest(found) for found in seen)
             norm, loss = metrics.get("grad/norm", math.nan), metrics.get("loss/policy", math.nan)
             self._pending.append((Spike(0, self._update, triggers, norm, loss, tails, "data", ()), rows))
         self._update += 1
         self._remember(metrics)
-        ratio_T = np.concatenate([row.log_ratio for row in rows])
+        ratio_T = np.concatenate([values for found in seen for values in found])
         return {
             "ratio/log_min": float(ratio_T.min()),
             "ratio/log_max": float(ratio_T.max()),
@@ -222,24 +222,30 @@ def cause_of(row: _Row, rows: Sequence[_Row], limit: float) -> tuple[Cause, str]
     )
 
 
-def _rows_of(scored: Scored, batch: Batch) -> list[_Row]:
-    """Return the per-token numbers of a micro-batch's sequences."""
-    new_T, start, found = np.frombuffer(scored.logprobs, np.float32).astype(np.float64), 0, []
+def _learned(scored: Scored, batch: Batch) -> Iterator[tuple[TrainSequence, Floats]]:
+    """Yield the sequences of a micro-batch that have trained tokens, with the new log-probabilities of these."""
+    new_T, start = np.frombuffer(scored.logprobs, np.float32).astype(np.float64), 0
     for index in scored.order:
         sequence = batch.sequences[index]
-        trained = np.frombuffer(bytes(sequence.trained), np.bool_)
-        new = new_T[start : (start := start + int(np.count_nonzero(trained)))]
-        if not new.size:
-            continue
+        new = new_T[start : (start := start + sequence.trained.count(True))]
+        if new.size:
+            yield sequence, new
 
-        def of(values: Sequence[float], trained: NDArray[np.bool_] = trained) -> Floats:
-            with np.errstate(over="ignore"):  # the learner reads what is too large as infinity, too
-                return np.fromiter(values, np.float64, len(values)).astype(np.float32)[trained].astype(np.float64)
 
-        old = new if sequence.old_logprobs is None else of(sequence.old_logprobs)
-        advantages = of(sequence.advantages)
-        found.append(_Row(sequence, new - old, new - of(sequence.rollout_logprobs), new, advantages))
-    return found
+def _log_ratio(sequence: TrainSequence, new: Floats) -> Floats:
+    return new - (new if sequence.old_logprobs is None else _own(sequence, sequence.old_logprobs))
+
+
+def _row(sequence: TrainSequence, new: Floats) -> _Row:
+    gap = new - _own(sequence, sequence.rollout_logprobs)
+    return _Row(sequence, _log_ratio(sequence, new), gap, new, _own(sequence, sequence.advantages))
+
+
+def _own(sequence: TrainSequence, values: Sequence[float]) -> Floats:
+    """Return the values of the trained tokens, as the learner reads them."""
+    trained = np.frombuffer(bytes(sequence.trained), np.bool_)
+    with np.errstate(over="ignore"):  # the learner reads what is too large as infinity, too
+        return np.fromiter(values, np.float64, len(values)).astype(np.float32)[trained].astype(np.float64)
 
 
 def _rollout_of(sequence: TrainSequence, groups: Sequence[Group]) -> Rollout:
