@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -21,11 +21,14 @@ ALIKE = 128
 """Added to the place if all numbers are equal, as in most masks and advantages: then their count and one of them follow. Not for
 zeros: 0.0 and -0.0 are equal, and differ in a bit.
 """
+REMEMBERED = 64
+"""Messages whose tuples are remembered: the replies of a group share prompt, mask and often advantages."""
 
 
 def to_plain(kind: Any, value: Any) -> Any:
     """Return a value of type `kind` as lists, dicts, texts, numbers and bytes."""
-    return _codec(kind)[0](value)
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are tried as float32
+        return _codec(kind)[0](value)
 
 
 def from_plain(kind: type[Record], value: Any) -> Record:
@@ -86,29 +89,35 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
 
 
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
-    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
-    place, packed = _packed(numbers[:1] if alike else numbers, codes)
-    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
+    if numbers and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers):
+        return _alike(numbers[0], len(numbers), codes)
+    place, packed = _packed(numbers, codes)
+    return bytes([place]) + packed
+
+
+@lru_cache(REMEMBERED)
+def _alike(number: Any, count: int, codes: str) -> bytes:
+    place, packed = _packed((number,), codes)
+    return bytes([place + ALIKE]) + struct.pack("=q", count) + packed
 
 
 def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:
     count, narrow = len(numbers), codes[0]
     if narrow == "f":
         whole = struct.pack(f"={count}d", *numbers)
-        with np.errstate(over="ignore", invalid="ignore"):
-            short = np.frombuffer(whole, np.float64).astype(np.float32)
-            loses = short.astype(np.float64).tobytes() != whole
-        return (1, whole) if loses else (0, short.tobytes())
+        short = np.frombuffer(whole, np.float64).astype(np.float32)
+        return (0, short.tobytes()) if short.astype(np.float64).tobytes() == whole else (1, whole)
     try:
         return 0, struct.pack(f"={count}{narrow}", *numbers)
     except struct.error:
         return 1, struct.pack(f"={count}{codes[1]}", *numbers)
 
 
+@lru_cache(REMEMBERED)
 def _unpack(message: bytes, codes: str) -> tuple[Any, ...]:
     alike, place = divmod(message[0], ALIKE)
     code = codes[place]
     if alike:
         count, *one = struct.unpack_from(f"=q{code}", message, 1)
         return tuple(one * count)
-    return struct.unpack_from(f"={(len(message) - 1) // struct.calcsize('=' + code)}{code}", message, 1)
+    return struct.unpack_from(f"{(len(message) - 1) // struct.calcsize(code)}{code}", message, 1)

@@ -62,6 +62,21 @@ def test_numbers_that_are_all_alike_travel_as_one_and_keep_their_bits() -> None:
     assert len(to_plain(Values, Values(((0.1,) * 512,)))[0][0]) < 20
 
 
+def test_what_is_remembered_of_one_type_is_not_taken_for_another() -> None:
+    for _ in range(2):
+        assert [type(x) for x in from_plain(Values, to_plain(Values, Values(((1.0,) * 3,)))).rows[0]] == [float] * 3
+        assert [type(x) for x in from_plain(Rows, to_plain(Rows, Rows(((1,) * 3,)))).ids[0]] == [int] * 3
+        (sequence, *_) = from_plain(Batch, to_plain(Batch, make_batch(masked=False))).sequences
+        assert {type(x) for x in sequence.trained} == {bool}
+
+
+def test_replies_of_a_group_share_their_prompt_where_they_arrive() -> None:
+    found = from_plain(Batch, to_plain(Batch, make_batch())).sequences
+    first, second = found[:2]
+    assert first.group == second.group
+    assert first.prompt_ids is second.prompt_ids
+
+
 def test_optional_and_nested_records_arrive() -> None:
     forward = Forward("mxfp4-w4a4", NormNoise(0.1, 7, ("a", "b"), (1.0, 2.0)))
     assert from_plain(Forward, to_plain(Forward, forward)) == forward
