@@ -21,7 +21,7 @@ from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows
 from lockstep.cluster.plain import from_plain, many_from_plain, to_plain
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
-from lockstep.device import choose_device, gpu_memory, gpu_peak, use_gpu
+from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, use_gpu
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.sync.control import Falsified
@@ -50,6 +50,7 @@ class Sampler:
         """Build model and engine. `weights`: a file of the folder replaces the start's."""
         self._prepare(recipe)
         self._load(build_policy(self._here, replaced=weights and self._recipe.adapter.kind == "none"), weights)
+        keep_objects()
         return None
 
     def _prepare(self, recipe: str) -> None:

@@ -30,6 +30,7 @@ from lockstep.cluster.messages import (
 )
 from lockstep.cluster.plain import from_plain, many_from_plain, to_plain
 from lockstep.cluster.sampler import Sampler
+from lockstep.device import keep_objects
 from lockstep.learner.critic import TorchCritic, build_critic
 from lockstep.learner.learner import TorchLearner
 from lockstep.learner.protocol import Share
@@ -76,6 +77,7 @@ class Worker(Sampler):
         self._sync = sync
         noise = None if self._recipe.noise is None else find_targets(policy.model, self._recipe.noise)
         facts = Facts(self._learner.describe(), policy.numerics, policy.context, policy.chat.stop_ids, noise)
+        keep_objects()
         return to_plain(Facts, facts)
 
     # --- learner --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from lockstep.build.memory import check_memory
 from lockstep.build.parts import Parts
 from lockstep.checkpoint.store import list_checkpoints
 from lockstep.config.schema import Recipe
+from lockstep.device import keep_objects
 from lockstep.errors import EvaluationError, HealthStop, Interrupted, LockstepError
 from lockstep.evaluation.plan import evaluation_steps
 from lockstep.health.spikes import SpikeLog
@@ -75,6 +77,8 @@ class Session:
             cut = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
             self._exact = probe is not None and probe.tolerance == 0 and not cut
             ends.enter_context(self._stop)
+            keep_objects()
+            ends.callback(gc.unfreeze)
             self._ends = ends.pop_all()
         return self
 

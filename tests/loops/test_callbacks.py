@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def breaks(history):
 
 def meddles(history):
     history[-1][1]["lr"] = 0.0
+
+
+def collects(history):
+    import gc
+
+    return f"{gc.get_freeze_count()} objects are left alone"
 """
 
 
@@ -62,3 +69,12 @@ def test_one_that_cannot_be_called_costs_no_run(tmp_path: Path, tiny_model_dir: 
     with pytest.raises(LearnerError, match=r"would be called with \(history\)"):
         trained(tmp_path, tiny_model_dir, NO_EVAL, own(tmp_path, "enough"))
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_collections_leave_alone_what_lived_before_the_steps_and_only_until_the_end(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    run = trained(tmp_path, tiny_model_dir, NO_EVAL, "steps=2", own(tmp_path, "collects"))
+    (event,) = [one for one in read_events(run) if one.kind == "early_stop"]
+    assert int(event.message.split()[-5]) > 10_000
+    assert gc.get_freeze_count() == 0
