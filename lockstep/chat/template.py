@@ -210,8 +210,10 @@ class Template:
         return str(self._apply(turns, tools, tokenize=False, add_generation_prompt=generate))
 
     def ids(self, turns: Sequence[Message], *, generate: bool, tools: str = "") -> TokenIds:
-        """Return the ids of the rendered text, made in both ways that the tokenizer has. Raises ChatError if they differ."""
+        """Return the ids of the rendered text. Raises ChatError if a class's own way to ids gives others than this."""
         ids = self.encode(self.text(turns, generate=generate, tools=tools))
+        if self._plain:
+            return ids
         direct = self._apply(turns, tools, tokenize=True, return_dict=False, add_generation_prompt=generate)
         if ids != tuple(direct):
             raise ChatError(
@@ -220,6 +222,13 @@ class Template:
                 fix=DEFECT,
             )
         return ids
+
+    @property
+    def _plain(self) -> bool:
+        """True if the tokenizer has transformers' own apply_chat_template, which encodes the rendered text as `encode` does."""
+        from transformers import PreTrainedTokenizerBase as Base
+
+        return getattr(self.tokenizer.apply_chat_template, "__func__", None) is Base.apply_chat_template
 
     def marked(self, turns: Sequence[Message], tools: str = "") -> tuple[TokenIds, tuple[bool, ...]]:
         """Return the chat's ids, and which of them {% generation %} blocks hold, as transformers reports it."""
