@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lockstep.plan.shapes import ModelShape
 
 ADAMW_BYTES = 30
@@ -186,13 +188,14 @@ def _pass_flops(shape: ModelShape, work: Work, *, share_prompts: bool) -> tuple[
 def _decode_steps(shape: ModelShape, samples: Sequence[tuple[int, int]]) -> list[tuple[int, float]]:
     """Return for every decode step the samples still running, and the keys that they read, summed over samples and layers."""
     full, windowed = shape.layers - shape.windowed, shape.windowed
+    prompt_B, response_B = np.array(samples, np.int64).reshape(-1, 2).T
     steps = []
-    for t in range(max((response for _, response in samples), default=0)):
-        lengths = [prompt + t for prompt, response in samples if response > t]
-        keys = full * sum(lengths)
+    for t in range(response_B.max(initial=0)):
+        lengths = prompt_B[response_B > t] + t
+        keys = full * int(lengths.sum())
         if windowed and shape.window is not None:
-            keys += windowed * sum(min(length, shape.window) for length in lengths)
-        steps.append((len(lengths), float(keys)))
+            keys += windowed * int(np.minimum(lengths, shape.window).sum())
+        steps.append((lengths.size, float(keys)))
     return steps
 
 

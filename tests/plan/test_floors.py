@@ -107,6 +107,21 @@ def test_decode_takes_the_real_lengths_step_by_step() -> None:
     assert prefill == 2 * 432 * 6 + 2 * 40 * 3 + 2 * 3 * 4 * (25 + 1)
 
 
+@pytest.mark.parametrize("shape", [TOY, replace(TOY, window=7, windowed=2), replace(TOY, windowed=1)])
+def test_generation_is_the_sum_over_single_steps_and_samples(shape: ModelShape) -> None:
+    groups = tuple((3 * i, tuple((7 * i * j) % 23 for j in range(4))) for i in range(9))
+    memory = Machine("slow memory", 1e30, 1.0)
+    linear = attention = 0.0
+    for t in range(23):
+        lengths = [prompt + t for prompt, responses in groups for response in responses if response > t]
+        read = [min(n, shape.window) if shape.window else 0 for n in lengths]
+        keys = (shape.layers - shape.windowed) * sum(lengths) + shape.windowed * sum(read)
+        linear += (shape.body_bytes(len(lengths)) + 2 * shape.head) if lengths else 0
+        attention += keys * shape.kv_bytes() / shape.layers
+    assert generation(shape, Work(groups), memory)[1:] == (linear, attention)
+    assert generation(shape, Work(()), memory)[1:] == (0, 0)
+
+
 def test_a_group_shares_its_prompt() -> None:
     machine = Machine("one FLOP a second", 1.0, 1.0)
     shared = pass_seconds(TOY, RAGGED, machine, share_prompts=True)
