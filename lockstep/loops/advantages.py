@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from statistics import fmean
@@ -132,8 +132,16 @@ def kl_estimates(sequence: TrainSequence, estimator: Estimator, coef: float = 1.
     )
 
 
+def trained_only(rows: Iterable[tuple[Sequence[float], Sequence[bool]]]) -> list[float]:
+    """Return the values of trained tokens from rows of values and masks."""
+    found: list[float] = []
+    for values, trained in rows:
+        found += values if all(trained) else compress(values, trained)
+    return found
+
+
 def _mean_advantage(rows: Sequence[TrainSequence]) -> float:
-    values = [value for row in rows for value in compress(row.advantages, row.trained)]
+    values = trained_only((row.advantages, row.trained) for row in rows)
     if not values:
         return 0.0
     return values[0] if values.count(values[0]) == len(values) else fmean(values)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from statistics import fmean, median, pstdev
 
 import numpy as np
 
 from lockstep.config.schema import Recipe
-from lockstep.loops.advantages import kl_estimates, shaped_reward, truncated
+from lockstep.loops.advantages import kl_estimates, shaped_reward, trained_only, truncated
 from lockstep.track.writer import StepRecord
 from lockstep.types import Batch, Group, Metrics, Rollout
 
@@ -68,8 +67,7 @@ def _all_equal(group: Group, recipe: Recipe) -> bool:
 
 
 def _surprise(rollouts: Sequence[Rollout]) -> Metrics:
-    rows = [row for rollout in rollouts for row in rollout.rows]
-    sampled = [logprob for row in rows for logprob in compress(row.logprobs, row.trained)]
+    sampled = trained_only((row.logprobs, row.trained) for rollout in rollouts for row in rollout.rows)
     return {"entropy/sampled": -fmean(sampled)} if sampled else {}
 
 
