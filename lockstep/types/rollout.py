@@ -209,7 +209,7 @@ class Rollout:
     @property
     def sampled(self) -> int:
         """Number of tokens that the policy chose, in all rows."""
-        return sum(row.trained.count(True) for row in (self, *self.branches))
+        return self.trained.count(True) + sum(branch.trained.count(True) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True)
