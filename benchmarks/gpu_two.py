@@ -84,7 +84,12 @@ def step(
     settings += ["rollout.slots=128"] if "rollout.deal=" in "".join(more) else []
     words = ["--arm", "Lockstep", "--work-name", work, "--model", args.model, "--steps", str(args.steps)]
     words += ["--arm-out", str(out), *["--cpu"] * args.tiny, "--set", *settings, *more, *args.set]
-    return arm("gpu_step.py", words, out, args) | {"peak": memory.peak}
+    result = arm("gpu_step.py", words, out, args) | {"peak": memory.peak}
+    seconds = {phase: round(_median(result, phase), 3) for phase in ("step", *PHASES)}
+    print(
+        f"{work}, {variant or place}: {seconds}, {memory.peak:.1f} GiB", flush=True
+    )  # if the program is stopped later
+    return result
 
 
 def arm(
