@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.learner.lora_linear import WideLora, _FusedLora, beside
+from lockstep.learner.lora_linear import LoraLinear, WideLora, _FusedLora, beside
 from lockstep.rollout.paged.joined import side_by_side as lay
 from tests.learner.models import plain, twin
 from tests.learner.test_numerics import with_adapter
@@ -170,6 +170,26 @@ def test_on_a_gpu_a_layer_computes_the_same_before_and_after():
     before = [run(layer) for layer in layers]
     paged_over(model)
     assert all(beside([layer.base_layer.weight], [layer.lora_B.default.weight]) is not None for layer in layers)
-    for layer, expected in zip(layers, before, strict=True):
-        for found, wanted in zip(run(layer), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03 * float(wanted.detach().abs().max()))
+    together = [one for pair in zip(layers[::2], layers[1::2], strict=True) for one in both(*pair, x)]
+    for layer, joined, expected in zip(layers, together, before, strict=True):
+        for found in (run(layer), joined):
+            for one, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, wanted, rtol=0.03, atol=0.03 * float(wanted.detach().abs().max()))
+
+
+def both(gate: Any, up: Any, x: Tensor) -> list[list[Tensor]]:
+    """Of each layer: its output and the gradients that it alone gives, from the one product of both."""
+    outputs = LoraLinear.together([gate, up], x)
+    assert outputs is not None
+    return [
+        [
+            output,
+            *torch.autograd.grad(
+                output,
+                (x, layer.lora_A.default.weight, layer.lora_B.default.weight),
+                torch.ones_like(output),
+                retain_graph=True,
+            ),
+        ]
+        for layer, output in zip((gate, up), outputs, strict=True)
+    ]
