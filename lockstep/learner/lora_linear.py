@@ -75,7 +75,7 @@ class LoraLinear(Linear):
 
 
 class _Parts(NamedTuple):
-    """What a layer with one plain adapter computes with."""
+    """Base layer, matrices and scaling of a layer with one plain adapter."""
 
     base: torch.nn.Linear
     a: torch.nn.Parameter

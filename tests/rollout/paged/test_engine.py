@@ -87,10 +87,11 @@ def test_the_models_own_forward_pass_says_the_same_as_fused_blocks(family: str):
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "k_proj", "v_proj", "down_proj"], ["o_proj"]])
 def test_adapters_act_in_fused_blocks(targets: str | list[str]):
     model = attach(twin(plain("qwen2")), Lora(rank=4, alpha=20, targets=targets), seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=0.2, generator=generator)
     engine = paged_over(model)
     assert engine._fused is not None
     done = finish(engine, mixed_requests(12))
