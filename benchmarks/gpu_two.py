@@ -86,9 +86,8 @@ def step(
     words += ["--arm-out", str(out), *["--cpu"] * args.tiny, "--set", *settings, *more, *args.set]
     result = arm("gpu_step.py", words, out, args) | {"peak": memory.peak}
     seconds = {phase: round(_median(result, phase), 3) for phase in ("step", *PHASES)}
-    print(
-        f"{work}, {variant or place}: {seconds}, {memory.peak:.1f} GiB", flush=True
-    )  # if the program is stopped later
+    # at once, in case the program is stopped before its table
+    print(f"{work}, {variant or place}: {seconds}, {memory.peak:.1f} GiB", flush=True)
     return result
 
 

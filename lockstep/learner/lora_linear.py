@@ -21,7 +21,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
 from lockstep.models import exact
-from lockstep.models.one_input import adjacent, side_by_side
+from lockstep.models.one_input import adjacent, bias_of, is_hooked, side_by_side
 from lockstep.numerics.apply import operands
 
 
@@ -51,7 +51,7 @@ class LoraLinear(Linear):
         """Return the outputs of layers with one input; None if one of them needs PEFT's own pass, or another memory."""
         parts = [layer._parts() for layer in layers]
         found = [one for one in parts if one is not None and operands(one.base, x) is None]
-        alike = len({one.scaling for one in found}) == 1 and not any(layer._forward_hooks for layer in layers)
+        alike = len({one.scaling for one in found}) == 1 and not any(map(is_hooked, layers))
         return _wide(found, x) if x.is_cuda and len(found) == len(layers) and alike else None
 
     def _parts(self) -> _Parts | None:
@@ -151,9 +151,8 @@ def _wide(parts: Sequence[_Parts], x: Tensor) -> tuple[Tensor, ...] | None:
     downs, ups = [one.a for one in parts], [one.b for one in parts]
     wide_OY = beside([one.base.weight for one in parts], ups)
     down_RI = adjacent(downs)
-    biases = [one.base.bias for one in parts if one.base.bias is not None]
-    bias_O = adjacent(biases) if biases else None
-    if wide_OY is None or down_RI is None or len(biases) not in (0, len(parts)) or (biases and bias_O is None):
+    bias_O, joins = bias_of([one.base for one in parts])
+    if wide_OY is None or down_RI is None or not joins:
         return None
     sizes = tuple(up.shape[0] for up in ups), tuple(up.shape[1] for up in ups)
     function: Any = WideLora

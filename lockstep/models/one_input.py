@@ -10,7 +10,8 @@ Legend: T tokens, I inputs, O outputs of all layers together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,12 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 
 
-class Joining(Protocol):
-    """A class of layers that knows how to join itself, such as one with an adapter."""
-
-    def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the output of each layer, which are all of this class; None if they cannot be joined."""
-
-
 class OneInput:
-    """The layers of a module that read one input. They are looked up at each call, so that adapters may be added later."""
+    """The layers of a module that read one input. They are looked up at each call, so that adapters may be added later.
+
+    A class of layers with a static method `together(layers, x)`, such as one with an adapter, joins its layers by that, which
+    returns None if they cannot be joined.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self._module, self._names = module, tuple(names)
@@ -51,15 +49,12 @@ class AttentionInputs:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._all, self._kept = module, OneInput(module, ATTENTION), _Kept()
-        self.q_proj, self.k_proj, self.v_proj = (self._layer(place) for place in range(len(ATTENTION)))
+        self.q_proj, self.k_proj, self.v_proj = (partial(self.output, place) for place in range(len(ATTENTION)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_module":  # while a copy of it is made
             raise AttributeError(name)
         return getattr(self._module, name)
-
-    def _layer(self, place: int) -> _Layer:
-        return _Layer(self, place)
 
     def output(self, place: int, x: Tensor) -> Tensor:
         """Return the output of one of the layers."""
@@ -89,14 +84,6 @@ class _Kept:
         return _Kept()
 
 
-class _Layer:
-    def __init__(self, owner: AttentionInputs, place: int) -> None:
-        self._owner, self._place = owner, place
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._owner.output(self._place, x)
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
     """Return one tensor whose rows are those of contiguous tensors, without a copy; None if they are not adjacent in memory."""
@@ -124,16 +111,27 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((first.shape[0], columns), (stride, 1))
 
 
+def bias_of(layers: Sequence[nn.Linear]) -> tuple[Tensor | None, bool]:
+    """Return the biases of layers as one tensor, None if they have none, and whether that could be done without a copy."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias_O = adjacent(biases) if biases else None
+    return bias_O, len(biases) in (0, len(layers)) and (bias_O is None) == (not biases)
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Return whether hooks of a layer would miss a product that is made for it."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+
+
 # --- layers without adapters ----------------------------------------------------------------------------------------
 def _together(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...] | None:
     if not all(_plain(layer) for layer in layers):
         return None
     weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    weight_OI = adjacent(weights)
-    bias_O = adjacent(biases) if biases else None
-    if weight_OI is None or len(biases) not in (0, len(layers)) or (biases and bias_O is None):
+    weight_OI, (bias_O, joins) = adjacent(weights), bias_of(layers)
+    if weight_OI is None or not joins:
         return None
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     sizes = tuple(weight.shape[0] for weight in weights)
     function: Any = _Joined
     found = function.apply(x.reshape(-1, x.shape[-1]), weight_OI, bias_O, sizes, *weights, *biases)
@@ -142,8 +140,7 @@ def _together(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...] | No
 
 def _plain(layer: Any) -> bool:
     """Return whether a layer computes nothing but its product."""
-    plain = type(layer) is nn.Linear and exact.is_plain(layer)
-    return plain and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+    return type(layer) is nn.Linear and exact.is_plain(layer) and not is_hooked(layer)
 
 
 class _Joined(torch.autograd.Function):
