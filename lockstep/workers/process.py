@@ -21,8 +21,9 @@ from lockstep.workers import wire
 START_SECONDS = 120.0
 """Longest time that a process may take to load its work."""
 LATE_SECONDS = 0.1
-"""A call that takes longer holds up no other: those that were sent with it are made elsewhere. More than worker.SLOW_SECONDS:
-else the process would begin the next when it has been given away."""
+"""A call that takes longer holds up no other: those that were sent with it are made elsewhere. The process leaves them after half
+of that, so that it does not begin one that has been given away.
+"""
 _GRACE = 0.05
 """Seconds in which a process that has closed its pipe ends by itself, so that how it ended says what happened."""
 
@@ -54,7 +55,7 @@ class Work:
     @property
     def hello(self) -> dict[str, Any]:
         fields = ("module", "arguments", "file", "cpu_seconds", "memory", "stateful")
-        return {name: getattr(self, name) for name in fields}
+        return {name: getattr(self, name) for name in fields} | {"slow_seconds": LATE_SECONDS / 2}
 
 
 class Slow(Exception):

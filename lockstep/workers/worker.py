@@ -31,8 +31,6 @@ Handler = Callable[[Any], object]
 
 GROWTH = 256 * 2**20
 """A process that holds so much more than after loading is replaced: a call's memory is not charged to a later one."""
-SLOW_SECONDS = 0.05
-"""After a call that took longer, those that were sent with it are not made here: other processes may be idle."""
 _PR_SET_PDEATHSIG = 1
 _STATM = Path("/proc/self/statm")
 STARTS_PROCESSES = (
@@ -189,7 +187,7 @@ def serve(handler: Handler, settings: dict[str, Any], requests: BinaryIO, answer
         if forked := not stateful and (guard.tried or guard.child()):
             answer = {"error": answer.get("error") or f"it started a process ({forked})"}
         done = not stateful and (bool(forked) or "limit" in answer or _held() - base > GROWTH)
-        if dropped := time.perf_counter() - start > SLOW_SECONDS:
+        if dropped := time.perf_counter() - start > settings["slow_seconds"]:  # other processes may be idle
             slow = request["batch"]
         _send(answers, answer | {"id": request["id"], "last": done, "dropped": dropped})
         if done:

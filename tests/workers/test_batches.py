@@ -12,6 +12,7 @@ from lockstep.config import schema
 from lockstep.types import Grade, Prompt
 from lockstep.verifiers.build import build_verifier
 from lockstep.verifiers.python import UserFunction
+from lockstep.workers import process
 from lockstep.workers.pool import Answered, Exceeded, Work, WorkerPool
 from tests.workers.test_pool import PROMPT, gone
 
@@ -27,7 +28,7 @@ def grade(prompt, reply):
     match reply:
         case "throw": raise ValueError("odd reply")
         case "hang": time.sleep(1000)
-        case "slow": time.sleep(0.5)
+        case "slow": time.sleep(1.5)
         case "text": return "1"
         case "fork by C": ctypes.CDLL(None).fork()
         case "eat": return len(bytearray(10 * 2**30))
@@ -46,11 +47,19 @@ def grade(prompt, reply):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """Time enough that no quick call is taken for a slow one on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "LATE_SECONDS", 1.2)
+        yield
+
+
 @pytest.fixture(scope="module")
-def grader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[UserFunction, Path]]:
+def grader(patience: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[UserFunction, Path]]:
     folder = tmp_path_factory.mktemp("own")
     (folder / "grader.py").write_text(CODE)
-    settings = schema.PythonVerifier(path=f"{folder}/grader.py:grade", seconds=2, memory_gib=0.5, workers=1)
+    settings = schema.PythonVerifier(path=f"{folder}/grader.py:grade", seconds=3, memory_gib=0.5, workers=1)
     made = build_verifier(settings)
     assert isinstance(made, UserFunction)
     yield made, folder / "log"
