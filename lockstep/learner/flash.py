@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -26,10 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.device import since_hopper
 from lockstep.models.host import on_device
-from lockstep.models.ordered import Piece
+from lockstep.models.ordered import Piece, Tasks
 from lockstep.models.varlen import Spans, flash_backward, flash_forward, flash_serves
 
+ORDERED_SIZES = (64, 128)
+"""Sizes of heads that the kernels of models.ordered_gradients are made for."""
 SINK_ROWS = 2048
 """Queries of which the gradient of sinks is summed at once."""
 
@@ -128,6 +132,20 @@ class Kernels:
     """Maps grad_QHD, query_QHD, key_SKD, value_SKD, output_QHD, lse_HQ, part, scale → gradients of query, key and value. Output
     and log-sum-exp may be those of a softmax over more keys than the part's.
     """
+    ordered: Callable[[Tensor], bool] = lambda query_THD: False
+    """Returns True if the backward pass over whole queries and keys is that of models.ordered_gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A stream's work for kernels in one order."""
+
+    tiles: Tensor
+    """Queries, as ordered.tiles_of makes them."""
+    tasks: Tasks | None
+    """Work of the backward pass; None leaves it to the parts' kernels."""
+    forward: bool
+    """True if the forward pass is in order, too."""
 
 
 def flash_attention(
@@ -137,16 +155,16 @@ def flash_attention(
     parts: Sequence[Part],
     scale: float,
     kernels: Kernels,
-    tiles: Tensor | None = None,
+    ordered: Ordered | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [T, H, D] over the union of the parts, the first of which covers the stream; differentiable once.
 
-    `sinks_H` are scores that take part in each softmax and carry no value. With `tiles` the forward pass is that of
-    models.ordered_attention, and the parts' kernels compute gradients alone.
+    `sinks_H` are scores that take part in each softmax and carry no value. `ordered` says which passes are those of
+    models.ordered_attention and models.ordered_gradients, in place of the parts' kernels.
     """
     function: Any = _FlashAttention
-    output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, sinks_H, tuple(parts), scale, kernels, tiles)
+    output_THD: Tensor = function.apply(query_THD, key_TKD, value_TKD, sinks_H, tuple(parts), scale, kernels, ordered)
     return output_THD
 
 
@@ -161,8 +179,9 @@ class _FlashAttention(torch.autograd.Function):
         parts: tuple[Part, ...],
         scale: float,
         kernels: Kernels,
-        tiles: Tensor | None,
+        ordered: Ordered | None,
     ) -> Tensor:
+        tiles = ordered.tiles if ordered is not None and ordered.forward else None
         if tiles is None:
             first = parts[0]
             output_THD, lse_HT = kernels.forward(
@@ -180,7 +199,7 @@ class _FlashAttention(torch.autograd.Function):
             sinks_HT = sinks_H.detach().to(lse_HT.dtype)[:, None].expand_as(lse_HT).contiguous()
             merge_(output_THD, lse_HT, torch.zeros_like(output_THD[:1]).expand_as(output_THD), sinks_HT)
         ctx.save_for_backward(query_THD, key_TKD, value_TKD, sinks_H, output_THD, lse_HT)
-        ctx.parts, ctx.scale, ctx.kernels = parts, scale, kernels
+        ctx.parts, ctx.scale, ctx.kernels, ctx.ordered = parts, scale, kernels, ordered
         return output_THD
 
     @staticmethod
@@ -203,6 +222,11 @@ class _FlashAttention(torch.autograd.Function):
             )
             return (query, key, value) if part.copies is None else (query, *map(part.copies.summed, (key, value)))
 
+        if ctx.ordered is not None and ctx.ordered.tasks is not None:
+            from lockstep.models.ordered_gradients import stream_gradients  # Triton
+
+            given = query_THD, key_TKD, value_TKD, output_THD, lse_HT, ctx.ordered.tiles, ctx.ordered.tasks, ctx.scale
+            return *stream_gradients(grad_THD.contiguous(), *given), grad_sinks, None, None, None, None
         grad_query, grad_key, grad_value = share(ctx.parts[0])
         for part in ctx.parts[1:]:
             more_query, more_key, more_value = share(part)
@@ -263,5 +287,15 @@ def _backward(
     )
 
 
-FLASH = Kernels(flash_serves, _forward, _backward)
+def _ordered(query_THD: Tensor) -> bool:
+    hopper = query_THD.is_cuda and since_hopper() and _has_triton()  # elsewhere it was not measured
+    return hopper and flash_serves(query_THD) and query_THD.shape[-1] in ORDERED_SIZES
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+FLASH = Kernels(flash_serves, _forward, _backward, _ordered)
 """FlashAttention 2 as built into torch. There may be fewer key heads than query heads."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.learner.flash import FLASH, Kernels, Part, flash_attention
+from lockstep.learner.flash import FLASH, Kernels, Ordered, Part, flash_attention
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, causal_attention
-from lockstep.models.ordered import Piece, tiles_of
+from lockstep.models.ordered import Piece, Tasks, tasks_of, tiles_of
 from lockstep.models.states import Run, State, rows_of
 
 
@@ -60,7 +60,7 @@ class PackedLayout:
         self._longest = root + max((b.prompt + max(b.responses, default=0) for b in branches), default=0)
         self._gathers: list[_Gather] = []
         self._parts: dict[tuple[int, int | None], tuple[Part, ...]] = {}
-        self._in_order: tuple[int, Tensor] | None = None
+        self._in_order: tuple[int, Tensor, Tasks] | None = None
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
         if not self._flash_serves(query_HTD, value_KTD, kind):
@@ -69,9 +69,9 @@ class PackedLayout:
         if (tokens, window) not in self._parts:  # the same for every such layer of the stream
             self._parts[tokens, window] = self._plan(tokens - self._used, window)
         query, key, value = (x.transpose(0, 1).contiguous() for x in (query_HTD, key_KTD, value_KTD))
-        tiles = self._tiles(tokens) if exact.enabled() else None
         parts = self._parts[tokens, window]
-        return flash_attention(query, key, value, parts, kind.scale, self._kernels, tiles, kind.sinks_H)
+        ordered = self._ordered(tokens, window, query)
+        return flash_attention(query, key, value, parts, kind.scale, self._kernels, ordered, kind.sinks_H)
 
     def mix(self, layer: int, hidden_TH: Tensor, run: Run) -> Tensor:
         """Run root, prompts and responses apart, each from the state behind what it continues; responses of a prompt together."""
@@ -127,11 +127,16 @@ class PackedLayout:
             parts.append(Part.of(slice(root, self._used), slice(0, root), [rest], [root], self._device))
         return tuple(parts)
 
-    def _tiles(self, tokens: int) -> Tensor:
-        """Return the queries in tiles for models.ordered_attention."""
+    def _ordered(self, tokens: int, window: int | None, query_THD: Tensor) -> Ordered | None:
+        """Return the work of the passes that are in one order; None if there are none."""
+        forward, backward = exact.enabled(), window is None and self._kernels.ordered(query_THD)
+        if not forward and not backward:
+            return None
         if self._in_order is None or self._in_order[0] != tokens:
-            self._in_order = tokens, tiles_of(self._pieces(tokens), self._device)
-        return self._in_order[1]
+            pieces = self._pieces(tokens)
+            self._in_order = tokens, tiles_of(pieces, self._device), tasks_of(pieces, self._device)
+        _, tiles, tasks = self._in_order
+        return Ordered(tiles, tasks if backward else None, forward)
 
     def _pieces(self, tokens: int) -> list[Piece]:
         """Return root, prompts, responses and padding."""

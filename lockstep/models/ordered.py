@@ -15,6 +15,10 @@ QUERIES = 128
 """Queries of a tile."""
 FIELDS = 8
 """Numbers that describe a tile."""
+BLOCK, TASK = 64, 5
+"""Keys of a block whose gradients are added together, and numbers that describe a part of that work."""
+ADDED = 512
+"""Queries over which one program adds, of keys that many queries see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +60,45 @@ def _shifts(piece: Piece) -> tuple[int, int, int, int, int]:
         ends[1] = ends[0]
     own = piece.start - piece.position if piece.keys is None else piece.keys
     return ends[0], ends[1], shifts[0], shifts[1], own
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """The work of adding gradients of keys over the queries that see them, as int32 on the device."""
+
+    tasks: Tensor
+    """[tasks, 5]: first key and keys of a block, first query and the one behind the last, slot for a part of the sum or -1."""
+    shared: Tensor
+    """[blocks, 4]: first key and keys of a block with several tasks, their first slot and their number."""
+    slots: int
+
+
+def tasks_of(pieces: Sequence[Piece], device: torch.device) -> Tasks:
+    """Return the tasks of a stream of pieces, each continuing whole earlier ones. Tasks with the most queries come first."""
+    seers: dict[int, list[tuple[int, int]]] = {}
+    for piece in (piece for piece in pieces if piece.tokens):
+        ends = [0, *(end for end, _ in piece.before)]
+        for begin in (begin for before, (end, begin) in zip(ends, piece.before, strict=False) if end > before):
+            ranges = seers.setdefault(begin, [])
+            if ranges and ranges[-1][1] == piece.start:
+                ranges[-1] = ranges[-1][0], piece.start + piece.tokens
+            else:
+                ranges.append((piece.start, piece.start + piece.tokens))
+    tasks: list[tuple[int, ...]] = []
+    shared: list[tuple[int, ...]] = []
+    slots = 0
+    for piece in (piece for piece in pieces if piece.tokens):
+        end = piece.start + piece.tokens
+        for start in range(piece.start, end, BLOCK):
+            count = min(BLOCK, end - start)
+            ranges = [(start, end), *seers.get(piece.start, ())]
+            parts = [(a, min(a + ADDED, last)) for first, last in ranges for a in range(first, last, ADDED)]
+            if len(parts) == 1:
+                tasks.append((start, count, *parts[0], -1))
+                continue
+            shared.append((start, count, slots, len(parts)))
+            tasks += [(start, count, *part, slots + place) for place, part in enumerate(parts)]
+            slots += len(parts)
+    tasks.sort(key=lambda task: task[2] - task[3])
+    task_NX, shared_NX = np.array(tasks, np.int32).reshape(-1, TASK), np.array(shared, np.int32).reshape(-1, 4)
+    return Tasks(on_device(task_NX, device), on_device(shared_NX, device), slots)

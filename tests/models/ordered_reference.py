@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.models import exact
-from lockstep.models.ordered import Piece, tiles_of
+from lockstep.models import exact, ordered
+from lockstep.models.ordered import Piece, tasks_of, tiles_of
 from lockstep.models.ordered_attention import stream_attention
+from lockstep.models.ordered_gradients import stream_gradients as gradients_of
 from lockstep.models.ordered_product_kernel import narrow_product, narrow_tile, product, tile_of
 
 CPU = torch.device("cpu")
@@ -103,3 +104,48 @@ def gradients() -> None:
         grads.append([t.grad for t in given])
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, atol=0.2, rtol=0.02)
+
+
+def stream_gradients() -> None:
+    """Compare gradients of shared prompts, one of them with many queries, with those of dense attention in double precision."""
+    torch.manual_seed(0)
+    ordered.ADDED = 100  # so that the work of some keys is in parts
+    for root in (5, 0):
+        prompts, tails = (66, 20), ((70, 3, 130), (40,))
+        pieces, at, starts = [Piece(0, root, 0)], root, []
+        for prompt in prompts:
+            starts.append(at)
+            pieces.append(Piece(at, prompt, root, ((root, 0),)))
+            at += prompt
+        for prompt, start, lengths in zip(prompts, starts, tails, strict=True):
+            for length in lengths:
+                pieces.append(Piece(at, length, root + prompt, ((root, 0), (root + prompt, start))))
+                at += length
+        pieces.append(Piece(at, 9, 0))
+        given = stream(at + 9)
+        tiles, tasks = tiles_of(pieces, CPU), tasks_of(pieces, CPU)
+        assert tasks.slots
+        output, lse = stream_attention(*given, tiles, SIZE**-0.5)
+        grad = torch.randn_like(output)
+        found = gradients_of(grad, *given, output, lse, tiles, tasks, SIZE**-0.5)
+        wide = [x.double().requires_grad_() for x in given]
+        scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1].repeat_interleave(2, 1)) * SIZE**-0.5
+        probs = scores.masked_fill(~seen_by(pieces), -torch.inf).softmax(-1)
+        wanted = torch.autograd.grad(
+            torch.einsum("hqk,khd->qhd", probs, wide[2].repeat_interleave(2, 1)), wide, grad.double()
+        )
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert (mine.double() - theirs).norm() < 2e-3 * theirs.norm()
+
+
+def seen_by(pieces: list[Piece]) -> Tensor:
+    """Which keys of a stream each query sees, from its pieces."""
+    tokens = max(piece.start + piece.tokens for piece in pieces)
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for piece in pieces:
+        rows, before = slice(piece.start, piece.start + piece.tokens), 0
+        for end, begin in piece.before:
+            mask[rows, begin : begin + end - before] = True
+            before = end
+        mask[rows, rows] = torch.ones(piece.tokens, piece.tokens, dtype=torch.bool).tril()
+    return mask
