@@ -44,7 +44,7 @@ def gate_up_tile(each: float) -> Tile:
         return Tile(16, 64, 128, 4, 4)
     if each <= 24:
         return Tile(32, 64, 128, 4, 3)
-    if each <= 64:
+    if each <= 40:
         return Tile(64, 128, 64, 8, 4)
     return Tile(128, 128, 64, 8, 4) if each <= 128 else Tile(128, 64, 64, 8, 3)
 
@@ -60,6 +60,11 @@ def product_tile(each: float) -> Tile:
     return Tile(128, 256, 64, 8, 4) if each <= 128 else Tile(128, 128, 64, 8, 3)
 
 
+def _half(rows: int) -> int:
+    """Return the rows of a block that has few; tensor cores take 64 at a time."""
+    return 64 if rows == 128 else rows
+
+
 @cache
 def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile:
     """Return the tile with as many stages as fit into shared memory, for `columns` of weights and numbers of this many bytes."""
@@ -68,25 +73,21 @@ def _fitted(tile: Tile, columns: int, number: int, device: torch.device) -> Tile
 
 
 @triton.jit
-def _gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
-    limit, alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+def _gate_up_rows(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input, limit,
+    alpha, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of the inner states of one block of an expert's rows."""
-    await_input()
-    expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
-    if first >= end:
-        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     kind = out_ptr.dtype.element_ty
     paired = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
     both = paired % (2 * inner) if PAIRED else column % inner
     row = first + tl.arange(0, ROWS)
+    there = (row < end)[:, None]
     token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
     x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
-    weight_at = weight_ptr + expert.to(tl.int64) * by_expert + depth[:, None] * by_input + both[None, :] * by_output
+    weight_at = weight_ptr + depth[:, None] * by_input + both[None, :] * by_output
     if PAIRED:
         total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     else:
@@ -94,10 +95,10 @@ def _gate_up_kernel(
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(0, tl.cdiv(hidden, DEPTH)):
         if EVEN:
-            x, weight = tl.load(x_at), tl.load(weight_at)
+            x, weight = tl.load(x_at, mask=there, other=0.0), tl.load(weight_at)
         else:
             left = depth < hidden - step * DEPTH
-            x = tl.load(x_at, mask=left[None, :], other=0.0)
+            x = tl.load(x_at, mask=there & left[None, :], other=0.0)
             weight = tl.load(weight_at, mask=left[:, None], other=0.0)
         if PAIRED:
             total = tl.dot(x, weight, total, input_precision=PRECISION)
@@ -119,40 +120,108 @@ def _gate_up_kernel(
     else:
         gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     state = activated(gate, up, PAIRED, limit, alpha)
-    mask = (row < end)[:, None] & (column < inner)[None, :]
+    mask = there & (column < inner)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, by_expert, by_output, by_input,
+    limit, alpha, experts, TOP: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute some columns of the inner states of one block of an expert's rows; of HALF a block if it has no more."""
+    await_input()
+    expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
+    if first >= end:
+        return
+    weight_ptr += expert.to(tl.int64) * by_expert
+    if HALF < ROWS and end - first <= HALF:
+        _gate_up_rows(
+            x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input,
+            limit, alpha, TOP, PAIRED, BIAS, EVEN, HALF, COLUMNS, DEPTH, PRECISION,
+        )  # fmt: skip
+    else:
+        _gate_up_rows(
+            x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, expert, first, end, hidden, inner, x_stride, by_output, by_input,
+            limit, alpha, TOP, PAIRED, BIAS, EVEN, ROWS, COLUMNS, DEPTH, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product_rows(
+    x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    row = first + tl.arange(0, ROWS)
+    there = (row < end)[:, None]
+    x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
+    weight_at = weight_ptr + depth[:, None] * by_input + (column % outputs)[None, :] * by_output
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, tl.cdiv(inputs, DEPTH)):
+        if EVEN:
+            x, weight = tl.load(x_at, mask=there, other=0.0), tl.load(weight_at)
+        else:
+            left = depth < inputs - step * DEPTH
+            x = tl.load(x_at, mask=there & left[None, :], other=0.0)
+            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+        x_at += DEPTH
+        weight_at += DEPTH * by_input
+    mask = there & (column < outputs)[None, :]
+    place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _product_kernel(
     x_ptr, weight_ptr, out_ptr, bounds_ptr, inputs, outputs, by_expert, by_output, by_input, experts, EXPERTS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of one block of an expert's rows times its matrix."""
+    """Compute some columns of one block of an expert's rows times its matrix; of HALF a block if it has no more."""
     await_input()
     expert, first, end = block_of(bounds_ptr, tl.program_id(1), experts, EXPERTS, ROWS)
     if first >= end:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    row = first + tl.arange(0, ROWS)
-    x_at = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * inputs + depth[None, :]
-    weight_at = weight_ptr + expert.to(tl.int64) * by_expert
-    weight_at += depth[:, None] * by_input + (column % outputs)[None, :] * by_output
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(0, tl.cdiv(inputs, DEPTH)):
-        if EVEN:
-            x, weight = tl.load(x_at), tl.load(weight_at)
-        else:
-            left = depth < inputs - step * DEPTH
-            x = tl.load(x_at, mask=left[None, :], other=0.0)
-            weight = tl.load(weight_at, mask=left[:, None], other=0.0)
-        total = tl.dot(x, weight, total, input_precision=PRECISION)
-        x_at += DEPTH
-        weight_at += DEPTH * by_input
-    mask = (row < end)[:, None] & (column < outputs)[None, :]
-    place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    weight_ptr += expert.to(tl.int64) * by_expert
+    if HALF < ROWS and end - first <= HALF:
+        _product_rows(
+            x_ptr,
+            weight_ptr,
+            out_ptr,
+            first,
+            end,
+            inputs,
+            outputs,
+            by_output,
+            by_input,
+            EVEN,
+            HALF,
+            COLUMNS,
+            DEPTH,
+            PRECISION,
+        )
+    else:
+        _product_rows(
+            x_ptr,
+            weight_ptr,
+            out_ptr,
+            first,
+            end,
+            inputs,
+            outputs,
+            by_output,
+            by_input,
+            EVEN,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            PRECISION,
+        )
 
 
 def _precision(x: Tensor) -> str:
@@ -172,8 +241,8 @@ def gate_up(
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
         x_TH, weight_EOX, x_TH if bias_EO is None else bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
         x_TH.stride(0), *weight_EOX.stride(), activation.limit, activation.alpha, rows.experts, rows.top, activation.paired,
-        bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0, tile.rows, tile.columns,
-        tile.depth, _precision(x_TH),
+        bias_EO is not None, triton.next_power_of_2(rows.experts), x_TH.shape[1] % tile.depth == 0, tile.rows,
+        _half(tile.rows), tile.columns, tile.depth, _precision(x_TH),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -188,8 +257,8 @@ def product(x_RX: Tensor, weight_EOX: Tensor | Packed, rows: Sorted) -> Tensor:
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
         x_RX, weight_EOX, out_RO, rows.bounds_E, x_RX.shape[1], outputs, *weight_EOX.stride(), rows.experts,
-        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, tile.rows, tile.columns, tile.depth,
-        _precision(x_RX),
+        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, tile.rows,
+        _half(tile.rows), tile.columns, tile.depth, _precision(x_RX),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

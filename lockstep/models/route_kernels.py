@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lockstep.models.overlap import await_input, overlap
 
-FEW_PAIRS = 8192
-"""Pairs of token and expert up to which they are sorted in short blocks."""
+PAIRS = 4096
+"""Most pairs of token and expert that are sorted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,11 @@ def sort_rows(index_TK: Tensor, experts: int) -> Sorted:
     count, device = index_TK.numel(), index_TK.device
     order_R, place_R, expert_R = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(3))
     bounds_E = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    block = 1024 if count <= FEW_PAIRS else 4096
+    block = min(PAIRS, triton.next_power_of_2(count))
     _sort_kernel[(experts,)](
-        index_TK.contiguous(), order_R, place_R, expert_R, bounds_E, count, experts, block, **overlap()
-    )
+        index_TK.contiguous(), order_R, place_R, expert_R, bounds_E, count, experts, block,
+        num_warps=8 if block > 1024 else 4, **overlap(),
+    )  # fmt: skip
     return Sorted(order_R, place_R, expert_R, bounds_E, index_TK.shape[1])
 
 

@@ -26,8 +26,8 @@ WHOLE = {"targets": "*i64", "ids": "*i64", "index": "*i64", "best": "*i32", "til
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
 WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
-TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
-FOUR_BITS = {"EXPERTS": 32, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 128, "HALF": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
+FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "route": (route_kernels._route_kernel, {"TOP": 8, "SHARED": True, "EXPERTS": 128, "TOPS": 8}),
     "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
