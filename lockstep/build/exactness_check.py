@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.learner.layout import Branch, PackedLayout
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind, kind_of_layer
 from lockstep.models.decoder import Decoder
@@ -25,7 +26,6 @@ from lockstep.models.norm_kernels import norm_heads, row_norm
 from lockstep.models.ordered import Piece, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of
-from lockstep.models.varlen import Spans, flash_backward, flash_forward
 from lockstep.rollout.paged.ops import TritonOps
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
@@ -38,6 +38,8 @@ TIMES = 4
 NARROW = 100
 """Largest window of the tests of attention."""
 FEW = 8
+EACH = (4, 12, 40)
+"""Rows of each expert, on average, in the tests of experts: one for each height of the kernels' tiles."""
 MANY = 4096
 """Rows of the test of norms: sums in another order change few numbers once they are rounded."""
 
@@ -85,30 +87,31 @@ def changing(decoder: Decoder) -> str:
     try:
         with exact.on_trial(repeatable=True), torch.random.fork_rng([shape.device]), exact.repeated():
             torch.manual_seed(0)
-            return _changing(shape)
+            return _changing(shape, decoder)
     except RuntimeError as error:  # torch's own reason: a setting that came too late, an operation without such a form
         return f"torch refuses: {str(error).splitlines()[0]}"
 
 
-def _changing(shape: _Shape) -> str:
+def _changing(shape: _Shape, decoder: Decoder) -> str:
     """Compare gradients of attention and of an embedding that are made several times."""
-    tokens, scale = 2048, shape.size**-0.5
-    query, grad = (shape.random(tokens, shape.heads, shape.size) for _ in range(2))
-    keys = [shape.random(tokens, shape.kv_heads, shape.size) for _ in range(2)]
-    spans = Spans.of([tokens - 300, 300], shape.device)
-    out, lse = flash_forward(query, keys[0], keys[1], spans, spans, scale, causal=True)
-    ids = torch.randint(50, (tokens,), device=shape.device)
+    branches = [Branch(PROMPT, LENGTHS), Branch(PROMPT, LENGTHS[::-1])]
+    tokens = sum(branch.prompt + sum(branch.responses) for branch in branches)
+    layout = PackedLayout(branches, shape.device, prompts_first=True)
+    heads = shape.heads, shape.kv_heads, shape.kv_heads
+    query, key, value = streams = [shape.random(count, tokens, shape.size).requires_grad_() for count in heads]
+    grad, ids = shape.random(tokens, shape.heads, shape.size), torch.randint(50, (tokens,), device=shape.device)
     table, rows = shape.random(50, shape.hidden).requires_grad_(), shape.random(tokens, shape.hidden)
-    attention: list[Tensor] = []
+    attention: list[list[Tensor]] = []
     embedding: list[Tensor] = []
-    for _ in range(TIMES):
-        given = grad, query, keys[0], keys[1], out, lse, spans, spans, scale
-        attention.append(torch.cat(flash_backward(*given, causal=True), 1))
-        with torch.enable_grad():
+    with torch.enable_grad():
+        outputs = [layout.attend(0, query, key, value, kind) for kind in _kinds(shape, decoder)]
+        for _ in range(TIMES):
+            found = [torch.autograd.grad(one, streams, grad, retain_graph=True) for one in outputs]
+            attention.append([gradient for gradients in found for gradient in gradients])
             looked_up = torch.nn.functional.embedding(ids, table).index_select(0, ids)
-        embedding += torch.autograd.grad(looked_up, table, rows)
-    for name, found in (("attention", attention), ("an embedding", embedding)):
-        if not all(torch.equal(found[0], other) for other in found):
+            embedding += torch.autograd.grad(looked_up, table, rows)
+    for name, passes in (("attention", attention), ("an embedding", [[one] for one in embedding])):
+        if not all(torch.equal(a, b) for other in passes for a, b in zip(passes[0], other, strict=True)):
             return f"the gradient of {name} changes from pass to pass"
     return ""
 
@@ -132,14 +135,20 @@ def _products(shape: _Shape, decoder: Decoder) -> Iterator[str]:
 
 
 def _attention(shape: _Shape, decoder: Decoder) -> Iterator[str]:
-    """Test each kind of attention that the model's layers have."""
-    kinds = set()
+    for kind in _kinds(shape, decoder):
+        yield from _attention_of(shape, kind)
+
+
+def _kinds(shape: _Shape, decoder: Decoder) -> list[AttentionKind]:
+    """Return the kinds of attention that the model's layers have, with narrow windows."""
+    found = set()
     for layer in decoder.module.layers:
         kind = kind_of_layer(layer.self_attn, decoder.model.config)
-        kinds.add((None if kind.window is None else min(kind.window, NARROW), kind.sinks_H is not None))
-    for window, sunk in sorted(kinds, key=str):
-        sinks_H = shape.random(shape.heads) if sunk else None
-        yield from _attention_of(shape, AttentionKind(shape.size**-0.5, window, None, sinks_H))
+        found.add((None if kind.window is None else min(kind.window, NARROW), kind.sinks_H is not None))
+    return [
+        AttentionKind(shape.size**-0.5, window, None, shape.random(shape.heads) if sunk else None)
+        for window, sunk in sorted(found, key=str)
+    ]
 
 
 def _attention_of(shape: _Shape, kind: AttentionKind) -> Iterator[str]:
@@ -243,7 +252,7 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
 
 
 def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
-    """Compare the experts of few tokens, of some, and of as many as are computed in training."""
+    """Compare the experts of as many tokens as are computed in training with those of fewer: other tiles, the same order."""
     modules = list(decoder.module.modules())  # the first layer may have none
     experts = next((found for found in map(Experts.of, modules) if found is not None), None)
     router = next((found for found in map(Router.of, modules) if found is not None), None)
@@ -256,7 +265,7 @@ def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:
     with exact.on_trial():
         _, weight, index = router(x)
         whole = experts(x, index, weight)
-        for count in (FEW, ROWS):
+        for count in (FEW, *(each * router.weight_EH.shape[0] // router.top for each in EACH)):
             _, few_weight, few_index = router(x[:count])
             if not (torch.equal(few_weight, weight[:count]) and torch.equal(few_index, index[:count])):
                 yield "the choice of experts depends on the number of rows"

@@ -1,6 +1,7 @@
 """Triton kernels that multiply by experts' matrices in MXFP4: they dequantise a tile at a time, or the whole matrix.
 
-Sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to the bit.
+With numerics.exact, sums run over the inputs from first to last, as in expert_kernels: the results are those of a dense copy, to
+the bit.
 
 Legend: T tokens, K experts of each, R = T · K rows, E experts, H hidden, I inner width, O outputs, X inputs, G = X / 32.
 """
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.device import since_hopper
+from lockstep.models import exact
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
@@ -85,8 +87,8 @@ def _matrix(byte, scale, kind: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.const
 @triton.jit
 def _gate_up_kernel(
     x_ptr, block_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, bounds_ptr, hidden, inner, x_stride, limit, alpha, experts,
-    TOP: tl.constexpr, EXPERTS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    TOP: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of the inner states of one block of an expert's rows; gates and ups alternate."""
     await_input()
@@ -95,19 +97,26 @@ def _gate_up_kernel(
         return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     both = (tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)) % (2 * inner)
+    depth, half, part = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)[None, :]
     kind = out_ptr.dtype.element_ty
     row = first + tl.arange(0, ROWS)
+    there = (row < end)[:, None]
     token = tl.load(order_ptr + row, mask=row < end, other=0) // TOP
-    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, DEPTH)[None, :]
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
     group = (expert * 2 * inner + both).to(tl.int64)[:, None] * (hidden // 32)
-    block_at = block_ptr + group * 16 + tl.arange(0, DEPTH // 2)[None, :]
-    scale_at = scale_ptr + group + tl.arange(0, DEPTH // 32)[None, :]
+    block_at = block_ptr + group * 16 + half[None, :]
+    scale_at = scale_ptr + group + part
     total = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
-    steps, scale = hidden // DEPTH, tl.load(scale_at)
+    steps, scale = tl.cdiv(hidden, DEPTH), tl.load(scale_at, mask=part < hidden // 32, other=0)
     for step in range(0, steps):
         scale_at += DEPTH // 32  # scales are too narrow for asynchronous copies: load each a step before it is needed
-        following = tl.load(scale_at, mask=step + 1 < steps, other=0)
-        x, weight = tl.load(x_at), _matrix(tl.load(block_at), scale, kind, 2 * COLUMNS, DEPTH, PACKED)
+        following = tl.load(scale_at, mask=part < hidden // 32 - (step + 1) * (DEPTH // 32), other=0)
+        if EVEN:
+            x, byte = tl.load(x_at, mask=there, other=0.0), tl.load(block_at)
+        else:
+            x = tl.load(x_at, mask=there & (depth < hidden - step * DEPTH)[None, :], other=0.0)
+            byte = tl.load(block_at, mask=(half < (hidden - step * DEPTH) // 2)[None, :], other=0)
+        weight = _matrix(byte, scale, kind, 2 * COLUMNS, DEPTH, PACKED)
         total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
         x_at += DEPTH
         block_at += DEPTH // 2
@@ -117,14 +126,14 @@ def _gate_up_kernel(
     total = (total + bias[None, :]).to(kind).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [ROWS, COLUMNS, 2]))
     state = activated(gate, up, True, limit, alpha)
-    mask = (row < end)[:, None] & (column < inner)[None, :]
+    mask = there & (column < inner)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], state.to(kind), mask=mask)
 
 
 @triton.jit
 def _product_kernel(
-    x_ptr, block_ptr, scale_ptr, out_ptr, bounds_ptr, inputs, outputs, experts, EXPERTS: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, block_ptr, scale_ptr, out_ptr, bounds_ptr, inputs, outputs, experts, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one block of an expert's rows times its matrix."""
     await_input()
@@ -132,23 +141,30 @@ def _product_kernel(
     if first >= end:
         return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth, half, part = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)[None, :]
     kind = out_ptr.dtype.element_ty
     row = first + tl.arange(0, ROWS)
-    x_at = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * inputs + tl.arange(0, DEPTH)[None, :]
+    there = (row < end)[:, None]
+    x_at = x_ptr + row.to(tl.int64)[:, None] * inputs + depth[None, :]
     group = (expert * outputs + column % outputs).to(tl.int64)[:, None] * (inputs // 32)
-    block_at = block_ptr + group * 16 + tl.arange(0, DEPTH // 2)[None, :]
-    scale_at = scale_ptr + group + tl.arange(0, DEPTH // 32)[None, :]
+    block_at = block_ptr + group * 16 + half[None, :]
+    scale_at = scale_ptr + group + part
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    steps, scale = inputs // DEPTH, tl.load(scale_at)
+    steps, scale = tl.cdiv(inputs, DEPTH), tl.load(scale_at, mask=part < inputs // 32, other=0)
     for step in range(0, steps):
         scale_at += DEPTH // 32
-        following = tl.load(scale_at, mask=step + 1 < steps, other=0)
-        x, weight = tl.load(x_at), _matrix(tl.load(block_at), scale, kind, COLUMNS, DEPTH, PACKED)
+        following = tl.load(scale_at, mask=part < inputs // 32 - (step + 1) * (DEPTH // 32), other=0)
+        if EVEN:
+            x, byte = tl.load(x_at, mask=there, other=0.0), tl.load(block_at)
+        else:
+            x = tl.load(x_at, mask=there & (depth < inputs - step * DEPTH)[None, :], other=0.0)
+            byte = tl.load(block_at, mask=(half < (inputs - step * DEPTH) // 2)[None, :], other=0)
+        weight = _matrix(byte, scale, kind, COLUMNS, DEPTH, PACKED)
         total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
         x_at += DEPTH
         block_at += DEPTH // 2
         scale = following
-    mask = (row < end)[:, None] & (column < outputs)[None, :]
+    mask = there & (column < outputs)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(place, total.to(kind), mask=mask)
 
@@ -167,22 +183,25 @@ def _open_kernel(block_ptr, scale_ptr, out_ptr, count, GROUPS: tl.constexpr):
     tl.store(place, both.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def tile_of(each: float, columns: int, inputs: int) -> Tile:
-    """Return a fast tile for this many rows of an expert, on average, and matrices `columns` outputs at a time."""
-    rows = next((rows for rows in (16, 32) if each <= rows / 2), 64)
-    return Tile(rows, columns, 64 if inputs % 64 == 0 else 32, 4, 3)
+def tile_of(each: float, columns: int) -> Tile:
+    """Return a fast tile for this many rows of an expert, on average, and matrices `columns` outputs at a time.
+
+    In tiles of fewer than 64 rows the compiler changes the order of the inputs: numerics.exact does not use them.
+    """
+    rows = 64 if exact.enabled() else next((rows for rows in (16, 32) if each <= rows / 2), 64)
+    return Tile(rows, columns, 64, 4, 3)
 
 
 def packed_gate_up(
     x_TH: Tensor, packed: Packed, bias_EO: Tensor, rows: Sorted, limit: float, alpha: float, precision: str
 ) -> Tensor:
     """Return the inner states [R, I] of sorted rows: product with gate and up, bias, and the activation of gpt-oss."""
-    x_TH, inner, tile = x_TH.contiguous(), packed.outputs // 2, tile_of(rows.each, 64, x_TH.shape[1])
+    x_TH, inner, tile = x_TH.contiguous(), packed.outputs // 2, tile_of(rows.each, 64)
     out_RI = x_TH.new_empty(len(rows.order_R), inner)
     _gate_up_kernel[(triton.cdiv(inner, tile.columns), blocks(rows, tile.rows))](
         x_TH, packed.blocks, packed.scales, bias_EO, out_RI, rows.order_R, rows.bounds_E, x_TH.shape[1], inner,
-        x_TH.stride(0), limit, alpha, rows.experts, rows.top, triton.next_power_of_2(rows.experts), _packs(x_TH),
-        tile.rows, tile.columns, tile.depth, precision,
+        x_TH.stride(0), limit, alpha, rows.experts, rows.top, triton.next_power_of_2(rows.experts),
+        x_TH.shape[1] % tile.depth == 0, _packs(x_TH), tile.rows, tile.columns, tile.depth, precision,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RI
@@ -190,11 +209,12 @@ def packed_gate_up(
 
 def packed_product(x_RX: Tensor, packed: Packed, rows: Sorted, precision: str) -> Tensor:
     """Return sorted rows times the matrix of their expert, [R, O]."""
-    x_RX, outputs, tile = x_RX.contiguous(), packed.outputs, tile_of(rows.each, 128, x_RX.shape[1])
+    x_RX, outputs, tile = x_RX.contiguous(), packed.outputs, tile_of(rows.each, 128)
     out_RO = x_RX.new_empty(len(x_RX), outputs)
     _product_kernel[(triton.cdiv(outputs, tile.columns), blocks(rows, tile.rows))](
         x_RX, packed.blocks, packed.scales, out_RO, rows.bounds_E, x_RX.shape[1], outputs, rows.experts,
-        triton.next_power_of_2(rows.experts), _packs(x_RX), tile.rows, tile.columns, tile.depth, precision,
+        triton.next_power_of_2(rows.experts), x_RX.shape[1] % tile.depth == 0, _packs(x_RX), tile.rows, tile.columns,
+        tile.depth, precision,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_RO

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError, ModelError
 from lockstep.export.check import answer
 from lockstep.export.export import export
 from lockstep.learner.adapter_files import Base
+from lockstep.models import exact
 from lockstep.models.load import load_model
 from lockstep.models.mxfp4 import Packed, read_packed
 from lockstep.models.mxfp4_experts import Mxfp4Experts
@@ -149,10 +150,11 @@ def test_kernels_on_four_bits_give_the_bits_of_dense_ones(tokens: int) -> None:
     for module in (dense, Mxfp4Experts(dense, *parts)):
         experts = Experts.of(module)
         assert experts is not None
-        with torch.no_grad():
-            found.append([experts(x, index, weight)])
-        out = experts(x, index, weight)
-        found[-1] += [out, *torch.autograd.grad(out.float().square().sum(), x)]
+        with exact.on_trial():
+            with torch.no_grad():
+                found.append([experts(x, index, weight)])
+            out = experts(x, index, weight)
+            found[-1] += [out, *torch.autograd.grad(out.float().square().sum(), x)]
     for what, ours, theirs in zip(("decoding", "training", "gradient"), found[1], found[0], strict=True):
         assert torch.equal(ours, theirs), what
 
