@@ -34,8 +34,10 @@ OUTPUTS, MOST_TRIALS = 2**14, 64
 """Fewest outputs that a test compares, and most trials: another order changes about one rounded output in a hundred."""
 COLUMNS = 8192
 """Outputs that a test computes at once."""
-MANY = 128
-"""Rows from which cuBLASLt is asked for kernels that do not split K; with fewer they can take ten times as long as ours."""
+MANY, WIDE = 128, 512
+"""Rows and outputs from which cuBLASLt is asked for kernels that do not split K; with fewer they take up to ten times as long as
+ours.
+"""
 
 
 @dataclass(slots=True)
@@ -230,7 +232,7 @@ def _way(form: str, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_
     if key not in _state.ways:
         if torch.cuda.is_current_stream_capturing():
             return "kernel"
-        lt = x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and rows >= MANY
+        lt = x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and rows >= MANY and weight_NK.shape[0] >= WIDE
         ways: tuple[Way, ...] = ("cuBLAS", "cuBLASLt") if lt else ("cuBLAS",)
         serves = (way for way in ways if _tested(way, form, x_MK, weight_NK, bias_N, out_MN))
         _state.ways[key] = next(serves, "kernel")

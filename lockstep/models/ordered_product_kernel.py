@@ -47,7 +47,9 @@ def tile_of(rows: int, outputs: int) -> Tile:
         return Tile(16, 16, 512, 2, 3)
     if rows <= 64:
         return Tile(64, 16, 128, 4, 7)
-    return Tile(64, 32, 256, 4, 4) if rows <= 128 else Tile(64, 64, 128, 4, 6)
+    if rows <= 128:
+        return Tile(64, 32, 256, 4, 4)
+    return Tile(16, 32, 512, 4, 3) if outputs <= 64 else Tile(64, 64, 128, 4, 6)
 
 
 def narrow_tile(rows: int) -> Tile:
