@@ -1,6 +1,6 @@
 """A worker with a model and an engine: the methods that the driver calls on every worker, and those of one that only samples.
 
-Arguments and results are plain values (cluster/plain.py). All methods are called by one thread, one after the other.
+All methods are called by one thread, one after the other.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -17,23 +18,23 @@ from lockstep.build.build import adopt, build_engine, build_policy
 from lockstep.build.parts import Policy
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.channel import Channel
-from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows, Sampled, Values
-from lockstep.cluster.plain import from_plain, many_from_plain, to_plain
+from lockstep.cluster.messages import GIVEN, WEIGHTS, Facts
+from lockstep.cluster.wire import Place
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, use_gpu
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
 from lockstep.sync.control import Falsified
-from lockstep.sync.fingerprint import fingerprint
-from lockstep.types import Completion, Forward, ForwardReport, Request, RolloutEngine, WeightStream
+from lockstep.sync.fingerprint import Fingerprints, fingerprint
+from lockstep.types import Completion, Forward, ForwardReport, Request, RolloutEngine, TokenIds, WeightStream
 
 
 class Sampler:
     """A worker that only samples. `build` comes first, then `join`."""
 
-    def __init__(self, place: Plain) -> None:
-        self._place = from_plain(Place, place)
+    def __init__(self, place: Place) -> None:
+        self._place, self._folder = place, Path(place.folder)
         self._running: Iterator[Completion] | None = None
         self._falsified: Falsified | None = None
 
@@ -42,30 +43,29 @@ class Sampler:
         use_gpu(self._place.rank)
         return gpu_memory()[0]
 
-    def gpu_peak(self) -> Plain:
-        """Return the most bytes in use and kept on this worker's GPU so far; nothing on a CPU."""
-        return list(gpu_peak() or ())
+    def gpu_peak(self) -> tuple[int, int] | None:
+        """Return the most bytes in use and kept on this worker's GPU so far; None on a CPU."""
+        return gpu_peak()
 
-    def build(self, recipe: str, weights: bool) -> Plain:
-        """Build model and engine. `weights`: a file of the folder replaces the start's."""
+    def build(self, recipe: str, weights: bool) -> Facts | None:
+        """Build model and engine. `weights`: a file of the folder replaces the start's. The driver has the facts of a trainer."""
         self._prepare(recipe)
-        self._load(build_policy(self._here, replaced=weights and self._recipe.adapter.kind == "none"), weights)
+        self._load(build_policy(self._recipe, replaced=weights and self._recipe.adapter.kind == "none"), weights)
         keep_objects()
         return None
 
     def _prepare(self, recipe: str) -> None:
         """Read the recipe, and take this worker's device."""
-        self._recipe: Recipe = load_mapping(json.loads(recipe))
-        self._device = choose_device(self._recipe.device)
+        given = load_mapping(json.loads(recipe))
+        self._recipe: Recipe = given.model_copy(update={"threads": given.threads or self._place.threads})
+        self._device = choose_device(given.device)
         if self._device.type == "cuda":
             use_gpu(self._place.rank)
-        self._here = self._recipe.model_copy(update={"threads": self._recipe.threads or self._place.threads})
 
     def _load(self, policy: Policy, weights: bool) -> None:
         """Load the weights of the folder if there are any, and build the engine."""
         if weights:
-            tensors = read_tensors(Path(self._place.folder) / START)
-            load_weights(policy.model, iter(adopt(policy, tensors).items()))
+            load_weights(policy.model, iter(adopt(policy, read_tensors(self._folder / GIVEN)).items()))
         self._chat, self._model = policy.chat, policy.model
         self._engine: RolloutEngine = build_engine(policy, self._recipe)
         self._trained = {clean_name(n): p for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -96,9 +96,12 @@ class Sampler:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     # --- engine ---------------------------------------------------------------------------------------------------
-    def sample(self, requests: Plain, seconds: float) -> Plain:
-        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
-        self._engine.submit(many_from_plain(Request, requests))
+    def sample(self, requests: list[Request], seconds: float) -> list[Completion]:
+        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left.
+
+        The driver has the prompts: they are left out.
+        """
+        self._engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
         self._running = self._running or self._engine.completed()
         for one in self._running:
@@ -109,7 +112,7 @@ class Sampler:
             self._running = None
         read = self._chat.read_many([one.ids for one in found])
         return [
-            to_plain(Sampled, Sampled(one.request.id, one.ids, one.logprobs, one.finish, one.version, *texts))
+            replace(one, request=replace(one.request, prompt_ids=()), read=texts)
             for one, texts in zip(found, read, strict=True)
         ]
 
@@ -118,21 +121,21 @@ class Sampler:
         self._running = None
         self._engine.close()
 
-    def score(self, sequences: Plain) -> Plain:
-        """Return Values of the engine."""
-        return to_plain(Values, Values(tuple(self._engine.score(from_plain(Rows, sequences).ids))))
+    def score(self, sequences: list[TokenIds]) -> list[tuple[float, ...]]:
+        """Return the engine's log-probability of every token but the first."""
+        return self._engine.score(sequences)
 
-    def set_forward(self, forward: Plain) -> Plain:
-        """Set the engine's precision and noise; returns a ForwardReport."""
-        return to_plain(ForwardReport, self._engine.set_forward(from_plain(Forward, forward)))
+    def set_forward(self, forward: Forward) -> ForwardReport:
+        """Set the engine's precision and noise."""
+        return self._engine.set_forward(forward)
 
-    def held(self) -> Plain:
-        """Return Prints of what the engine samples with."""
-        return to_plain(Prints, fingerprint(self._engine.weights()).tensors)
+    def held(self) -> Fingerprints:
+        """Return fingerprints of what the engine samples with."""
+        return fingerprint(self._engine.weights())
 
     def write_weights(self) -> None:
         """Write what the engine samples with into the folder."""
-        write_tensors(Path(self._place.folder) / WEIGHTS, dict(self._engine.weights()))
+        write_tensors(self._folder / WEIGHTS, dict(self._engine.weights()))
 
     def falsify(self) -> str:
         """Flip one bit of a trained tensor; returns its name. Called again, flip it back."""

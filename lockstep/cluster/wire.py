@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a worker, which it gets with its first message."""
+
+    rank: int
+    size: int
+    folder: str
+    """Folder of the run for logs, stacks and tensors under way."""
+    rendezvous: str
+    """File, new for each start, through which the ranks find each other."""
+    threads: int
+    """CPU threads, unless the recipe says how many."""
+    samplers: int = 0
+    """Workers that only sample; their ranks come after the `size` that train."""
 
 
 def dumps(value: Any) -> bytes:
