@@ -19,9 +19,10 @@ from lockstep.chat.chat import ChatFormat
 from lockstep.checkpoint.state import write_tensors
 from lockstep.cluster.group import GroupCritic, GroupEngine, GroupLearner, GroupSync
 from lockstep.cluster.host import TRAINER
-from lockstep.cluster.messages import GIVEN, Facts
 from lockstep.cluster.process_workers import ProcessWorkers, Workers
+from lockstep.cluster.sampler import Facts
 from lockstep.cluster.samplers import Samplers
+from lockstep.cluster.wire import GIVEN
 from lockstep.config.schema import Colocated, Local, Recipe, Split
 from lockstep.device import GpuPeak, choose_device
 from lockstep.errors import DEFECT, SyncError
@@ -30,12 +31,9 @@ from lockstep.plan.batch import placement_lines
 from lockstep.plan.choice import MemoryPlan
 from lockstep.plan.devices import require_devices
 from lockstep.tasks.base import BuiltTask
-from lockstep.types import Metrics
 
 FOLDER = "workers"
 """Folder of a run for its workers' logs and stacks."""
-PHASES = {"sample": "rollout", "update": "update", "response_logprobs": "update", "push": "sync"}
-"""Methods of a worker whose seconds are logged, and their phase."""
 
 
 def restarts(recipe: Recipe) -> int:
@@ -83,7 +81,7 @@ def place_parts(
         Carried.at_start(recipe),
         plan,
         facts.noise,
-        lambda: _rank_seconds(started),
+        started.phase_seconds,
         lambda: _largest_peak(workers) if started.gpu else None,
     )
 
@@ -112,25 +110,13 @@ def connected(recipe: Recipe, task: BuiltTask, resolved: ResolvedModel, facts: F
 
 def _planned(recipe: Recipe, plan: MemoryPlan) -> Recipe:
     """Return the recipe with the memory plan's choices, which must be the same on all workers."""
-    sizes = plan.sizes
+    sizes, rollout = plan.sizes, recipe.rollout
     update = recipe.update.model_copy(update={"tokens_per_microbatch": sizes.tokens, "recompute": sizes.recompute})
-    rollout = (
-        recipe.rollout.model_copy(update={"slots": sizes.slots}) if recipe.rollout.slots == "auto" else recipe.rollout
-    )
+    if rollout.slots == "auto":
+        rollout = rollout.model_copy(update={"slots": sizes.slots})
     return recipe.model_copy(update={"update": update, "rollout": rollout})
 
 
 def _largest_peak(workers: Workers) -> GpuPeak:
     used, kept = zip(*workers.call("gpu_peak"), strict=True)
     return GpuPeak(max(used), max(kept))
-
-
-def _rank_seconds(workers: ProcessWorkers) -> Metrics:
-    """Return what each worker spent on the phases of a step, and begin again at 0."""
-    found: Metrics = {}
-    for (rank, method), seconds in workers.spent.items():
-        if method in PHASES:
-            name = f"time/rank{rank}_{PHASES[method]}"
-            found[name] = found.get(name, 0.0) + seconds
-    workers.spent.clear()
-    return found

@@ -10,9 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.checkpoint.state import read_tensors, write_tensors
-from lockstep.cluster.messages import GIVEN, PART, WEIGHTS, RankProof
 from lockstep.cluster.process_workers import LOST, Workers
+from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.samplers import Samplers
+from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
 from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
@@ -66,11 +67,11 @@ class GroupLearner:
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
         """Return the log-probability of each response token, as TorchLearner does."""
-        return _joined(self._workers.call("response_logprobs", sequences, temperature, reference, prefix))
+        return _joined(self._workers.call("learner.response_logprobs", sequences, temperature, reference, prefix))
 
     def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first of each sequence, by the first worker."""
-        found: list[tuple[float, ...]] = self._workers.call_one(0, "logprobs", sequences, numeric)
+        found: list[tuple[float, ...]] = self._workers.call_one(0, "learner.logprobs", sequences, numeric)
         return found
 
     def weights(self) -> WeightStream:
@@ -79,7 +80,7 @@ class GroupLearner:
 
     def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
         """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
-        found: tuple[int, tuple[str, ...]] = self._workers.call("prepare", numeric)[0]
+        found: tuple[int, tuple[str, ...]] = self._workers.call("learner.prepare_numerics", numeric)[0]
         return found
 
     def describe(self) -> LearnerFacts:
@@ -88,7 +89,7 @@ class GroupLearner:
 
     def fingerprint(self, *, frozen: bool = False, only: Collection[str] = ()) -> Fingerprints:
         """Return fingerprints as TorchLearner does. Raises SyncError if the workers hold different weights."""
-        return _agreed(self._workers.call("fingerprint", frozen, list(only)))
+        return _agreed(self._workers.call("learner.fingerprint", frozen, list(only)))
 
     def save(self) -> LearnerState:
         """Return the content of a checkpoint, which is that of a single learner."""
@@ -97,7 +98,7 @@ class GroupLearner:
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
         """Continue where `counters` and the optimizer's tensors were saved, by any number of workers."""
-        _give(self._workers, optimizer, "restore", counters)
+        _give(self._workers, optimizer, "learner", counters)
         self.version, self.skipped = counters["version"], counters["skipped"]
 
 
@@ -109,25 +110,25 @@ class GroupCritic:
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
         """Return the value before each response token, as TorchCritic does."""
-        return _joined(self._workers.call("values", sequences, prefix))
+        return _joined(self._workers.call("critic.values", sequences, prefix))
 
     def update(self, batch: Batch) -> Metrics:
         """Make one optimizer step towards the returns."""
-        shares: list[CriticShare] = self._workers.call("update_critic", batch)
+        shares: list[CriticShare] = self._workers.call("critic.update_share", batch)
         return critic_metrics(shares) | {"critic/oom_splits": float(sum(share.splits for share in shares))}
 
     def counters(self) -> dict[str, int]:
-        """Return the counters, and have the workers write the tensors that `tensors` reads."""
-        found: dict[str, int] = self._workers.call("save_critic")[0]
+        found: dict[str, int] = self._workers.call_one(0, "critic.counters")
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and optimizer, as `counters` left them."""
+        """Return weights and optimizer."""
+        self._workers.call("write_critic")
         return _parts(self._workers)
 
     def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Continue where counters and tensors were saved, by any number of workers."""
-        _give(self._workers, tensors, "restore_critic", counters)
+        _give(self._workers, tensors, "critic", counters)
 
 
 class GroupEngine:
@@ -143,32 +144,35 @@ class GroupEngine:
             self._rows = min(slots, -(-recipe.samples_per_step // workers.size))
         self.version = -1
         self.forward = Forward()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have no requests."""
         self._queue: dict[str, list[Request]] = {}
         """Requests of the prompts that no worker has yet."""
-        self._outbox: list[list[Request]] = [[] for _ in range(workers.size)]
-        self._open: list[dict[str, Request]] = [{} for _ in range(workers.size)]
+        self._outbox: list[list[Request]] = [[] for _ in range(self.workers)]
+        self._open: list[dict[str, Request]] = [{} for _ in range(self.workers)]
         """Requests that each worker has, by id."""
-        self._asked = [0] * workers.size
+        self._asked = [0] * self.workers
         """Calls under way of each worker."""
         self._prompts: dict[str, int] = {}
         """Worker of each prompt."""
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute in this way from now on, on all workers."""
-        report: ForwardReport = self._workers.call("set_forward", forward)[0]
+        report: ForwardReport = self._workers.call("engine.set_forward", forward)[0]
         self.forward = forward
         return report
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests: prompts in turn to each worker. Raises StaleWeightsError for another version."""
+        """Queue requests. Raises StaleWeightsError for another version."""
         for request in requests:
             check_version(request, self.version)
-            prompt = request.id.rpartition("#")[0]  # later turns of an episode go where the first went
-            if self._rows is not None and prompt not in self._prompts:
+            prompt = request.id.rpartition("#")[0]
+            if prompt in self._prompts:  # later turns of an episode go where the first went
+                self._outbox[self._prompts[prompt]].append(request)
+            else:
                 self._queue.setdefault(prompt, []).append(request)
-                continue
-            rank = self._prompts.setdefault(prompt, len(self._prompts) % self._workers.size)
-            self._outbox[rank].append(request)
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until no request is left."""
@@ -177,23 +181,17 @@ class GroupEngine:
             for rank in range(self._workers.size):
                 while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
                     self._ask(rank)
-            for rank, found in self._workers.results(SLICE_SECONDS if between is None else POLL_SECONDS).items():
-                if found is LOST:
-                    self._lost(rank)
-                    continue
-                self._asked[rank] -= 1
-                for one in found:
-                    yield replace(one, request=self._open[rank].pop(one.request.id))
+            yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:
                 between()
         self._prompts.clear()
 
     def _deal(self) -> None:
-        """Give prompts of the queue to the workers that have room, to the one with the fewest requests first."""
-        while self._queue and self._rows is not None:
+        """Give prompts of the queue to the workers in turn, or if room counts to those that have it, the emptiest first."""
+        while self._queue:
             held = [len(sent) + len(box) for sent, box in zip(self._open, self._outbox, strict=True)]
-            rank = held.index(min(held))
-            if held[rank] >= self._rows:
+            rank = len(self._prompts) % self.workers if self._rows is None else held.index(min(held))
+            if self._rows is not None and held[rank] >= self._rows:
                 return
             prompt = next(iter(self._queue))
             self._prompts[prompt] = rank
@@ -205,16 +203,25 @@ class GroupEngine:
         self._workers.start([rank], "sample", requests, SLICE_SECONDS)
         self._asked[rank] += 1
 
-    def _lost(self, rank: int) -> None:
-        """Give a lost worker's requests to the one in its place: their samples follow from their seeds."""
-        self._workers.revive(rank)
-        self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
-        self._open[rank].clear()
-        self._asked[rank] = 0
+    def _arrived(self, seconds: float) -> list[Completion]:
+        """Return completions, after at most so long a wait. A lost worker's requests are given to the one in its place: their
+        samples follow from their seeds.
+        """
+        completions: list[Completion] = []
+        for rank, found in self._workers.results(seconds).items():
+            if found is LOST:
+                self._workers.revive(rank)
+                self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
+                self._open[rank].clear()
+                self._asked[rank] = 0
+                continue
+            self._asked[rank] -= 1
+            completions += [replace(one, request=self._open[rank].pop(one.request.id)) for one in found]
+        return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first, by the first worker's engine."""
-        found: list[tuple[float, ...]] = self._workers.call_one(0, "score", sequences)
+        found: list[tuple[float, ...]] = self._workers.call_one(0, "engine.score", sequences)
         return found
 
     def load(self, weights: WeightStream, version: int) -> None:
@@ -233,16 +240,9 @@ class GroupEngine:
     def close(self) -> None:
         """Drop all requests."""
         while any(self._asked):
-            for rank, found in self._workers.results(SLICE_SECONDS).items():
-                self._asked[rank] -= 1
-                if found is LOST:
-                    self._lost(rank)
+            self._arrived(SLICE_SECONDS)
         self._workers.call("drop")
-        self._queue.clear()
-        self._prompts.clear()
-        for requests, opened in zip(self._outbox, self._open, strict=True):
-            requests.clear()
-            opened.clear()
+        self._forget()
 
 
 class GroupSync:
@@ -311,7 +311,7 @@ class GroupSync:
         if self._samplers is not None:
             held += self._samplers.call("held")
             if proofs[0].probe is not None:
-                self._samplers.require_same_scores(len(found))
+                self._samplers.require_same_scores()
         if faults := differing(combine(truth), held):
             raise SyncError(
                 f"{len(faults)} tensors differ from those of the workers that own them: {'; '.join(map(str, faults[:8]))}",
@@ -344,11 +344,11 @@ def _joined(shares: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, 
     return [next((row for row in rows if row), ()) for rows in zip(*shares, strict=True)]
 
 
-def _give(workers: Workers, tensors: Mapping[str, Tensor], method: str, counters: Mapping[str, int]) -> None:
-    """Have all workers continue from counters and tensors."""
+def _give(workers: Workers, tensors: Mapping[str, Tensor], part: str, counters: Mapping[str, int]) -> None:
+    """Have the learners or critics of all workers continue from counters and tensors."""
     path = workers.folder / GIVEN
     write_tensors(path, tensors)
-    workers.call(method, dict(counters))
+    workers.call("restore", part, counters)
     path.unlink()
 
 

@@ -1,6 +1,6 @@
 """The process of a worker: `python -m lockstep.cluster.host DESCRIPTOR`, started by child.py.
 
-Its first message is [place, class of the worker]; each later one a call, [method, arguments], which is answered in turn.
+Its first message is [place, class of the worker]; each later one a call, [method, arguments by name], which is answered in turn.
 This module imports nothing large: it must hear of its driver's end while it loads.
 """
 
@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from queue import SimpleQueue
@@ -43,15 +44,16 @@ class Host:
         self._stacks = (folder / f"stacks_{rank}.txt").open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
-    def call(self, method: str, arguments: list[Any]) -> list[Any]:
-        """Call a method of the worker, which is made at the first call."""
+    def call(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        """Call a method of the worker, which is made at the first call, or of a part of it."""
         try:
             from lockstep.cluster.plain import from_plain, kinds_of, to_plain
 
             if self._worker is None:
                 self._worker = resolve_name(self._class)(self._place)
-            given, returned = kinds_of(self._class, method)
-            return [OK, to_plain(returned, getattr(self._worker, method)(*from_plain(given, arguments)))]
+            kinds, returned = kinds_of(self._class, method)
+            given = {name: from_plain(kinds[name], value) for name, value in arguments.items()}
+            return [OK, to_plain(returned, attrgetter(method)(self._worker)(**given))]
         except LockstepError as error:
             return [FAILED, [type(error).__name__, error.what, error.where, error.fix, time.time()]]
         except Exception as error:

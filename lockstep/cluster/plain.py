@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
@@ -40,11 +40,15 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 @cache
-def kinds_of(worker: str, method: str) -> tuple[Any, Any]:
-    """Return the type of a method's arguments, as a tuple, and that of its result. `worker` names the class."""
-    kinds = get_type_hints(getattr(resolve_name(worker), method))
-    result = kinds.pop("return")
-    return tuple[tuple(kinds.values())], result  # type: ignore[misc]
+def kinds_of(worker: str, method: str) -> tuple[dict[str, Any], Any]:
+    """Return the types of a method's arguments by name, and that of its result. `worker` names the class, `method` a method of
+    it or of one of its parts, as in "learner.logprobs".
+    """
+    owner, (*parts, name) = resolve_name(worker), method.split(".")
+    for part in parts:
+        owner = get_type_hints(owner)[part]
+    kinds = get_type_hints(getattr(owner, name))
+    return kinds, kinds.pop("return")
 
 
 @cache
@@ -52,10 +56,10 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
     """Return how values of a type are written and how they are read. Raises TypeError for a type that cannot be sent."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        make: Any = kind
+        record: Any = kind
         hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
         write, read = _parts([hints[name] for name in names])
-        return lambda value: write([getattr(value, name) for name in names]), lambda value: make(*read(value))
+        return lambda value: write([getattr(value, name) for name in names]), lambda value: record(*read(value))
     if origin in (types.UnionType, Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
         write, read = _codec(inner)
@@ -69,9 +73,10 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
     if origin is tuple and args[0] in NUMBERS:
         codes = NUMBERS[args[0]]
         return lambda value: _pack(value, codes), lambda value: _unpack(value, codes)
-    if origin in (tuple, list):
+    if origin in (tuple, list, Sequence, Collection):
         write, read = _codec(args[0])
-        return lambda value: [write(one) for one in value], lambda value: origin(read(one) for one in value)
+        make = list if origin is list else tuple
+        return lambda value: [write(one) for one in value], lambda value: make(read(one) for one in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         write, read = _codec(args[1])
         return (
@@ -95,16 +100,9 @@ def _parts(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
 
 
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
-    if numbers and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers):
-        return _alike(numbers[0], len(numbers), codes)
-    place, packed = _packed(numbers, codes)
-    return bytes([place]) + packed
-
-
-@lru_cache(REMEMBERED)
-def _alike(number: Any, count: int, codes: str) -> bytes:
-    place, packed = _packed((number,), codes)
-    return bytes([place + ALIKE]) + struct.pack("=q", count) + packed
+    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
+    place, packed = _packed(numbers[:1] if alike else numbers, codes)
+    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
 
 
 def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:

@@ -20,6 +20,7 @@ from lockstep.cluster.host import FAILED, OK, SAMPLER, TRAINER
 from lockstep.cluster.plain import from_plain, kinds_of, to_plain
 from lockstep.config.schema import Colocated, Split
 from lockstep.errors import ConfigError, EngineError, LockstepError, WorkerError, WorkerLost
+from lockstep.types import Metrics
 
 LEAST_SECONDS = 120.0
 """Shortest deadline of a call whose duration is known."""
@@ -31,6 +32,8 @@ STACK_SECONDS = 0.5
 DEATH_SECONDS = 1.0
 """A process whose pipe has closed has this long to end by itself, so that how it ended is known."""
 PIDS = "pids.txt"
+PHASES = {"sample": "rollout", "update": "update", "learner.response_logprobs": "update", "push": "sync"}
+"""Methods of a worker whose seconds are logged, and their phase."""
 CHANNEL = "channel"
 """Start of the names of files by which processes meet to send weights."""
 LOST = object()
@@ -72,8 +75,8 @@ class ProcessWorkers:
         self.folder, self.gpu, self.timeout = folder, gpu, placement.timeout_s
         self.again = "continue with lockstep train --resume"
         self.size = size = placement.trainers + placement.samplers
-        self.spent: defaultdict[tuple[int, str], float] = defaultdict(float)
-        """Seconds of each rank and method."""
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        """Seconds of each rank and phase since the last step, by the name of their metric."""
         self._trainer, self._trainers, self._spare = trainer, placement.trainers, placement.restarts
         self._calls: list[deque[_Call]] = [deque() for _ in range(size)]
         """Calls by rank whose results were not taken yet, the oldest first."""
@@ -105,6 +108,11 @@ class ProcessWorkers:
         self._dead.pop(rank, None)
         self._begin(rank)
 
+    def phase_seconds(self) -> Metrics:
+        """Return what each worker spent on the phases of a step, and begin again at 0."""
+        spent, self._spent = self._spent, defaultdict(float)
+        return dict(spent)
+
     def close(self) -> None:
         """End all processes, at once."""
         for child in self._children.values():
@@ -115,8 +123,9 @@ class ProcessWorkers:
     # --- calls ----------------------------------------------------------------------------------------------------
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
         """Begin a call of a method that these workers share; each takes its calls one after the other."""
-        given, returned = kinds_of(self._class(ranks[0]), method)
-        message = wire.dumps([method, to_plain(given, arguments)])
+        kinds, returned = kinds_of(self._class(ranks[0]), method)
+        given = zip(kinds.items(), arguments, strict=True)
+        message = wire.dumps([method, {name: to_plain(kind, value) for (name, kind), value in given}])
         for rank in ranks:
             self._children[rank].send(message)
             self._calls[rank].append(_Call(method, returned, time.monotonic(), self._dead.get(rank, _UNDER_WAY)))
@@ -189,7 +198,8 @@ class ProcessWorkers:
         call.result = Failure(*value) if state == FAILED else from_plain(call.kind, value)
         if state == OK:
             spent = now - call.began
-            self.spent[rank, call.method] += spent
+            if phase := PHASES.get(call.method):
+                self._spent[f"time/rank{rank}_{phase}"] += spent
             self._longest[call.method] = max(spent, self._longest.get(call.method, 0.0))
 
     # --- failures -------------------------------------------------------------------------------------------------
@@ -202,17 +212,17 @@ class ProcessWorkers:
         lost = WorkerLost.__name__
         rank, failure = min(failed.items(), key=lambda item: (item[1].kind != lost, not item[1].kind, item[1].when))
         kind = getattr(errors, failure.kind, None) if failure.kind else WorkerError
-        where = f"rank {rank} in {methods.get(rank, 'a call')}"
+        where = f"rank {rank} in {methods.get(rank, 'a call').rpartition('.')[2]}"
+        fix = failure.fix
         if kind is WorkerLost:
             fix = f"the stacks of the other workers are in {self.folder}; {self.again}"
-            return self._end(kind(failure.what, where=where, fix=fix))
-        if kind is WorkerError:
+        elif kind is WorkerError:
             fix = f"read {self.folder / f'rank_{rank}.log'}; if it does not show the cause, report this error"
-            return self._end(kind(failure.what, where=where, fix=fix))
-        if kind is None or not issubclass(kind, LockstepError) or issubclass(kind, ConfigError):
-            return self._end(EngineError(failure.what, where=failure.where or where, fix=failure.fix))
-        place = f"{failure.where} ({where})" if failure.where else where
-        return self._end(kind(failure.what, where=place, fix=failure.fix))
+        elif kind is None or not issubclass(kind, LockstepError) or issubclass(kind, ConfigError):
+            kind, where = EngineError, failure.where or where
+        elif failure.where:
+            where = f"{failure.where} ({where})"
+        return self._end(kind(failure.what, where=where, fix=fix))
 
     def _end(self, error: LockstepError) -> LockstepError:
         """Have the workers that still live write their stacks, and end all."""

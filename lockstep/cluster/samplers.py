@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.cluster.messages import GIVEN, WEIGHTS
 from lockstep.cluster.process_workers import CHANNEL, LOST, Failure, ProcessWorkers, Workers
+from lockstep.cluster.wire import GIVEN, WEIGHTS
 from lockstep.errors import DEFECT, SyncError
 from lockstep.types import Forward
 
@@ -23,12 +23,9 @@ class Samplers(Workers):
         self._joined = False
 
     def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
-        """Begin a call, and remember what a worker that takes the place of one of these must be told."""
-        match method:
-            case "set_forward":
-                (self._forward,) = arguments
-            case "serve":
-                (self._version,) = arguments
+        """Begin a call, and remember how a worker that takes the place of one of these must compute."""
+        if method == "engine.set_forward":
+            (self._forward,) = arguments
         super().start(ranks, method, *arguments)
 
     def revive(self, rank: int) -> None:
@@ -45,7 +42,7 @@ class Samplers(Workers):
             where = f"rank {self.ranks[rank]}, which replaces a lost worker"
             raise SyncError("a new worker holds different weights from the trainers", where=where, fix="resume the run")
         if self._forward is not None:
-            self.call_one(rank, "set_forward", self._forward)
+            self.call_one(rank, "engine.set_forward", self._forward)
 
     def feed(self, version: int) -> None:
         """Send the trainers' weights to all, which become this version. Raises the first error."""
@@ -53,19 +50,19 @@ class Samplers(Workers):
         while not fed:  # again if one was lost and replaced meanwhile
             if not self._joined:
                 meet = str(self.folder / f"{CHANNEL}_{secrets.token_hex(8)}")  # NCCL reads it in the first transfer
-                layouts = self._together("join", "join", meet)
+                layouts = self._together("join", meet)
                 if len(set(layouts)) > 1:
                     what = "trainers and samplers disagree on which tensors are trained"
                     raise SyncError(what, where="placement", fix=DEFECT)
                 self._joined = bool(layouts)
-            fed = self._joined and bool(self._together("give", "take"))
+            fed = self._joined and bool(self._together("exchange"))
+        self._version = version
         self.call("serve", version)
 
-    def _together(self, train: str, sample: str, *arguments: Any) -> list[Any]:
+    def _together(self, method: str, *arguments: Any) -> list[Any]:
         """Have trainers and samplers do what takes both; [] if a sampler was lost, which fails the others' part, too."""
-        for part, method in ((self._trainers, train), (self, sample)):
-            part.start(range(part.size), method, *arguments)
         waiting = {*self._trainers.ranks, *self.ranks}
+        self.processes.start(list(waiting), method, *arguments)
         found: dict[int, Any] = {}
         while waiting:
             found |= self.processes.results(self.processes.timeout, waiting, raises=False)
@@ -73,21 +70,21 @@ class Samplers(Workers):
         lost = [rank for rank, one in found.items() if one is LOST]
         failed = {rank: one for rank, one in found.items() if isinstance(one, Failure)}
         if failed and not lost:
-            raise self.processes.failed(failed, dict.fromkeys(failed, train))
+            raise self.processes.failed(failed, dict.fromkeys(failed, method))
         for rank in lost:
             self.revive(self.ranks.index(rank))
         return [] if lost else list(found.values())
 
-    def require_same_scores(self, trainers: int) -> None:
+    def require_same_scores(self) -> None:
         """Compare each engine's log-probabilities of the probe with the learner's. Raises SyncError."""
         sequences, values, tolerance = self._trainers.call_one(0, "probe")
         ours = [value for row in values for value in row]
-        for rank, rows in enumerate(self.call("score", sequences)):
+        for rank, rows in enumerate(self.call("engine.score", sequences)):
             theirs = [value for row in rows for value in row]
             gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
             if not gap <= tolerance:
                 raise SyncError(
                     f"the worker's log-probabilities of the probe differ by {gap:.3g} on average; {tolerance:.3g} is allowed",
-                    where=f"rank {trainers + rank}",
+                    where=f"rank {self.ranks[rank]}",
                     fix="use no sample of this run's last step; resume from the last checkpoint",
                 )

@@ -1,4 +1,7 @@
-"""Messages between the driver and its workers as bytes: msgpack, which holds plain values alone and runs nothing when read."""
+"""What travels between the driver and its workers: messages as bytes, and files of tensors.
+
+Messages are msgpack, which holds plain values alone and runs nothing when read.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+
+GIVEN, WEIGHTS, PART = "given.safetensors", "weights.safetensors", "part_{rank}.safetensors"
+"""Files in the folder of the workers: what the driver gives them, the weights of one, and each one's part of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

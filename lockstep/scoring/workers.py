@@ -16,9 +16,8 @@ from lockstep.build.parts import PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
 from lockstep.cluster.build import connected, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
-from lockstep.cluster.messages import Facts, RankProof
 from lockstep.cluster.process_workers import Workers
-from lockstep.cluster.sampler import Sampler
+from lockstep.cluster.sampler import Facts, RankProof, Sampler
 from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
 from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
@@ -34,7 +33,7 @@ class Evaluator(Sampler):
         """Build model and engine. `weights`: a checkpoint will replace every weight."""
         self._prepare(recipe)
         self._own = own = build_eval_model(self._recipe, replaced=weights)
-        self._chat, self._model, self._engine = own.policy.chat, own.policy.model, own.engine
+        self._chat, self._model, self.engine = own.policy.chat, own.policy.model, own.engine
         learner = LearnerFacts(str(self._device), (), own.base, 0)
         return Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None)
 
@@ -58,7 +57,7 @@ class Evaluator(Sampler):
         """Prove the engine."""
         sync = self._own.sync
         assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the model's tensors
-        return RankProof(sync.push(self._own.learner, self._engine), sync.shift, sync.fingerprints, {})
+        return RankProof(sync.push(self._own.learner, self.engine), sync.shift, sync.fingerprints, {})
 
 
 @dataclass(frozen=True, slots=True)

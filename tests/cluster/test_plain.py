@@ -6,13 +6,16 @@ import inspect
 import math
 import pickle
 import pickletools
+import re
 import struct
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from lockstep.algorithms.correction import Mismatch
+from lockstep.cluster import process_workers
 from lockstep.cluster.host import SAMPLER, TRAINER
 from lockstep.cluster.plain import _codec, from_plain, kinds_of, to_plain
 from lockstep.learner.protocol import Share
@@ -98,22 +101,32 @@ def test_a_share_of_an_update_arrives_with_its_arrays() -> None:
 @pytest.mark.parametrize("worker", [TRAINER, SAMPLER, f"{Evaluator.__module__}:{Evaluator.__name__}"])
 def test_all_that_a_worker_takes_and_returns_can_be_sent(worker: str) -> None:
     methods = inspect.getmembers(resolve_name(worker), inspect.isfunction)
-    for name in (name for name, _ in methods if not name.startswith("_") and name != "weights"):
-        for kind in kinds_of(worker, name):
+    for name in (name for name, _ in methods if not name.startswith("_")):
+        kinds, result = kinds_of(worker, name)
+        for kind in (*kinds.values(), result):
             _codec(kind)
-    given, returned = kinds_of(worker, "available")
-    assert (to_plain(given, ()), from_plain(returned, to_plain(returned, 0.5))) == ([], 0.5)
 
 
-def test_arguments_arrive_as_their_method_names_them() -> None:
-    given, returned = kinds_of(TRAINER, "prepare")
-    assert from_plain(given, to_plain(given, ("mxfp4",))) == ("mxfp4",)
-    assert from_plain(returned, to_plain(returned, (3, ("a", "b")))) == (3, ("a", "b"))
-    given, _ = kinds_of(TRAINER, "response_logprobs")
-    sequences = list(make_batch().sequences)
-    assert from_plain(given, to_plain(given, (sequences, 0.7, False, 2))) == (sequences, 0.7, False, 2)
-    with pytest.raises(ValueError, match="argument"):
-        to_plain(given, (sequences,))
+def test_all_that_the_driver_calls_exists_and_can_be_sent() -> None:
+    source = "".join(path.read_text() for path in Path(process_workers.__file__).parent.glob("*.py"))
+    called = set(re.findall(r"""\.call(?:_one)?\([^"()]*"([a-z_.]+)\"""", source))
+    parts = {name for name in called if "." in name}
+    assert len(parts) == 9
+    assert len(called - parts) > 10
+    for name in called:
+        kinds, result = kinds_of(TRAINER, name)
+        for kind in (*kinds.values(), result):
+            _codec(kind)
+
+
+def test_arguments_and_results_travel_as_their_method_names_them() -> None:
+    kinds, result = kinds_of(TRAINER, "learner.prepare_numerics")
+    assert list(kinds) == ["numeric"]
+    assert from_plain(result, to_plain(result, (3, ("a", "b")))) == (3, ("a", "b"))
+    kinds, _ = kinds_of(TRAINER, "learner.response_logprobs")
+    assert list(kinds) == ["sequences", "temperature", "reference", "prefix"]
+    sequences = make_batch().sequences
+    assert from_plain(kinds["sequences"], to_plain(kinds["sequences"], list(sequences))) == sequences
 
 
 def test_a_record_that_is_not_plain_is_refused() -> None:
