@@ -191,6 +191,8 @@ class ProcessWorkers:
             for call in waiting:
                 call.result = self._dead[rank]
             return
+        if not waiting:  # it was given up while others still worked, and answers after all
+            return
         call, *later = waiting
         if later:
             later[0].began = now
