@@ -1,6 +1,6 @@
-"""What travels between the driver and its workers: messages as bytes, and files of tensors.
+"""Messages between the driver and its workers as bytes, and names of the files by which tensors travel.
 
-Messages are msgpack, which holds plain values alone and runs nothing when read.
+A message is msgpack, which holds plain values alone and runs nothing when read.
 """
 
 from __future__ import annotations
