@@ -200,26 +200,29 @@ def equal(args: argparse.Namespace, folder: Path) -> list[str]:
     from gpu_step import recipe_words
 
     from lockstep.cluster.group import GroupLearner
-    from lockstep.cluster.messages import Facts
-    from lockstep.cluster.plain import from_plain
-    from lockstep.cluster.process_workers import ProcessWorkers
+    from lockstep.cluster.process_workers import ProcessWorkers, Workers
     from lockstep.config.load import load
+    from lockstep.config.schema import Colocated
 
     named = argparse.Namespace(
         **vars(args) | {"cpu": args.tiny, "work_name": "full", "tokens": 0, "arm": "Lockstep", "set": []}
     )
-    words = [*recipe_words(named, str(folder)), f"update.tokens_per_microbatch={40 if args.tiny else 4096}", *args.set]
-    recipe = json.dumps(load([*words, PLACES["two GPUs"]]).model_dump(mode="json"))
+    words = [
+        *recipe_words(named, str(folder)),
+        f"update.tokens_per_microbatch={40 if args.tiny else 4096}",
+        "threads=1",
+    ]
+    recipe = json.dumps(load([*words, *args.set, PLACES["two GPUs"]]).model_dump(mode="json"))
     rows: list[tuple[str, list[dict[str, float]], str]] = []
     for number, (name, size) in enumerate({"one GPU": 1, "one GPU again": 1, "two GPUs": 2}.items()):
-        place = folder / f"equal_{number}"
-        workers = ProcessWorkers(size, place, gpu=not args.tiny, timeout=300, threads=1)
-        facts = from_plain(Facts, workers.call("build", recipe, False)[0])
-        learner = GroupLearner(workers, facts.learner, place)
+        placement = Colocated(gpus=size, timeout_s=300)
+        processes = ProcessWorkers(placement, folder / f"equal_{number}", gpu=not args.tiny)
+        workers = Workers(processes, range(size))
+        learner = GroupLearner(workers, workers.call("build", recipe, False)[0].learner)
         batch = saved_rollouts(args)
         metrics = [learner.update(batch, lambda inputs: None) for _ in range(2)]  # type: ignore[arg-type,return-value]
         rows.append((name, metrics, learner.fingerprint().combined))
-        workers.close()
+        processes.close()
     lines = ["Two updates of the same weights with the same saved rollouts:", ""]
     for name, metrics, fingerprint in rows:
         found = "; ".join(f"loss {m['loss/policy']:.9g}, norm {m['grad/norm']:.9g}" for m in metrics)

@@ -9,7 +9,7 @@ from typing import Any, Literal, assert_never
 
 from torch import Tensor
 
-from lockstep.algorithms.build import build_objective
+from lockstep.algorithms.build import Objective, build_objective
 from lockstep.build.exactness import settle_exactness
 from lockstep.build.memory import execution, plan_run, rows_of_engine
 from lockstep.build.opponents import load_opponents
@@ -23,8 +23,9 @@ from lockstep.envs.programs import MODEL
 from lockstep.errors import ConfigError
 from lockstep.learner.adapter_files import Base
 from lockstep.learner.adapters import adopt_starts, attach
-from lockstep.learner.critic import build_critic
+from lockstep.learner.critic import TorchCritic, build_critic
 from lockstep.learner.learner import TorchLearner, base_model
+from lockstep.learner.ranks import Ranks
 from lockstep.learner.rounding import rounding_gap
 from lockstep.models import exact, load_model, load_tokenizer, resolve, resolve_dtype
 from lockstep.models.attention import NAME as ATTENTION
@@ -176,20 +177,30 @@ def build_parts(
     objective = build_objective(recipe)
     prepare_for_engine(recipe)  # before the plan, which asks the GPU for its memory and so starts CUDA
     memory = plan_run(recipe, task, objective, say)
-    full = recipe.adapter.kind == "none"
-    policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)
+    policy, engine, learner, critic = build_trained(recipe, objective, weights, memory)
     connect(task, policy)
-    critic = build_critic(policy.model, recipe, execution(memory)) if objective.needs_values else None
-    reference = None
-    if objective.needs_reference and recipe.adapter.kind == "none":
-        reference = copy.deepcopy(policy.model).requires_grad_(False)
-    if weights is not None:
-        load_weights(policy.model, iter(adopt(policy, weights).items()))
-    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy", memory=memory)
-    learner = TorchLearner(policy.model, recipe, reference, critic.joint if critic else None, execution(memory))
     sync = build_weight_sync(policy, recipe)
     noise = None if recipe.noise is None else find_targets(policy.model, recipe.noise)
     return Parts(policy, task, engine, objective, learner, critic, sync, Carried.at_start(recipe), memory, noise)
+
+
+def build_trained(
+    recipe: Recipe,
+    objective: Objective,
+    weights: Mapping[str, Tensor] | None,
+    memory: MemoryPlan | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Policy, RolloutEngine, TorchLearner, TorchCritic | None]:
+    """Load the model, and build its engine, learner and critic. `weights` as in build_parts, `ranks` as in TorchLearner."""
+    full, plan = recipe.adapter.kind == "none", execution(memory)
+    policy = build_policy(recipe, replaced=weights is not None and full and not objective.needs_reference)
+    critic = build_critic(policy.model, recipe, plan, ranks) if objective.needs_values else None
+    reference = copy.deepcopy(policy.model).requires_grad_(False) if objective.needs_reference and full else None
+    if weights is not None:
+        load_weights(policy.model, iter(adopt(policy, weights).items()))
+    engine = build_engine(policy, recipe, own_copy=recipe.sync.transport == "copy", memory=memory)
+    joint = critic.joint if critic else None
+    return policy, engine, TorchLearner(policy.model, recipe, reference, joint, plan, ranks), critic
 
 
 def require_precision(recipe: Recipe, weights: str) -> None:

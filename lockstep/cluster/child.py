@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from lockstep.cluster import wire
+from lockstep.workers.process import own_environment
 
 END_SECONDS = 5.0
 """Longest wait for the end of a process that was killed."""
@@ -34,6 +35,7 @@ class Child:
 
     def __init__(self, threads: int) -> None:
         """Start the process. `threads`: of its libraries, unless OMP_NUM_THREADS says how many."""
+        threads_of_libraries = os.environ.get("OMP_NUM_THREADS", str(threads))
         ours, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
@@ -42,7 +44,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # until it has a place, and with it a log
                 stderr=subprocess.DEVNULL,
-                env=_environment(threads),
+                env=own_environment(OMP_NUM_THREADS=threads_of_libraries, GLOO_SOCKET_IFNAME="lo"),  # this machine only
                 start_new_session=True,  # an interrupt is for the driver; and the whole group can be killed
             )
         self.pid = self._popen.pid
@@ -110,13 +112,3 @@ def started_ahead(count: int) -> Iterator[None]:
 def take(threads: int) -> Child:
     """Return a process that was started ahead, else a new one."""
     return _AHEAD.pop(0) if _AHEAD else Child(threads)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Return this process's environment unchanged, but for the module path and what keeps the workers to this machine."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # noqa: PTH109
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,32 +10,18 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.checkpoint.state import read_tensors, write_tensors
-from lockstep.cluster.messages import (
-    CRITIC,
-    OPTIMIZER,
-    PART,
-    WEIGHTS,
-    Lost,
-    Numerics,
-    Plain,
-    Prints,
-    RankProof,
-    Rows,
-    Sampled,
-    Saved,
-    Values,
-    Workers,
-)
-from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.cluster.process_workers import LOST, Workers
+from lockstep.cluster.sampler import RankProof
 from lockstep.cluster.samplers import Samplers
+from lockstep.cluster.wire import GIVEN, PART, WEIGHTS
+from lockstep.config.schema import Recipe
 from lockstep.errors import SyncError
 from lockstep.learner.protocol import LearnerState, Share, scored_by, update_metrics
 from lockstep.learner.value_head import CriticShare, critic_metrics
 from lockstep.rollout.requests import check_idle, check_version
-from lockstep.sync import record
 from lockstep.sync.compare import Mismatch, compare
 from lockstep.sync.control import blind
-from lockstep.sync.fingerprint import Fingerprints, TensorPrint, combine
+from lockstep.sync.fingerprint import Fingerprints, combine
 from lockstep.types import (
     Batch,
     Completion,
@@ -66,16 +51,15 @@ POLL_SECONDS = 0.02
 class GroupLearner:
     """The learners of all workers as one."""
 
-    def __init__(self, workers: Workers, facts: LearnerFacts, folder: Path) -> None:
-        self._workers, self._facts, self._folder = workers, facts, folder
+    def __init__(self, workers: Workers, facts: LearnerFacts) -> None:
+        self._workers, self._facts = workers, facts
         self.version = 0
         self.skipped = 0
         self.scored: tuple[Scored, ...] = ()
 
     def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step on a batch. The workers take the loss from the recipe, as `loss` was."""
-        found = self._workers.call("update", to_plain(Batch, batch))
-        shares = [from_plain(Share, one) for one in found]
+        shares: list[Share] = self._workers.call("update", batch)
         self.version, self.skipped, self.scored = self.version + 1, shares[0].skipped, scored_by(shares)
         return update_metrics(shares)
 
@@ -83,23 +67,21 @@ class GroupLearner:
         self, sequences: Sequence[TrainSequence], temperature: float, *, reference: bool = False, prefix: int = 0
     ) -> list[tuple[float, ...]]:
         """Return the log-probability of each response token, as TorchLearner does."""
-        plain = many_to_plain(TrainSequence, sequences)
-        return _joined(self._workers.call("response_logprobs", plain, temperature, reference, prefix))
+        return _joined(self._workers.call("learner.response_logprobs", sequences, temperature, reference, prefix))
 
     def logprobs(self, sequences: Sequence[TokenIds], numeric: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first of each sequence, by the first worker."""
-        found = self._workers.call_one(0, "logprobs", _rows(sequences), numeric)
-        return list(from_plain(Values, found).rows)
+        found: list[tuple[float, ...]] = self._workers.call_one(0, "learner.logprobs", sequences, numeric)
+        return found
 
     def weights(self) -> WeightStream:
         """Return the weights of the first worker, read from a file."""
-        self._workers.call_one(0, "write_weights")
-        return iter(_tensors(self._folder / WEIGHTS).items())
+        return iter(_weights(self._workers).items())
 
     def prepare_numerics(self, numeric: str) -> tuple[int, tuple[str, ...]]:
         """Prepare for a numeric; returns the number of quantised layers, and the names of those left alone."""
-        found = [from_plain(Numerics, one) for one in self._workers.call("prepare", numeric)]
-        return found[0].layers, found[0].excluded
+        found: tuple[int, tuple[str, ...]] = self._workers.call("learner.prepare_numerics", numeric)[0]
+        return found
 
     def describe(self) -> LearnerFacts:
         """Return facts for the log and the manifest."""
@@ -107,99 +89,90 @@ class GroupLearner:
 
     def fingerprint(self, *, frozen: bool = False, only: Collection[str] = ()) -> Fingerprints:
         """Return fingerprints as TorchLearner does. Raises SyncError if the workers hold different weights."""
-        return _agreed(self._workers.call("fingerprint", frozen, list(only)))
+        return _agreed(self._workers.call("learner.fingerprint", frozen, list(only)))
 
     def save(self) -> LearnerState:
         """Return the content of a checkpoint, which is that of a single learner."""
-        found = from_plain(Saved, self._workers.call("save")[0])
-        optimizer: dict[str, Tensor] = {}
-        for rank in range(self._workers.size):
-            optimizer |= _tensors(self._folder / PART.format(rank=rank))
-        return LearnerState(found.file, _tensors(self._folder / WEIGHTS), found.texts, optimizer, found.counters)
+        file, texts, counters = self._workers.call("save")[0]
+        return LearnerState(file, _tensors(self._workers.folder / WEIGHTS), texts, _parts(self._workers), counters)
 
     def restore(self, counters: Mapping[str, int], optimizer: Mapping[str, Tensor]) -> None:
         """Continue where `counters` and the optimizer's tensors were saved, by any number of workers."""
-        path = self._folder / OPTIMIZER
-        write_tensors(path, optimizer)
-        self._workers.call("restore", dict(counters))
-        path.unlink()
+        _give(self._workers, optimizer, "learner", counters)
         self.version, self.skipped = counters["version"], counters["skipped"]
 
 
 class GroupCritic:
     """The critics of all workers as one."""
 
-    def __init__(self, workers: Workers, folder: Path, *, joint: bool) -> None:
-        self._workers, self._folder = workers, folder
-        self.joint = joint or None
+    def __init__(self, workers: Workers, *, joint: bool) -> None:
+        self._workers, self.joint = workers, joint or None
 
     def values(self, sequences: Sequence[TrainSequence], prefix: int = 0) -> list[tuple[float, ...]]:
         """Return the value before each response token, as TorchCritic does."""
-        return _joined(self._workers.call("values", many_to_plain(TrainSequence, sequences), prefix))
+        return _joined(self._workers.call("critic.values", sequences, prefix))
 
     def update(self, batch: Batch) -> Metrics:
         """Make one optimizer step towards the returns."""
-        found = self._workers.call("update_critic", to_plain(Batch, batch))
-        shares = [from_plain(CriticShare, one) for one in found]
+        shares: list[CriticShare] = self._workers.call("critic.update_share", batch)
         return critic_metrics(shares) | {"critic/oom_splits": float(sum(share.splits for share in shares))}
 
     def counters(self) -> dict[str, int]:
-        """Return the counters, and have the workers write the tensors that `tensors` reads."""
-        found: dict[str, int] = self._workers.call("save_critic")[0]
+        found: dict[str, int] = self._workers.call_one(0, "critic.counters")
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and optimizer, as `counters` left them."""
-        found: dict[str, Tensor] = {}
-        for rank in range(self._workers.size):
-            found |= _tensors(self._folder / CRITIC.format(rank=rank))
-        return found
+        """Return weights and optimizer."""
+        self._workers.call("write_critic")
+        return _parts(self._workers)
 
     def restore(self, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Continue where counters and tensors were saved, by any number of workers."""
-        path = self._folder / OPTIMIZER
-        write_tensors(path, tensors)
-        self._workers.call("restore_critic", dict(counters))
-        path.unlink()
+        _give(self._workers, tensors, "critic", counters)
 
 
 class GroupEngine:
     """The engines of all workers as one. All samples of a prompt are drawn by one of them."""
 
-    def __init__(self, workers: Workers, folder: Path, rows: int | None = None) -> None:
-        """Take the workers. `rows`: each gets further prompts when it has fewer requests than these; None: all at once,
-        in turn.
-        """
-        self._workers, self._folder, self._rows = workers, folder, rows
-        self.workers = workers.size
+    def __init__(self, workers: Workers, recipe: Recipe) -> None:
+        """Take the workers, to which requests are dealt as the recipe says."""
+        self._workers, self.workers = workers, workers.size
+        self._rows: int | None = None
+        """Each gets further prompts when it has fewer requests than these; None: all at once, in turn."""
+        if recipe.rollout.deal == "queue":
+            slots = recipe.slots("cuda" if workers.processes.gpu else "cpu")
+            self._rows = min(slots, -(-recipe.samples_per_step // workers.size))
         self.version = -1
         self.forward = Forward()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have no requests."""
         self._queue: dict[str, list[Request]] = {}
         """Requests of the prompts that no worker has yet."""
-        self._outbox: list[list[Request]] = [[] for _ in range(workers.size)]
-        self._open: list[dict[str, Request]] = [{} for _ in range(workers.size)]
+        self._outbox: list[list[Request]] = [[] for _ in range(self.workers)]
+        self._open: list[dict[str, Request]] = [{} for _ in range(self.workers)]
         """Requests that each worker has, by id."""
-        self._asked = [0] * workers.size
+        self._asked = [0] * self.workers
         """Calls under way of each worker."""
         self._prompts: dict[str, int] = {}
         """Worker of each prompt."""
 
     def set_forward(self, forward: Forward) -> ForwardReport:
         """Compute in this way from now on, on all workers."""
-        found = self._workers.call("set_forward", to_plain(Forward, forward))
+        report: ForwardReport = self._workers.call("engine.set_forward", forward)[0]
         self.forward = forward
-        return from_plain(ForwardReport, found[0])
+        return report
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests: prompts in turn to each worker. Raises StaleWeightsError for another version."""
+        """Queue requests. Raises StaleWeightsError for another version."""
         for request in requests:
             check_version(request, self.version)
-            prompt = request.id.rpartition("#")[0]  # later turns of an episode go where the first went
-            if self._rows is not None and prompt not in self._prompts:
+            prompt = request.id.rpartition("#")[0]
+            if prompt in self._prompts:  # later turns of an episode go where the first went
+                self._outbox[self._prompts[prompt]].append(request)
+            else:
                 self._queue.setdefault(prompt, []).append(request)
-                continue
-            rank = self._prompts.setdefault(prompt, len(self._prompts) % self._workers.size)
-            self._outbox[rank].append(request)
 
     def completed(self, between: Callable[[], None] | None = None) -> Iterator[Completion]:
         """Yield completions as they finish, until no request is left."""
@@ -208,22 +181,17 @@ class GroupEngine:
             for rank in range(self._workers.size):
                 while self._asked[rank] < AHEAD and (self._outbox[rank] or self._open[rank]):
                     self._ask(rank)
-            for rank, plain in self._workers.results(SLICE_SECONDS if between is None else POLL_SECONDS).items():
-                if isinstance(plain, Lost):
-                    self._lost(rank, plain)
-                    continue
-                self._asked[rank] -= 1
-                yield from self._taken(rank, plain)
+            yield from self._arrived(SLICE_SECONDS if between is None else POLL_SECONDS)
             if between is not None:
                 between()
         self._prompts.clear()
 
     def _deal(self) -> None:
-        """Give prompts of the queue to the workers that have room, to the one with the fewest requests first."""
-        while self._queue and self._rows is not None:
+        """Give prompts of the queue to the workers in turn, or if room counts to those that have it, the emptiest first."""
+        while self._queue:
             held = [len(sent) + len(box) for sent, box in zip(self._open, self._outbox, strict=True)]
-            rank = held.index(min(held))
-            if held[rank] >= self._rows:
+            rank = len(self._prompts) % self.workers if self._rows is None else held.index(min(held))
+            if self._rows is not None and held[rank] >= self._rows:
                 return
             prompt = next(iter(self._queue))
             self._prompts[prompt] = rank
@@ -232,24 +200,29 @@ class GroupEngine:
     def _ask(self, rank: int) -> None:
         requests, self._outbox[rank] = self._outbox[rank], []
         self._open[rank] |= {request.id: request for request in requests}
-        self._workers.start(rank, "sample", many_to_plain(Request, requests), SLICE_SECONDS)
+        self._workers.start([rank], "sample", requests, SLICE_SECONDS)
         self._asked[rank] += 1
 
-    def _lost(self, rank: int, lost: Lost) -> None:
-        """Give a lost worker's requests to the one in its place: their samples follow from their seeds."""
-        self._workers.revive(rank, lost)
-        self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
-        self._open[rank].clear()
-        self._asked[rank] = 0
-
-    def _taken(self, rank: int, plain: Sequence[Plain]) -> Iterator[Completion]:
-        for one in many_from_plain(Sampled, plain):
-            request = self._open[rank].pop(one.id)
-            yield Completion(request, one.ids, one.logprobs, one.finish, one.version, (one.text, one.answer))
+    def _arrived(self, seconds: float) -> list[Completion]:
+        """Return completions, after at most so long a wait. A lost worker's requests are given to the one in its place: their
+        samples follow from their seeds.
+        """
+        completions: list[Completion] = []
+        for rank, found in self._workers.results(seconds).items():
+            if found is LOST:
+                self._workers.revive(rank)
+                self._outbox[rank] = [*self._open[rank].values(), *self._outbox[rank]]
+                self._open[rank].clear()
+                self._asked[rank] = 0
+                continue
+            self._asked[rank] -= 1
+            completions += [replace(one, request=self._open[rank].pop(one.request.id)) for one in found]
+        return completions
 
     def score(self, sequences: Sequence[TokenIds]) -> list[tuple[float, ...]]:
         """Return the log-probability of every token but the first, by the first worker's engine."""
-        return list(from_plain(Values, self._workers.call_one(0, "score", _rows(sequences))).rows)
+        found: list[tuple[float, ...]] = self._workers.call_one(0, "engine.score", sequences)
+        return found
 
     def load(self, weights: WeightStream, version: int) -> None:
         """Become `version`: the workers' engines read their learners' weights."""
@@ -262,23 +235,14 @@ class GroupEngine:
 
     def weights(self, only: Collection[str] = ()) -> WeightStream:
         """Return what the first worker samples with, read from a file."""
-        self._workers.call_one(0, "write_weights")
-        found = _tensors(self._folder / WEIGHTS)
-        return ((name, tensor) for name, tensor in found.items() if not only or name in only)
+        return ((name, tensor) for name, tensor in _weights(self._workers).items() if not only or name in only)
 
     def close(self) -> None:
         """Drop all requests."""
         while any(self._asked):
-            for rank, plain in self._workers.results(SLICE_SECONDS).items():
-                self._asked[rank] -= 1
-                if isinstance(plain, Lost):
-                    self._lost(rank, plain)
+            self._arrived(SLICE_SECONDS)
         self._workers.call("drop")
-        self._queue.clear()
-        self._prompts.clear()
-        for requests, opened in zip(self._outbox, self._open, strict=True):
-            requests.clear()
-            opened.clear()
+        self._forget()
 
 
 class GroupSync:
@@ -331,26 +295,24 @@ class GroupSync:
             )
         return name
 
-    def _held(self) -> list[dict[str, TensorPrint]]:
+    def _held(self) -> list[Fingerprints]:
         """Return the fingerprints of what every worker samples with."""
-        return [from_plain(Prints, one) for part in self._parts for one in part.call("held")]
+        return [one for part in self._parts for one in part.call("held")]
 
     @property
     def _parts(self) -> list[Workers]:
         return [self._workers, *([self._samplers] if self._samplers is not None else [])]
 
-    def _proof(self, plain: Sequence[Plain]) -> Proof:
-        found = [from_plain(RankProof, one) for one in plain]
-        held = [one.held for one in found]
-        truth = dict(held[0])
+    def _proof(self, found: Sequence[RankProof]) -> Proof:
+        proofs, held = [one.proof for one in found], [one.held for one in found]
+        truth = dict(held[0].tensors)
         for one in found:
             truth |= one.truth
-        proofs = [record.from_json(json.loads(one.proof)) for one in found]
         if self._samplers is not None:
-            held += [from_plain(Prints, one) for one in self._samplers.call("held")]
+            held += self._samplers.call("held")
             if proofs[0].probe is not None:
-                self._samplers.require_same_scores(len(found))
-        if faults := differing(truth, held):
+                self._samplers.require_same_scores()
+        if faults := differing(combine(truth), held):
             raise SyncError(
                 f"{len(faults)} tensors differ from those of the workers that own them: {'; '.join(map(str, faults[:8]))}",
                 where=f"sync of version {proofs[0].version}",
@@ -360,33 +322,46 @@ class GroupSync:
         return max(proofs, key=lambda proof: proof.probe.mean if proof.probe else 0.0)
 
 
-def differing(truth: Mapping[str, TensorPrint], held: Sequence[Mapping[str, TensorPrint]]) -> list[Mismatch]:
+def differing(truth: Fingerprints, held: Sequence[Fingerprints]) -> list[Mismatch]:
     """Return the tensors of each rank that are not the true ones."""
-    expected = combine(truth)
     return [
         replace(fault, detail=f"{fault.detail} on rank {rank}")
         for rank, prints in enumerate(held)
-        for fault in compare(expected, combine(prints))
+        for fault in compare(truth, prints)
     ]
 
 
-def _agreed(plain: Sequence[Plain]) -> Fingerprints:
-    held = [from_plain(Prints, one) for one in plain]
+def _agreed(held: Sequence[Fingerprints]) -> Fingerprints:
     if faults := differing(held[0], held):
         raise SyncError(
             f"workers hold different weights: {'; '.join(map(str, faults[:8]))}", fix="resume from the last checkpoint"
         )
-    return combine(held[0])
+    return held[0]
 
 
-def _joined(plain: Sequence[Plain]) -> list[tuple[float, ...]]:
+def _joined(shares: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, ...]]:
     """Return the rows of all ranks as one list: of each row one rank has values."""
-    shares = [from_plain(Values, one).rows for one in plain]
     return [next((row for row in rows if row), ()) for rows in zip(*shares, strict=True)]
 
 
-def _rows(sequences: Sequence[TokenIds]) -> Plain:
-    return to_plain(Rows, Rows(tuple(sequences)))
+def _give(workers: Workers, tensors: Mapping[str, Tensor], part: str, counters: Mapping[str, int]) -> None:
+    """Have the learners or critics of all workers continue from counters and tensors."""
+    path = workers.folder / GIVEN
+    write_tensors(path, tensors)
+    workers.call("restore", part, counters)
+    path.unlink()
+
+
+def _weights(workers: Workers) -> dict[str, Tensor]:
+    """Return what the first worker samples with."""
+    workers.call_one(0, "write_weights")
+    return _tensors(workers.folder / WEIGHTS)
+
+
+def _parts(workers: Workers) -> dict[str, Tensor]:
+    """Return the tensors of which each worker has written its part."""
+    paths = [workers.folder / PART.format(rank=rank) for rank in range(workers.size)]
+    return {name: tensor for path in paths for name, tensor in _tensors(path).items()}
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

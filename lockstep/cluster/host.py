@@ -1,6 +1,6 @@
 """The process of a worker: `python -m lockstep.cluster.host DESCRIPTOR`, started by child.py.
 
-Its first message is [place, class of the worker]; each later one a call, [method, arguments], which is answered in turn.
+Its first message is [place, class of the worker]; each later one a call, [method, arguments by name], which is answered in turn.
 This module imports nothing large: it must hear of its driver's end while it loads.
 """
 
@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from queue import SimpleQueue
@@ -33,25 +34,28 @@ _PR_SET_PDEATHSIG = 1
 class Host:
     """Runs one worker. Its results are [OK, value] or [FAILED, plain Failure]."""
 
-    def __init__(self, place: Any, worker: str) -> None:
-        rank, _, folder, *_ = place
+    def __init__(self, place: wire.Place, worker: str) -> None:
         self._place, self._class = place, worker
         self._worker: Any = None
-        self._log = (Path(folder) / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8")
+        folder, rank = Path(place.folder), place.rank
+        self._log = (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8")
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
-        self._stacks = (Path(folder) / f"stacks_{rank}.txt").open("a", encoding="utf-8")
+        self._stacks = (folder / f"stacks_{rank}.txt").open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
-    def call(self, method: str, arguments: list[Any]) -> list[Any]:
-        """Call a method of the worker, which is made at the first call."""
+    def call(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        """Call a method of the worker, which is made at the first call, or of a part of it."""
         try:
+            from lockstep.cluster.plain import from_plain, kinds_of, to_plain
+
             if self._worker is None:
                 self._worker = resolve_name(self._class)(self._place)
-            return [OK, getattr(self._worker, method)(*arguments)]
+            kinds, returned = kinds_of(self._class, method)
+            given = {name: from_plain(kinds[name], value) for name, value in arguments.items()}
+            return [OK, to_plain(returned, attrgetter(method)(self._worker)(**given))]
         except LockstepError as error:
-            known = [type(error).__name__, error.what, error.where, error.fix, time.time()]
-            return [FAILED, known]
+            return [FAILED, [type(error).__name__, error.what, error.where, error.fix, time.time()]]
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -66,7 +70,8 @@ def main() -> None:
     threading.Thread(target=_listen, args=(channel, messages), daemon=True).start()
     with suppress(Exception):  # raised again at the first call, whose answer reports it
         resolve_name(TRAINER)
-    host = Host(*messages.get())
+    place, worker = messages.get()
+    host = Host(wire.Place(*place), worker)
     while True:
         method, arguments = messages.get()
         channel.send_bytes(wire.dumps(host.call(method, arguments)))

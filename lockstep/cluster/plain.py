@@ -1,18 +1,21 @@
-"""Converts records to plain Python values and back, for messages between processes: numbers become bytes, nothing is pickled."""
+"""Converts records to plain Python values and back, for messages between processes: numbers become bytes, nothing is pickled.
+
+What a worker's method takes and returns travels as its annotations say.
+"""
 
 from __future__ import annotations
 
 import struct
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from pkgutil import resolve_name
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-Record = TypeVar("Record")
 Convert: TypeAlias = Callable[[Any], Any]
 
 NUMBERS: dict[Any, str] = {int: "iq", float: "fd", bool: "?"}
@@ -31,21 +34,21 @@ def to_plain(kind: Any, value: Any) -> Any:
         return _codec(kind)[0](value)
 
 
-def from_plain(kind: type[Record], value: Any) -> Record:
+def from_plain(kind: Any, value: Any) -> Any:
     """Return the value that `to_plain` made plain, equal to the last bit."""
-    any_kind: Any = kind
-    found: Record = _codec(any_kind)[1](value)
-    return found
+    return _codec(kind)[1](value)
 
 
-def many_to_plain(kind: type[Record], values: Sequence[Record]) -> list[Any]:
-    """Return the plain values of several records of one type."""
-    return [to_plain(kind, value) for value in values]
-
-
-def many_from_plain(kind: type[Record], values: Sequence[Any]) -> list[Record]:
-    """Reverse `many_to_plain`."""
-    return [from_plain(kind, value) for value in values]
+@cache
+def kinds_of(worker: str, method: str) -> tuple[dict[str, Any], Any]:
+    """Return the types of a method's arguments by name, and that of its result. `worker` names the class, `method` a method of
+    it or of one of its parts, as in "learner.logprobs".
+    """
+    owner, (*parts, name) = resolve_name(worker), method.split(".")
+    for part in parts:
+        owner = get_type_hints(owner)[part]
+    kinds = get_type_hints(getattr(owner, name))
+    return kinds, kinds.pop("return")
 
 
 @cache
@@ -53,13 +56,10 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
     """Return how values of a type are written and how they are read. Raises TypeError for a type that cannot be sent."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        make: Any = kind
-        hints = get_type_hints(kind)
-        parts = {field.name: _codec(hints[field.name]) for field in fields(kind)}
-        return (
-            lambda value: [write(getattr(value, name)) for name, (write, _) in parts.items()],
-            lambda value: make(*(read(one) for (_, read), one in zip(parts.values(), value, strict=True))),
-        )
+        record: Any = kind
+        hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
+        write, read = _parts([hints[name] for name in names])
+        return lambda value: write([getattr(value, name) for name in names]), lambda value: record(*read(value))
     if origin in (types.UnionType, Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
         write, read = _codec(inner)
@@ -67,38 +67,42 @@ def _codec(kind: Any) -> tuple[Convert, Convert]:
             lambda value: None if value is None else write(value),
             lambda value: None if value is None else read(value),
         )
-    if origin is tuple and args[-1] is Ellipsis and args[0] in NUMBERS:
+    if origin is tuple and Ellipsis not in args:
+        write, read = _parts(args)
+        return write, lambda value: tuple(read(value))
+    if origin is tuple and args[0] in NUMBERS:
         codes = NUMBERS[args[0]]
         return lambda value: _pack(value, codes), lambda value: _unpack(value, codes)
-    if origin is tuple and args[-1] is Ellipsis:
+    if origin in (tuple, list, Sequence, Collection):
         write, read = _codec(args[0])
-        return lambda value: [write(one) for one in value], lambda value: tuple(read(one) for one in value)
+        make = list if origin is list else tuple
+        return lambda value: [write(one) for one in value], lambda value: make(read(one) for one in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         write, read = _codec(args[1])
         return (
             lambda value: {name: write(one) for name, one in value.items()},
             lambda value: {name: read(one) for name, one in value.items()},
         )
-    if origin in (tuple, list):
-        return list, origin
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value: value.value, kind
-    if kind in (str, int, float, bool, bytes, Any) or origin is Literal:
+    if kind in (str, int, float, bool, bytes, type(None), Any) or origin is Literal:
         return lambda value: value, lambda value: value
     raise TypeError(f"values of type {kind!r} cannot be sent")
 
 
+def _parts(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
+    """Return how values of these types, one of each, are written and how they are read."""
+    parts = [_codec(kind) for kind in kinds]
+    return (
+        lambda values: [write(one) for (write, _), one in zip(parts, values, strict=True)],
+        lambda values: [read(one) for (_, read), one in zip(parts, values, strict=True)],
+    )
+
+
 def _pack(numbers: Sequence[Any], codes: str) -> bytes:
-    if numbers and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers):
-        return _alike(numbers[0], len(numbers), codes)
-    place, packed = _packed(numbers, codes)
-    return bytes([place]) + packed
-
-
-@lru_cache(REMEMBERED)
-def _alike(number: Any, count: int, codes: str) -> bytes:
-    place, packed = _packed((number,), codes)
-    return bytes([place + ALIKE]) + struct.pack("=q", count) + packed
+    alike = bool(numbers) and numbers[0] == numbers[-1] != 0 and numbers.count(numbers[0]) == len(numbers)
+    place, packed = _packed(numbers[:1] if alike else numbers, codes)
+    return bytes([place + ALIKE]) + struct.pack("=q", len(numbers)) + packed if alike else bytes([place]) + packed
 
 
 def _packed(numbers: Sequence[Any], codes: str) -> tuple[int, bytes]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,9 +17,10 @@ from lockstep import errors
 from lockstep.cluster import wire
 from lockstep.cluster.child import ENDED, Child, Inbox, take
 from lockstep.cluster.host import FAILED, OK, SAMPLER, TRAINER
-from lockstep.cluster.messages import Failure, Lost, Place, Plain
-from lockstep.cluster.plain import from_plain, to_plain
+from lockstep.cluster.plain import from_plain, kinds_of, to_plain
+from lockstep.config.schema import Colocated, Split
 from lockstep.errors import ConfigError, EngineError, LockstepError, WorkerError, WorkerLost
+from lockstep.types import Metrics
 
 LEAST_SECONDS = 120.0
 """Shortest deadline of a call whose duration is known."""
@@ -30,11 +32,26 @@ STACK_SECONDS = 0.5
 DEATH_SECONDS = 1.0
 """A process whose pipe has closed has this long to end by itself, so that how it ended is known."""
 PIDS = "pids.txt"
+PHASES = {"sample": "rollout", "update": "update", "learner.response_logprobs": "update", "push": "sync"}
+"""Methods of a worker whose seconds are logged, and their phase."""
 CHANNEL = "channel"
 """Start of the names of files by which processes meet to send weights."""
-
-
+LOST = object()
+"""Stands for the results of a worker that only sampled, and is no more."""
 _UNDER_WAY = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a worker."""
+
+    kind: str
+    """Name of its class; "" for one that is not Lockstep's."""
+    what: str
+    where: str
+    fix: str
+    when: float
+    """Unix time."""
 
 
 @dataclass(slots=True)
@@ -42,94 +59,94 @@ class _Call:
     """A call of a worker's method."""
 
     method: str
+    kind: Any
+    """Type of its result."""
     began: float
     """When it was its turn."""
-    result: Any = _UNDER_WAY
+    result: Any
     """Value that was returned, or a Failure."""
 
 
 class ProcessWorkers:
-    """Implements Workers: `size` processes that train, then `samplers` that only sample and may be replaced."""
+    """The processes of a run: those that train, then those that only sample and may be replaced."""
 
-    def __init__(
-        self,
-        size: int,
-        folder: Path,
-        *,
-        gpu: bool,
-        timeout: float,
-        threads: int,
-        samplers: int = 0,
-        spare: int = 0,
-        trainer: str = TRAINER,
-    ) -> None:
-        """Start the processes. `spare`: times that a lost sampler may be replaced; `trainer`: class of the first ones."""
-        self.timeout, self._folder, self._trainers, self._spare = timeout, folder, size, spare
-        self._threads, self._trainer = threads, trainer
+    def __init__(self, placement: Colocated | Split, folder: Path, *, gpu: bool, trainer: str = TRAINER) -> None:
+        """Start the processes. `trainer`: class of the first ones."""
+        self.folder, self.gpu, self.timeout = folder, gpu, placement.timeout_s
         self.again = "continue with lockstep train --resume"
-        self.size, self.gpu = (size := size + samplers), gpu
+        self.size = size = placement.trainers + placement.samplers
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        """Seconds of each rank and phase since the last step, by the name of their metric."""
+        self._trainer, self._trainers, self._spare = trainer, placement.trainers, placement.restarts
         self._calls: list[deque[_Call]] = [deque() for _ in range(size)]
         """Calls by rank whose results were not taken yet, the oldest first."""
         self._longest: dict[str, float] = {}
-        self.spent: defaultdict[tuple[int, str], float] = defaultdict(float)
-        """Seconds of each rank and method."""
         self._dead: dict[int, Failure] = {}
         self._inbox: Inbox = SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
-        self._rendezvous = folder / f"rendezvous_{secrets.token_hex(8)}"
-        self._place = Place(0, self._trainers, str(folder), str(self._rendezvous), threads, samplers)
-        self._children = [self._started(rank) for rank in range(size)]
-        self._write_pids()
+        meet = str(folder / f"rendezvous_{secrets.token_hex(8)}")
+        threads = max(1, (os.cpu_count() or size) // size)
+        self._place = wire.Place(0, self._trainers, str(folder), meet, threads, placement.samplers)
+        self._children: dict[int, Child] = {}
+        for rank in range(size):
+            self._begin(rank)
 
-    def _started(self, rank: int) -> Child:
-        child = take(self._threads)
+    def _begin(self, rank: int) -> None:
+        """Start a process, and write down the ids of all."""
+        child = self._children[rank] = take(self._place.threads)
         child.connect(self._inbox)
-        worker = self._trainer if rank < self._trainers else SAMPLER
-        child.send(wire.dumps([to_plain(Place, replace(self._place, rank=rank)), worker]))
-        return child
+        child.send(wire.dumps([astuple(replace(self._place, rank=rank)), self._class(rank)]))
+        pids = "".join(f"rank {rank}: {child.pid}\n" for rank, child in self._children.items())
+        (self.folder / PIDS).write_text(pids)
 
-    def _write_pids(self) -> None:
-        pids = "".join(f"rank {rank}: {child.pid}\n" for rank, child in enumerate(self._children))
-        (self._folder / PIDS).write_text(pids)
+    def _class(self, rank: int) -> str:
+        return self._trainer if rank < self._trainers else SAMPLER
 
     def replace(self, rank: int) -> None:
         """Start another process in place of a sampler that was lost."""
         self._children[rank].end()  # it may be alive, and silent
         self._dead.pop(rank, None)
-        self._children[rank] = self._started(rank)
-        self._write_pids()
+        self._begin(rank)
 
-    # --- Workers --------------------------------------------------------------------------------------------------
-    def call(self, method: str, *arguments: Plain) -> list[Plain]:
-        """Call a method of every worker with the same arguments; returns the results by rank."""
-        return Part(self, range(self.size)).call(method, *arguments)
+    def phase_seconds(self) -> Metrics:
+        """Return what each worker spent on the phases of a step, and begin again at 0."""
+        spent, self._spent = self._spent, defaultdict(float)
+        return dict(spent)
 
-    def call_one(self, rank: int, method: str, *arguments: Plain) -> Plain:
-        """Call a method of one worker."""
-        return Part(self, range(self.size)).call_one(rank, method, *arguments)
+    def close(self) -> None:
+        """End all processes, at once."""
+        for child in self._children.values():
+            child.end()
+        for meeting in (Path(self._place.rendezvous), *self.folder.glob(f"{CHANNEL}_*")):
+            meeting.unlink(missing_ok=True)
 
-    def start(self, rank: int, method: str, *arguments: Plain) -> None:
-        """Begin a call; a worker takes its calls one after the other."""
-        self._children[rank].send(wire.dumps([method, arguments]))
-        self._calls[rank].append(_Call(method, time.monotonic()))
+    # --- calls ----------------------------------------------------------------------------------------------------
+    def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
+        """Begin a call of a method that these workers share; each takes its calls one after the other."""
+        kinds, returned = kinds_of(self._class(ranks[0]), method)
+        given = zip(kinds.items(), arguments, strict=True)
+        message = wire.dumps([method, {name: to_plain(kind, value) for (name, kind), value in given}])
+        for rank in ranks:
+            self._children[rank].send(message)
+            self._calls[rank].append(_Call(method, returned, time.monotonic(), self._dead.get(rank, _UNDER_WAY)))
 
-    def results(self, seconds: float, ranks: Collection[int] | None = None, *, raises: bool = True) -> dict[int, Plain]:
-        """Return results of started calls, as Workers says; with `ranks` only theirs. Without `raises` a Failure is a result."""
-        present = {r: calls[0] for r, calls in enumerate(self._calls) if calls and (ranks is None or r in ranks)}
+    def results(self, seconds: float, ranks: Collection[int], *, raises: bool = True) -> dict[int, Any]:
+        """Return results of started calls by rank, each worker's oldest, waiting at most so long for the first one.
+
+        LOST stands for those of a worker that must be replaced. Without `raises` a Failure is a result, unless it is silence.
+        """
+        present = {rank: self._calls[rank][0] for rank in ranks if self._calls[rank]}
         rank, call = min(present.items(), key=lambda item: self._deadline(item[1]))
         ready = self._take(max(0.0, min(seconds, self._deadline(call) - time.monotonic())), present)
-        if not ready and self._deadline(call) < time.monotonic():
+        if silent := not ready and self._deadline(call) < time.monotonic():
             what = f"rank {rank} has not answered for {time.monotonic() - call.began:.0f} s"
-            lost = WorkerLost(what, where=self._where(rank, call.method), fix=self._fix)
-            if not self._spares(rank):
-                raise self._end(lost)
-            self._calls[rank].clear()
-            ready = {rank: Lost(lost)}
+            ready = {rank: Failure(WorkerLost.__name__, what, "", "", time.time())}
+        for rank, one in ready.items():
+            if isinstance(one, Failure) and one.kind == WorkerLost.__name__ and self._spares(rank):
+                self._calls[rank].clear()
+                ready[rank] = LOST
         failed = {rank: one for rank, one in ready.items() if isinstance(one, Failure)}
-        for rank in [r for r, one in failed.items() if one.kind == WorkerLost.__name__ and self._spares(r)]:
-            self._calls[rank].clear()
-            ready[rank] = Lost(WorkerLost(failed.pop(rank).what, where=self._where(rank, present[rank].method)))
-        if failed and raises:
+        if failed and (raises or silent):
             raise self.failed(failed, {rank: one.method for rank, one in present.items()})
         return ready
 
@@ -146,135 +163,117 @@ class ProcessWorkers:
             return call.began + self.timeout
         return call.began + max(min(LEAST_SECONDS, self.timeout), PATIENCE * longest)
 
-    def close(self) -> None:
-        """End all processes, at once."""
-        for child in self._children:
-            child.end()
-        for meeting in (self._rendezvous, *self._folder.glob(f"{CHANNEL}_*")):
-            meeting.unlink(missing_ok=True)
-
-    # --- failures -------------------------------------------------------------------------------------------------
-    def _take(self, seconds: float, present: Collection[int] | None = None) -> dict[int, Any]:
+    def _take(self, seconds: float, ranks: Collection[int]) -> dict[int, Any]:
         """Return what has arrived, at most one of each rank: values, or a Failure."""
-        wanted = range(self.size) if present is None else present
         end = time.monotonic() + seconds
-        while not any(self._ready(rank) for rank in wanted):
+        while not any(self._ready(rank) for rank in ranks):
             try:
                 self._note(*self._inbox.get(timeout=max(0.0, end - time.monotonic())))
             except Empty:
                 return {}
         while not self._inbox.empty():
             self._note(*self._inbox.get(timeout=0))
-        return {rank: self._first(rank) for rank in wanted if self._ready(rank)}
+        return {rank: self._calls[rank].popleft().result for rank in ranks if self._ready(rank)}
 
     def _ready(self, rank: int) -> bool:
         calls = self._calls[rank]
-        return bool(calls) and (calls[0].result is not _UNDER_WAY or rank in self._dead)
-
-    def _first(self, rank: int) -> Any:
-        result = self._calls[rank].popleft().result
-        return self._dead[rank] if result is _UNDER_WAY else result
+        return bool(calls) and calls[0].result is not _UNDER_WAY
 
     def _note(self, child: Child, message: Any) -> None:
         """Keep a result with its call, or that a process has ended."""
-        if child not in self._children:  # it was replaced
+        rank = next((rank for rank, one in self._children.items() if one is child), None)
+        if rank is None:  # it was replaced
             return
-        rank, now = self._children.index(child), time.monotonic()
+        now, waiting = time.monotonic(), [call for call in self._calls[rank] if call.result is _UNDER_WAY]
         if message is ENDED:
             how = f"the worker died: {child.end(DEATH_SECONDS)}"
             self._dead[rank] = Failure(WorkerLost.__name__, how, "", "", time.time())
+            for call in waiting:
+                call.result = self._dead[rank]
             return
-        call, *later = (call for call in self._calls[rank] if call.result is _UNDER_WAY)
+        if not waiting:  # it was given up while others still worked, and answers after all
+            return
+        call, *later = waiting
         if later:
             later[0].began = now
         state, value = message
-        call.result = from_plain(Failure, value) if state == FAILED else value
+        call.result = Failure(*value) if state == FAILED else from_plain(call.kind, value)
         if state == OK:
             spent = now - call.began
-            self.spent[rank, call.method] += spent
+            if phase := PHASES.get(call.method):
+                self._spent[f"time/rank{rank}_{phase}"] += spent
             self._longest[call.method] = max(spent, self._longest.get(call.method, 0.0))
 
+    # --- failures -------------------------------------------------------------------------------------------------
     def failed(self, failed: dict[int, Failure], methods: dict[int, str]) -> LockstepError:
         """Return the error to raise: a death before what it caused in others, else the earliest."""
         end = time.monotonic() + SETTLE_SECONDS
         while any(self._calls) and time.monotonic() < end:
-            more = self._take(end - time.monotonic())
+            more = self._take(end - time.monotonic(), range(self.size))
             failed |= {rank: one for rank, one in more.items() if isinstance(one, Failure)}
-        order = sorted(failed.items(), key=lambda item: (_weight(item[1]), item[1].when))
-        rank, failure = order[0]
+        lost = WorkerLost.__name__
+        rank, failure = min(failed.items(), key=lambda item: (item[1].kind != lost, not item[1].kind, item[1].when))
         kind = getattr(errors, failure.kind, None) if failure.kind else WorkerError
-        where = self._where(rank, methods.get(rank, "a call"))
-        if kind is WorkerLost or kind is WorkerError:
-            log = self._folder / f"rank_{rank}.log"
-            fix = self._fix if kind is WorkerLost else f"read {log}; if it does not show the cause, report this error"
-            return self._end(kind(failure.what, where=where, fix=fix))
-        if kind is None or not issubclass(kind, LockstepError) or issubclass(kind, ConfigError):
-            return self._end(EngineError(failure.what, where=failure.where or where, fix=failure.fix))
-        place = f"{failure.where} ({where})" if failure.where else where
-        return self._end(kind(failure.what, where=place, fix=failure.fix))
+        where = f"rank {rank} in {methods.get(rank, 'a call').rpartition('.')[2]}"
+        fix = failure.fix
+        if kind is WorkerLost:
+            fix = f"the stacks of the other workers are in {self.folder}; {self.again}"
+        elif kind is WorkerError:
+            fix = f"read {self.folder / f'rank_{rank}.log'}; if it does not show the cause, report this error"
+        elif kind is None or not issubclass(kind, LockstepError) or issubclass(kind, ConfigError):
+            kind, where = EngineError, failure.where or where
+        elif failure.where:
+            where = f"{failure.where} ({where})"
+        return self._end(kind(failure.what, where=where, fix=fix))
 
     def _end(self, error: LockstepError) -> LockstepError:
         """Have the workers that still live write their stacks, and end all."""
-        for child in self._children:
+        for child in self._children.values():
             child.signal(signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
         self.close()
         return error
 
-    def _where(self, rank: int, method: str) -> str:
-        return f"rank {rank} in {method}"
 
-    @property
-    def _fix(self) -> str:
-        return f"the stacks of the other workers are in {self._folder}; {self.again}"
+class Workers:
+    """Some of a run's workers, numbered from 0; every call ends in time or raises.
 
+    Raises the first error that a worker met, WorkerError for an unexpected one, WorkerLost for a worker that died or fell silent;
+    then all workers of the run have been ended.
+    """
 
-class Part:
-    """Some of a run's workers, numbered from 0; implements Workers."""
+    def __init__(self, processes: ProcessWorkers, ranks: range) -> None:
+        self.processes, self.ranks, self.size, self.folder = processes, ranks, len(ranks), processes.folder
 
-    def __init__(self, workers: ProcessWorkers, ranks: range) -> None:
-        self.workers, self.ranks, self.size = workers, ranks, len(ranks)
-
-    def call(self, method: str, *arguments: Plain) -> list[Plain]:
+    def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker with the same arguments; returns the results by rank."""
         return self._called(range(self.size), method, *arguments)
 
-    def call_one(self, rank: int, method: str, *arguments: Plain) -> Plain:
+    def call_one(self, rank: int, method: str, *arguments: Any) -> Any:
         """Call a method of one worker."""
         return self._called([rank], method, *arguments)[0]
 
-    def _called(self, ranks: Sequence[int], method: str, *arguments: Plain) -> list[Plain]:
-        for rank in ranks:
-            self.start(rank, method, *arguments)
-        found: dict[int, Plain] = {}
+    def _called(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+        self.start(ranks, method, *arguments)
+        found: dict[int, Any] = {}
         while len(found) < len(ranks):
-            for rank, value in self.results(self.workers.timeout, ranks).items():
-                if isinstance(value, Lost):
-                    self.revive(rank, value)
-                    self.start(rank, method, *arguments)
+            for rank, value in self.results(self.processes.timeout, ranks).items():
+                if value is LOST:
+                    self.revive(rank)
+                    self.start([rank], method, *arguments)
                 else:
                     found[rank] = value
         return [found[rank] for rank in ranks]
 
-    def start(self, rank: int, method: str, *arguments: Plain) -> None:
-        """Begin a call; a worker takes its calls one after the other."""
-        self.workers.start(self.ranks[rank], method, *arguments)
+    def start(self, ranks: Sequence[int], method: str, *arguments: Any) -> None:
+        """Begin a call of these; a worker takes its calls one after the other."""
+        self.processes.start([self.ranks[rank] for rank in ranks], method, *arguments)
 
-    def results(self, seconds: float, ranks: Sequence[int] | None = None, *, raises: bool = True) -> dict[int, Plain]:
-        """Return results of started calls, as ProcessWorkers does."""
+    def results(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """Return results of started calls as ProcessWorkers does, of all or of these."""
         own = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
-        return {self.ranks.index(r): value for r, value in self.workers.results(seconds, own, raises=raises).items()}
+        return {self.ranks.index(rank): value for rank, value in self.processes.results(seconds, own).items()}
 
-    def revive(self, rank: int, lost: Lost) -> None:
-        """Put another worker in place of one that is lost. Raises its error here: see Samplers."""
-        raise lost.error
-
-    def close(self) -> None:
-        """End all workers of the run."""
-        self.workers.close()
-
-
-def _weight(failure: Failure) -> int:
-    if failure.kind == WorkerLost.__name__:
-        return 0
-    return 1 if failure.kind else 2
+    def revive(self, rank: int) -> None:
+        """Put another worker in place of one that is lost."""
+        self.processes.replace(self.ranks[rank])

@@ -1,6 +1,6 @@
 """A worker with a model and an engine: the methods that the driver calls on every worker, and those of one that only samples.
 
-Arguments and results are plain values (cluster/plain.py). All methods are called by one thread, one after the other.
+The driver calls methods of its engine, too. All are called by one thread, one after the other.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -17,90 +20,116 @@ from lockstep.build.build import adopt, build_engine, build_policy
 from lockstep.build.parts import Policy
 from lockstep.checkpoint.state import read_tensors, write_tensors
 from lockstep.cluster.channel import Channel
-from lockstep.cluster.messages import START, WEIGHTS, Place, Plain, Prints, Rows, Sampled, Values
-from lockstep.cluster.plain import from_plain, many_from_plain, to_plain
+from lockstep.cluster.wire import GIVEN, WEIGHTS, Place
 from lockstep.config.load import load_mapping
 from lockstep.config.schema import Recipe
 from lockstep.device import choose_device, gpu_memory, gpu_peak, keep_objects, use_gpu
 from lockstep.learner.ranks import assign_owners
 from lockstep.models.weights import clean_name, frozen_names, load_weights, named_weights
+from lockstep.noise.targets import Targets
 from lockstep.sync.control import Falsified
-from lockstep.sync.fingerprint import fingerprint
-from lockstep.types import Completion, Forward, ForwardReport, Request, RolloutEngine, WeightStream
+from lockstep.sync.fingerprint import Fingerprints, TensorPrint, fingerprint
+from lockstep.types import Completion, LearnerFacts, Proof, Request, RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a model, for a driver that has none."""
+
+    learner: LearnerFacts
+    numerics: Literal["fp32", "bf16"]
+    context: int | None
+    stop_ids: tuple[int, ...]
+    """Every id that ends a reply."""
+    noise: Targets | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankProof:
+    """A worker's own proof, and what ranks must agree on."""
+
+    proof: Proof
+    """Proof of its engine and learner."""
+    shift: float | None
+    """Distance of the policy between probes: see Prover.shift."""
+    held: Fingerprints
+    """Fingerprints of what its engine samples with."""
+    truth: Mapping[str, TensorPrint]
+    """Fingerprints of the tensors that it owns, made before any other rank got them."""
 
 
 class Sampler:
     """A worker that only samples. `build` comes first, then `join`."""
 
-    def __init__(self, place: Plain) -> None:
-        self._place = from_plain(Place, place)
+    engine: RolloutEngine
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._folder = place, Path(place.folder)
         self._running: Iterator[Completion] | None = None
-        self._falsified: Falsified | None = None
 
     def available(self) -> float:
         """Return the bytes that this worker's GPU has free."""
         use_gpu(self._place.rank)
         return gpu_memory()[0]
 
-    def gpu_peak(self) -> Plain:
-        """Return the most bytes in use and kept on this worker's GPU so far; nothing on a CPU."""
-        return list(gpu_peak() or ())
+    def gpu_peak(self) -> tuple[int, int] | None:
+        """Return the most bytes in use and kept on this worker's GPU so far; None on a CPU."""
+        return gpu_peak()
 
-    def build(self, recipe: str, weights: bool) -> Plain:
-        """Build model and engine. `weights`: a file of the folder replaces the start's."""
+    def build(self, recipe: str, weights: bool) -> Facts | None:
+        """Build model and engine. `weights`: a file of the folder replaces the start's. The driver has the facts of a trainer."""
         self._prepare(recipe)
-        self._load(build_policy(self._here, replaced=weights and self._recipe.adapter.kind == "none"), weights)
+        policy = build_policy(self._recipe, replaced=weights and self._recipe.adapter.kind == "none")
+        if weights:
+            load_weights(policy.model, iter(adopt(policy, self._given()).items()))
+        self._serve_from(policy, build_engine(policy, self._recipe))
         keep_objects()
         return None
 
     def _prepare(self, recipe: str) -> None:
         """Read the recipe, and take this worker's device."""
-        self._recipe: Recipe = load_mapping(json.loads(recipe))
-        self._device = choose_device(self._recipe.device)
+        given = load_mapping(json.loads(recipe))
+        self._recipe: Recipe = given.model_copy(update={"threads": given.threads or self._place.threads})
+        self._device = choose_device(given.device)
         if self._device.type == "cuda":
             use_gpu(self._place.rank)
-        self._here = self._recipe.model_copy(update={"threads": self._recipe.threads or self._place.threads})
 
-    def _load(self, policy: Policy, weights: bool) -> None:
-        """Load the weights of the folder if there are any, and build the engine."""
-        if weights:
-            tensors = read_tensors(Path(self._place.folder) / START)
-            load_weights(policy.model, iter(adopt(policy, tensors).items()))
-        self._chat, self._model = policy.chat, policy.model
-        self._engine: RolloutEngine = build_engine(policy, self._recipe)
+    def _given(self) -> dict[str, Tensor]:
+        """Read the tensors that the driver gives to all workers."""
+        return read_tensors(self._folder / GIVEN)
+
+    def _serve_from(self, policy: Policy, engine: RolloutEngine) -> None:
+        self._chat, self._model, self.engine = policy.chat, policy.model, engine
         self._trained = {clean_name(n): p for n, p in policy.model.named_parameters() if p.requires_grad}
 
     # --- weights --------------------------------------------------------------------------------------------------
     def join(self, meet: str) -> str:
-        """Open a channel from each trainer, with all other samplers; returns a hash of what will travel."""
-        own, size = self._place.rank - self._place.size + 1, self._place.samplers + 1
-        self._channels = [Channel(f"{meet}_{rank}", own, size, self._device) for rank in range(self._place.size)]
-        return self._layout()
+        """Open the channel of each trainer, which joins its own alone, with all samplers; returns a hash of what will travel."""
+        place, shapes = self._place, [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._trained.items()]
+        own, trainers = max(0, place.rank - place.size + 1), range(place.size)
+        joined = trainers if own else [place.rank]
+        self._channels = {r: Channel(f"{meet}_{r}", own, place.samplers + 1, self._device) for r in joined}
+        return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
-    def take(self) -> None:
-        """Receive the trained tensors from their owners."""
-        for rank, channel in enumerate(self._channels):
-            channel.send(self._owned(rank))
+    def exchange(self) -> None:
+        """Send the trained tensors that this rank owns to all samplers, or receive them from their owners."""
+        owner = assign_owners({name: p.numel() for name, p in self._trained.items()}, self._place.size)
+        for rank, channel in self._channels.items():
+            channel.send([p.detach() for name, p in self._trained.items() if owner[name] == rank])
 
     def serve(self, version: int) -> None:
         """Become a version of the weights, which are here."""
-        self._engine.load(iter(()), version)
-
-    def _owned(self, rank: int) -> list[Tensor]:
-        """Return the tensors that a trainer owns, in an order that all know."""
-        owner = assign_owners({name: p.numel() for name, p in self._trained.items()}, self._place.size)
-        return [p.detach() for name, p in self._trained.items() if owner[name] == rank]
-
-    def _layout(self) -> str:
-        names = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._trained.items()]
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+        self.engine.load(iter(()), version)
 
     # --- engine ---------------------------------------------------------------------------------------------------
-    def sample(self, requests: Plain, seconds: float) -> Plain:
-        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left."""
-        self._engine.submit(many_from_plain(Request, requests))
+    def sample(self, requests: list[Request], seconds: float) -> list[Completion]:
+        """Take requests and decode; returns the completions after about this time, or as soon as nothing is left.
+
+        The driver has the prompts: they are left out.
+        """
+        self.engine.submit(requests)
         end, found = time.monotonic() + seconds, list[Completion]()
-        self._running = self._running or self._engine.completed()
+        self._running = self._running or self.engine.completed()
         for one in self._running:
             found.append(one)
             if time.monotonic() > end:
@@ -109,39 +138,23 @@ class Sampler:
             self._running = None
         read = self._chat.read_many([one.ids for one in found])
         return [
-            to_plain(Sampled, Sampled(one.request.id, one.ids, one.logprobs, one.finish, one.version, *texts))
+            replace(one, request=replace(one.request, prompt_ids=()), read=texts)
             for one, texts in zip(found, read, strict=True)
         ]
 
     def drop(self) -> None:
         """Drop all requests."""
         self._running = None
-        self._engine.close()
+        self.engine.close()
 
-    def score(self, sequences: Plain) -> Plain:
-        """Return Values of the engine."""
-        return to_plain(Values, Values(tuple(self._engine.score(from_plain(Rows, sequences).ids))))
-
-    def set_forward(self, forward: Plain) -> Plain:
-        """Set the engine's precision and noise; returns a ForwardReport."""
-        return to_plain(ForwardReport, self._engine.set_forward(from_plain(Forward, forward)))
-
-    def held(self) -> Plain:
-        """Return Prints of what the engine samples with."""
-        return to_plain(Prints, fingerprint(self._engine.weights()).tensors)
+    def held(self) -> Fingerprints:
+        """Return fingerprints of what the engine samples with."""
+        return fingerprint(self.engine.weights())
 
     def write_weights(self) -> None:
         """Write what the engine samples with into the folder."""
-        write_tensors(Path(self._place.folder) / WEIGHTS, dict(self._engine.weights()))
+        write_tensors(self._folder / WEIGHTS, dict(self.engine.weights()))
 
     def falsify(self) -> str:
-        """Flip one bit of a trained tensor; returns its name. Called again, flip it back."""
-        if self._falsified is None:
-            self._falsified = Falsified(self, frozen_names(self._model))
-            return self._falsified.name
-        falsified, self._falsified = self._falsified, None
-        return falsified.undo()
-
-    def weights(self) -> WeightStream:
-        """Return the model's weights."""
-        return named_weights(self._model)
+        """Flip one bit of a trained tensor; returns its name. Called again, flip it back: the choice depends on names alone."""
+        return Falsified(partial(named_weights, self._model), frozen_names(self._model)).name

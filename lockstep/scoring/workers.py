@@ -14,13 +14,10 @@ from lockstep.build.adapter_folder import AdapterTarget
 from lockstep.build.build import build_task_of
 from lockstep.build.parts import PolicyFacts
 from lockstep.checkpoint.store import CheckpointInfo
-from lockstep.cluster.build import connected, group_engine, start_workers
+from lockstep.cluster.build import connected, start_workers
 from lockstep.cluster.group import GroupEngine, GroupLearner, GroupSync
-from lockstep.cluster.messages import Facts, Plain, Workers
-from lockstep.cluster.plain import from_plain, to_plain
-from lockstep.cluster.process_workers import Part
-from lockstep.cluster.sampler import Sampler
-from lockstep.cluster.worker import rank_proof
+from lockstep.cluster.process_workers import Workers
+from lockstep.cluster.sampler import Facts, RankProof, Sampler
 from lockstep.config.schema import Colocated, Local, Recipe
 from lockstep.errors import WorkerError, WorkerLost
 from lockstep.scoring.targets import EvalSession, Saved, build_eval_model, build_eval_session, prove_in, require_saved
@@ -32,35 +29,35 @@ from lockstep.types import LearnerFacts, Proof
 class Evaluator(Sampler):
     """A worker that scores. `build` comes first; it reads saved weights itself, and proves its own engine."""
 
-    def build(self, recipe: str, weights: bool) -> Plain:
-        """Build model and engine. `weights`: a checkpoint will replace every weight. Returns Facts."""
+    def build(self, recipe: str, weights: bool) -> Facts:
+        """Build model and engine. `weights`: a checkpoint will replace every weight."""
         self._prepare(recipe)
-        self._own = own = build_eval_model(self._here, replaced=weights)
-        self._chat, self._model, self._engine = own.policy.chat, own.policy.model, own.engine
+        self._own = own = build_eval_model(self._recipe, replaced=weights)
+        self._chat, self._model, self.engine = own.policy.chat, own.policy.model, own.engine
         learner = LearnerFacts(str(self._device), (), own.base, 0)
-        return to_plain(Facts, Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None))
+        return Facts(learner, own.policy.numerics, own.policy.context, own.policy.chat.stop_ids, None)
 
-    def read(self, path: str, step: int, meta: dict[str, Any]) -> Plain:
+    def read(self, path: str, step: int, meta: dict[str, Any]) -> tuple[int, str, str]:
         """Read a checkpoint that the driver verified; returns version, fingerprint and note."""
         return self._kept(self._own.read(CheckpointInfo(step, Path(path), complete=True, meta=meta)))
 
-    def read_adapter(self, path: str, base: str, config: dict[str, Any]) -> Plain:
+    def read_adapter(self, path: str, base: str, config: dict[str, Any]) -> tuple[int, str, str]:
         """Read an adapter's folder; returns version, fingerprint and note."""
         return self._kept(self._own.read_adapter(AdapterTarget(Path(path), base, config)))
 
-    def _kept(self, saved: Saved) -> Plain:
+    def _kept(self, saved: Saved) -> tuple[int, str, str]:
         self._saved = saved
-        return [saved.version, saved.fingerprint, saved.note]
+        return saved.version, saved.fingerprint, saved.note
 
     def place(self) -> None:
         """Put what was read in place."""
         self._own.place(self._saved)
 
-    def push(self) -> Plain:
-        """Prove the engine; returns a RankProof."""
+    def push(self) -> RankProof:
+        """Prove the engine."""
         sync = self._own.sync
         assert isinstance(sync, SharedSync)  # the recipe's own check: workers sample with the model's tensors
-        return rank_proof(sync.push(self._own.learner, self._engine), sync, {})
+        return RankProof(sync.push(self._own.learner, self.engine), sync.shift, sync.fingerprints, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +103,14 @@ def open_session(recipe: Recipe, stack: ExitStack, *, replaced: bool = False) ->
     folder = _folder(stack)
     resolved, started = start_workers(recipe, placement, folder, stack, f"{__name__}:{Evaluator.__name__}")
     started.again = "evaluate again"
-    workers = Part(started, range(started.size))
-    found = workers.call("build", json.dumps(recipe.model_dump(mode="json")), replaced)
-    facts = from_plain(Facts, found[0])
+    workers = Workers(started, range(started.size))
+    facts: Facts = workers.call("build", json.dumps(recipe.model_dump(mode="json")), replaced)[0]
     return GroupSession(
         connected(recipe, task, resolved, facts),
         task,
-        group_engine(recipe, workers, folder, gpu=started.gpu),
+        GroupEngine(workers, recipe),
         GroupSync(workers),
-        GroupLearner(workers, facts.learner, folder),
+        GroupLearner(workers, facts.learner),
         workers,
         facts.learner.base,
     )

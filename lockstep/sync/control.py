@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def control_shared(learner: Learner, engine: RolloutEngine, frozen: frozenset[st
     Returns the tensor's name. Raises SyncError if that tensor alone did not differ, or if the bits were not restored.
     """
     before = fingerprint(engine.weights())
-    falsified = Falsified(learner, frozen)
+    falsified = Falsified(learner.weights, frozen)
     try:
         seen = [mismatch.name for mismatch in compare(before, fingerprint(engine.weights()))]
     finally:
@@ -62,18 +61,12 @@ def control_copy(
     return name
 
 
-class Weighted(Protocol):
-    """A holder of live weights."""
-
-    def weights(self) -> WeightStream: ...
-
-
 class Falsified:
-    """A learner with one flipped bit in one trained tensor, until `undo`."""
+    """Live weights with one flipped bit in one trained tensor, until `undo`."""
 
-    def __init__(self, learner: Weighted, frozen: frozenset[str]) -> None:
-        self.name = _choose(learner.weights(), frozen)
-        self._tensor = next(tensor for candidate, tensor in learner.weights() if candidate == self.name)
+    def __init__(self, weights: Callable[[], WeightStream], frozen: frozenset[str]) -> None:
+        self.name = _choose(weights(), frozen)
+        self._tensor = next(tensor for candidate, tensor in weights() if candidate == self.name)
         _flip(self._tensor)
 
     def undo(self) -> str:

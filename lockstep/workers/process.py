@@ -373,15 +373,15 @@ def worker_command() -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's environment, its module path, and what makes verdicts repeat and keeps the number of threads low."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # noqa: PTH109
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
+    """Return this process's environment, with what makes verdicts repeat and keeps the number of threads low."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return own_environment(PYTHONHASHSEED="0", **threads)
+
+
+def own_environment(**changes: str) -> dict[str, str]:
+    """Return this process's environment and module path, with these changes."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
+    return {**os.environ, "PYTHONPATH": path, **changes}
 
 
 def _answer(line: bytes) -> dict[str, Any]:

@@ -43,25 +43,21 @@ def test_workers_end_with_a_driver_that_is_killed_even_if_they_are_stopped() -> 
     assert (len(gone), alive) == (2, [])
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> list[Any]:
-    return [0, 1, str(tmp_path), str(tmp_path / "rendezvous"), 1, 0]
-
-
-def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path, place: list[Any]) -> None:
+def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path) -> None:
+    place = [0, 1, str(tmp_path), str(tmp_path / "rendezvous"), 1, 0]
     inbox: SimpleQueue[tuple[Child, Any]] = SimpleQueue()
     one = Child(1)
     one.connect(inbox)
     one.send(wire.dumps([place, "tests.cluster.test_child:Echo"]))
     for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
-        one.send(wire.dumps(["say", [word]]))
-    one.send(wire.dumps(["fail", []]))
+        one.send(wire.dumps(["say", {"word": word}]))
+    one.send(wire.dumps(["fail", {}]))
     for word in ("first", b"\0" * 3_000_000, "\ud800", 2**63):
         assert inbox.get(timeout=60) == (one, ["ok", [word, 0]])
     _, (state, failure) = inbox.get(timeout=60)
     assert (state, failure[:4]) == ("failed", ["", "ValueError: odd", "", ""])
     assert "ValueError: odd" in (tmp_path / "rank_0.log").read_text()
-    one.send(wire.dumps(["leave", [7]]))
+    one.send(wire.dumps(["leave", {"code": 7}]))
     assert inbox.get(timeout=60) == (one, ENDED)
     assert one.end(grace=10) == "exit code 7"
     assert not psutil.pid_exists(one.pid)
@@ -70,8 +66,8 @@ def test_a_process_answers_in_turn_and_tells_its_errors(tmp_path: Path, place: l
 class Echo:
     """A worker that only answers."""
 
-    def __init__(self, place: list[Any]) -> None:
-        self._rank = place[0]
+    def __init__(self, place: wire.Place) -> None:
+        self._rank = place.rank
 
     def say(self, word: Any) -> list[Any]:
         return [word, self._rank]

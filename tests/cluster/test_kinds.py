@@ -40,11 +40,12 @@ def test_supervised_fine_tuning_on_workers_is_that_of_one_process(
 
 
 @pytest.mark.slow
-def test_experts_on_workers_sample_the_same_ids(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", ["false", "true"])
+def test_experts_on_workers_sample_the_same_ids(tmp_path: Path, replay: str) -> None:
     from tests.cluster.moe import write_tiny_moe
 
     write_tiny_moe(tmp_path / "moe")
-    settings = (*SMALL, "steps=3", NO_EVAL)
+    settings = (*SMALL, "steps=3", NO_EVAL, f"update.replay_routing={replay}")
     alone = trained(tmp_path, tmp_path / "moe", *settings, "name=alone")
     together = trained(tmp_path, tmp_path / "moe", *settings, TWO, "name=together")
     for step in range(1, 4):

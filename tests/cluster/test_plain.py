@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 import pickletools
+import re
 import struct
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from lockstep.algorithms.correction import Mismatch
-from lockstep.cluster.messages import Rows, Values
-from lockstep.cluster.plain import from_plain, many_from_plain, many_to_plain, to_plain
+from lockstep.cluster import process_workers
+from lockstep.cluster.host import SAMPLER, TRAINER
+from lockstep.cluster.plain import _codec, from_plain, kinds_of, to_plain
 from lockstep.learner.protocol import Share
 from lockstep.learner.statistics import Piece
+from lockstep.scoring.workers import Evaluator
 from lockstep.types import (
     Batch,
     Completion,
@@ -28,6 +34,7 @@ from lockstep.types import (
 )
 from tests.learner.batches import make_batch
 
+Rows, Values = tuple[tuple[int, ...], ...], list[tuple[float, ...]]
 REQUEST = Request("sum/1#0", (5, 2**40), "sum/1", -(2**62), Sampling(8, 0.7, stop=("a", "ü")), 3, 1)
 
 
@@ -46,7 +53,7 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
 def test_numbers_keep_their_bits() -> None:
     odd = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
     sent = Completion(REQUEST, (1, 2, 3, 4), (-0.0, math.inf, 5e-324, odd), FinishReason.LENGTH, 3)
-    (found,) = many_from_plain(Completion, many_to_plain(Completion, [sent]))
+    found = from_plain(Completion, to_plain(Completion, sent))
     assert found.finish is FinishReason.LENGTH
     assert [struct.pack("<d", x) for x in found.logprobs] == [struct.pack("<d", x) for x in sent.logprobs]
     assert found.request == REQUEST
@@ -55,17 +62,17 @@ def test_numbers_keep_their_bits() -> None:
 def test_numbers_that_are_all_alike_travel_as_one_and_keep_their_bits() -> None:
     other = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
     for numbers in ((0.1,) * 512, (other, math.nan), (other,) * 2, (0.0,) * 3, (-0.0, 0.0), (1e300,) * 4, (0.5,), ()):
-        (found,) = from_plain(Values, to_plain(Values, Values((numbers,)))).rows
+        (found,) = from_plain(Values, to_plain(Values, [numbers]))
         assert [struct.pack("<d", x) for x in found] == [struct.pack("<d", x) for x in numbers]
     for ids in ((7,) * 512, (2**40,) * 3, (7, 8), (7,), ()):
-        assert from_plain(Rows, to_plain(Rows, Rows((ids,)))).ids == (ids,)
-    assert len(to_plain(Values, Values(((0.1,) * 512,)))[0][0]) < 20
+        assert from_plain(Rows, to_plain(Rows, [ids])) == (ids,)
+    assert len(to_plain(Values, [(0.1,) * 512])[0]) < 20
 
 
 def test_what_is_remembered_of_one_type_is_not_taken_for_another() -> None:
     for _ in range(2):
-        assert [type(x) for x in from_plain(Values, to_plain(Values, Values(((1.0,) * 3,)))).rows[0]] == [float] * 3
-        assert [type(x) for x in from_plain(Rows, to_plain(Rows, Rows(((1,) * 3,)))).ids[0]] == [int] * 3
+        assert [type(x) for x in from_plain(Values, to_plain(Values, [(1.0,) * 3]))[0]] == [float] * 3
+        assert [type(x) for x in from_plain(Rows, to_plain(Rows, [(1,) * 3]))[0]] == [int] * 3
         (sequence, *_) = from_plain(Batch, to_plain(Batch, make_batch(masked=False))).sequences
         assert {type(x) for x in sequence.trained} == {bool}
 
@@ -89,6 +96,37 @@ def test_a_share_of_an_update_arrives_with_its_arrays() -> None:
     sent = Share((piece,), 0.5, True, 0, 1e-3, 1)
     found = from_plain(Share, to_plain(Share, sent))
     assert found == sent
+
+
+@pytest.mark.parametrize("worker", [TRAINER, SAMPLER, f"{Evaluator.__module__}:{Evaluator.__name__}"])
+def test_all_that_a_worker_takes_and_returns_can_be_sent(worker: str) -> None:
+    methods = inspect.getmembers(resolve_name(worker), inspect.isfunction)
+    for name in (name for name, _ in methods if not name.startswith("_")):
+        kinds, result = kinds_of(worker, name)
+        for kind in (*kinds.values(), result):
+            _codec(kind)
+
+
+def test_all_that_the_driver_calls_exists_and_can_be_sent() -> None:
+    source = "".join(path.read_text() for path in Path(process_workers.__file__).parent.glob("*.py"))
+    called = set(re.findall(r"""\.call(?:_one)?\([^"()]*"([a-z_.]+)\"""", source))
+    parts = {name for name in called if "." in name}
+    assert len(parts) == 9
+    assert len(called - parts) > 10
+    for name in called:
+        kinds, result = kinds_of(TRAINER, name)
+        for kind in (*kinds.values(), result):
+            _codec(kind)
+
+
+def test_arguments_and_results_travel_as_their_method_names_them() -> None:
+    kinds, result = kinds_of(TRAINER, "learner.prepare_numerics")
+    assert list(kinds) == ["numeric"]
+    assert from_plain(result, to_plain(result, (3, ("a", "b")))) == (3, ("a", "b"))
+    kinds, _ = kinds_of(TRAINER, "learner.response_logprobs")
+    assert list(kinds) == ["sequences", "temperature", "reference", "prefix"]
+    sequences = make_batch().sequences
+    assert from_plain(kinds["sequences"], to_plain(kinds["sequences"], list(sequences))) == sequences
 
 
 def test_a_record_that_is_not_plain_is_refused() -> None:
