@@ -16,13 +16,22 @@ from lockstep.models import (  # noqa: E402
     mxfp4_kernels,
     norm_kernels,
     ordered_attention,
+    ordered_gradients,
     ordered_product_kernel,
     route_kernels,
 )
 from lockstep.rollout.paged import attention_kernels  # noqa: E402
 
-WIDE = ("lse", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
-WHOLE = {"targets": "*i64", "ids": "*i64", "index": "*i64", "best": "*i32", "tiles": "*i32"}
+WIDE = ("lse", "delta", "rms", "sums", "entropy", "logprobs", "grad_logprobs", "grad_entropy", "peak", "mass", "share")
+WHOLE = {
+    "targets": "*i64",
+    "ids": "*i64",
+    "index": "*i64",
+    "best": "*i32",
+    "tiles": "*i32",
+    "tasks": "*i32",
+    "shared": "*i32",
+}
 WHOLE |= dict.fromkeys(("order", "place", "expert", "bounds", "table", "position"), "*i32")
 WHOLE |= {"offset_ptr": "*i64", "block": "*u8", "scale_ptr": "*u8"}
 FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset", "factor", "alpha")
@@ -94,6 +103,15 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "PART": 1024,
         },
     ),
+    "attention's gradients of queries": (
+        ordered_gradients._queries_kernel,
+        {"H": 12, "K": 2, "D": 128, "QUERIES": 128, "KEYS": 64, "FIELDS": 8},
+    ),
+    "attention's gradients of keys": (
+        ordered_gradients._keys_kernel,
+        {"H": 12, "K": 2, "D": 128, "ROWS": 64, "KEYS": 64, "TASK": 5},
+    ),
+    "attention's gradients, added": (ordered_gradients._add_kernel, {"K": 2, "D": 128, "KEYS": 64}),
     "gate": (layer_kernels._gate_kernel, {"TANH": False, "BLOCK": 2048}),
     "gate, back": (layer_kernels._gate_grad_kernel, {"TANH": True, "BLOCK": 2048}),
     "rotary": (
@@ -124,13 +142,29 @@ def signature(name: str, dtype: str) -> str:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles(name: str, dtype: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    kernel, constants = KERNELS[name]
+    assert compiled(kernel, constants, dtype).asm["cubin"]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_tile_of_64_rows_does_not_permute_inputs_in_four_bits(
+    rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    """With fewer rows the compiler uses older instructions. It has each thread load eight neighbouring inputs of a matrix made of
+    bytes, so that an instruction multiplies other inputs than the dense product's: sums have another order.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    for name in ("gate and up, in packed bf16", "experts' product, in packed bf16"):
+        kernel, constants = KERNELS[name]
+        assert ("kWidth = 8" in compiled(kernel, constants | {"ROWS": rows}, "bf16").asm["ttgir"]) == (rows < 64)
+
+
+def compiled(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
-    kernel, constants = KERNELS[name]
     arguments = {a: "constexpr" if a in constants else signature(a, dtype) for a in kernel.arg_names}
     places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
     source = ASTSource(fn=kernel, signature=arguments, constexprs=places)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert built.asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
