@@ -2,7 +2,7 @@
 
 Two kernels compute the probabilities again from the log-sum-exps, as FlashAttention's backward pass does (Dao et al., arXiv
 2205.14135, algorithm 4): one for each tile of queries, which adds over its keys, and one for each block of keys, which adds over
-the queries that see it. A shared prompt's keys are seen by so many that several programs add over a part of these each; a third
+the queries that see it. Where many do, as with a shared prompt's keys, several programs add over a part of them each, and a third
 kernel adds the parts in order.
 
 Legend: T tokens of the stream, H query heads, K key/value heads, D head size.
