@@ -14,7 +14,8 @@ all tensors, and only the first and each tenth has a probe. `trl` is TRL as gpu_
 over the link: a micro-batch's gradients to their owners, and new weights to all. Each arm is a process of its own.
 `runs` makes whole runs with `numerics.exact` of a small shape (40 million parameters) on one GPU, on two, and with one that
 trains and one that samples, and compares all weights, optimizer states, samples and metrics bit by bit; `runs-lora` does so with
-adapters; `eval` scores the checkpoint of such a run on one GPU and on two.
+adapters; `eval` scores the checkpoint of such a run on one GPU and on two. `gpt-oss` runs the recipe for gpt-oss-20b on four GPUs
+and four, scaled to one that trains and one that samples.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import trl_arms
 from devices import device_name
-from gpu_two_runs import KINDS, PLACES, evaluations, runs
+from gpu_two_runs import KINDS, PLACES, evaluations, gpt_oss, runs
 from results_file import RESULTS, header, write_section
 from step_work import WORKS, Size, floors_of, title
 
@@ -50,7 +51,8 @@ VARIANTS = {
 }
 """Settings that are compared on two GPUs, and the work that they do."""
 PARTS = (
-    "full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval", *VARIANTS,
+    "full", "trl", "double", "lognormal", "lora", "sft", "equal", "exchange", "runs", "runs-lora", "eval", "gpt-oss",
+    *VARIANTS,
 )  # fmt: skip
 PHASES = ("generate", "train", "sync", "grade")
 
@@ -385,6 +387,7 @@ def main() -> None:
                     "equal": equal,
                     "exchange": exchange,
                     "eval": evaluations,
+                    "gpt-oss": gpt_oss,
                 }
                 found |= {kind: partial(runs, kind=kind) for kind in KINDS}
                 lines = found[part](args, Path(folder))

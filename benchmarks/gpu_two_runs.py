@@ -18,6 +18,7 @@ PLACES = {
     "split 1 + 1": "placement={kind: split, train: 1, rollout: 1, restarts: 0}",
 }
 RUN_STEPS = 4
+OSS_METRICS = ("memory/gpu_gib", "memory/predicted_gib", "mismatch/mean_abs_dlogp", "grad/norm")
 KINDS = {"runs": "adapter={kind: none}", "runs-lora": "adapter={kind: lora, rank: 16}"}
 
 
@@ -76,6 +77,51 @@ def evaluations(args: argparse.Namespace, folder: Path) -> list[str]:
     return [*lines, f"replies {'equal' if len(replies) == 2 and replies[0] == replies[1] else 'different'}"]
 
 
+def gpt_oss(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Run the recipe for gpt-oss-20b on four GPUs and four, scaled to one and one, with random weights and other questions."""
+    from lockstep.track.rundir import RunDirectory
+    from lockstep.track.writer import read_metrics
+
+    shape = "gpt-oss-tiny" if args.tiny else "gpt-oss-20b"
+    model, steps = folder / shape, 3
+    model.mkdir()
+    trl_arms.write_model(model, shape, cpu=args.tiny)
+    words = [
+        str(Path(__file__).resolve().parents[1] / "recipes" / "gpt_oss_20b_4x4.yaml"),
+        PLACES["split 1 + 1"],
+        f"name={shape}",
+        f"runs_dir={folder / 'runs'}",
+        f"model.path={model}",
+        f"steps={steps}",
+        f"rollout.max_tokens={16 if args.tiny else 1024}",
+        "eval.enabled=false",
+        "save.every=1000",
+        "allow=[disk, busy_gpu, long_warmup]",
+        task_words(),
+    ]
+    if args.tiny:
+        words += ["device=cpu", "threads=1", "prompts_per_step=2", "samples_per_prompt=2"]
+    begin = time.perf_counter()
+    if failed := lockstep("train", *words, *args.set):
+        return [f"the recipe for gpt-oss-20b failed: {failed}"]
+    seconds = time.perf_counter() - begin
+    rows = read_metrics(RunDirectory.open(folder / "runs" / shape))
+    lines = [f"{words[0].rpartition('/')[2]} on one GPU that trains and one that samples; {seconds:.0f} s in all:", ""]
+    for row in rows:
+        spent = ", ".join(
+            f"{phase} {row.metrics[f'time/{phase}']:.2f}" for phase in ("step", "rollout", "update", "sync")
+        )
+        more = "".join(f", {name} {row.metrics[name]:.4g}" for name in OSS_METRICS if name in row.metrics)
+        lines.append(f"step {row.step}: seconds {spent}{more}")
+    return lines
+
+
+def task_words() -> str:
+    """The setting of a task whose rewards differ, whatever a model can do."""
+    script = Path(__file__).with_name("step_work.py")
+    return f"task={{kind: python, path: {script}:BenchmarkTask, settings: {{prompts: 64}}}}"
+
+
 def run_words(args: argparse.Namespace, path: Path) -> list[str]:
     """The settings of a short run that saves everything."""
     model = path.parent / ("tiny" if args.tiny else "40m")
@@ -86,7 +132,7 @@ def run_words(args: argparse.Namespace, path: Path) -> list[str]:
         f"name={path.name}",
         f"runs_dir={path.parent}",
         f"model={{path: {model}, dtype: {'fp32' if args.tiny else 'bf16'}}}",
-        f"task={{kind: python, path: {Path(__file__).with_name('step_work.py')}:BenchmarkTask, settings: {{prompts: 64}}}}",
+        task_words(),
         f"steps={RUN_STEPS}",
         f"prompts_per_step={group}",
         f"samples_per_prompt={group}",

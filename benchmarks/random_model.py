@@ -23,6 +23,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Qwen2.5's where no family is said."""
+OSS: dict[str, dict[str, int]] = {
+    "gpt-oss-20b": {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+    },
+    "gpt-oss-tiny": {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1024,
+    },
+}  # fmt: skip
+"""Written as published checkpoints are, with experts in MXFP4."""
 END, PAD, BEGIN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -90,7 +101,54 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     fast.save_pretrained(folder)
 
 
+def write_oss(folder: Path, shape: str, device: str) -> None:
+    """Write a file for each layer, and one for the rest."""
+    import json
+
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    vocab = OSS[shape]["vocab_size"]
+    config = transformers.GptOssConfig(
+        **OSS[shape],
+        bos_token_id=None,
+        eos_token_id=vocab - 291,
+        pad_token_id=vocab - 293,
+        architectures=["GptOssForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(written))
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in transformers.GptOssForCausalLM(config).named_parameters()}
+    draw = torch.Generator(device).manual_seed(0)
+    files: dict[str, dict[str, Any]] = {}
+    for name, size in shapes.items():
+        parts = name.split(".")
+        tensors = files.setdefault(f"layer_{parts[2]}" if parts[1] == "layers" else "rest", {})
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = size
+            packed = (experts, outputs, inputs // 32)
+            blocks = torch.randint(256, (*packed, 16), generator=draw, device=device, dtype=torch.uint8)
+            scales = torch.randint(117, 121, packed, generator=draw, device=device, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks.cpu(), f"{name}_scales": scales.cpu()}
+        elif "norm" in name:
+            tensors[name] = torch.ones(size, dtype=torch.bfloat16)
+        else:
+            tensors[name] = (torch.randn(size, generator=draw, device=device) * 0.02).bfloat16().cpu()
+    for file, tensors in files.items():
+        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+    places = {name: f"{file}.safetensors" for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    write_tokenizer(folder, vocab)
+
+
 def write_model(folder: Path, shape: str, device: str = "cuda") -> None:
+    if shape in OSS:
+        write_oss(folder, shape, device)
+        return
     model = random_model(shape, device=device)
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id
@@ -101,7 +159,7 @@ def write_model(folder: Path, shape: str, device: str = "cuda") -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=[*SHAPES, *OSS], default="1.5b")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     write_model(arguments.out, arguments.shape, arguments.device)
