@@ -6,7 +6,7 @@
 Shapes of Qwen3-30B-A3B and gpt-oss-20b with random bf16 weights. Rollouts: 64 prompts of 128 tokens x 8 samples of 256, end
 tokens ignored, temperature 1, log-probabilities of the sampled tokens returned. Updates: LoRA of rank 16 on attention, 64
 sequences of 512 tokens. Arms: ours; ours with numerics.exact; ours with gpt-oss's experts in MXFP4 (adapter.base = mxfp4);
-vLLM with the settings of gpu_rollout.py and weights of its own, in bf16.
+ours without adapters, which only samples; vLLM, without them too, with the settings of gpu_rollout.py and weights of its own.
 Each arm is a process of its own, and its first run warms up. The floor of a rollout counts all experts' reads that its rows can
 reach in every decode step; that of an update 4 FLOP for each active parameter and token.
 """
@@ -52,6 +52,7 @@ ARMS = {
     "ours, exact": ("ours", ["--exact"]),
     "ours, experts in MXFP4": ("ours", ["--packed"]),
     "ours, experts in MXFP4, exact": ("ours", ["--packed", "--exact"]),
+    "ours, no adapters": ("ours", ["--plain"]),
     "vLLM": ("vllm", []),
 }
 RESULT = RESULTS / "gpu_moe.txt"
@@ -135,7 +136,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     model = random_model(args.shape, "cpu" if args.cpu else "cuda", NAME, cpu=args.cpu, packed=args.packed)
     if not args.cpu:
         fuse_layers(model)
-    adapter = {"kind": "lora", "rank": RANK, "targets": "attention"}
+    adapter = {"kind": "none"} if args.plain else {"kind": "lora", "rank": RANK, "targets": "attention"}
     optimizer = {"kind": "adamw", "lr": 1e-6}
     recipe = Recipe.model_validate({"adapter": adapter, "optimizer": optimizer, "numerics": {"exact": args.exact}})
     model = attach(model, recipe.adapter, 0)
@@ -157,6 +158,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         return sum(len(one.ids) for one in done), done
 
     result: dict[str, Any] = {"rollout": timed(args.runs, lambda number: rollout(number)[0]), "exact": exact.line()}
+    if args.plain:
+        return result | {"device": device_name(), "peak_gib": peak()}
     learner = TorchLearner(model, recipe)
     done = rollout(99)[1][:: 1 if args.cpu else 8]
     scored = learner.logprobs([(*one.request.prompt_ids, *one.ids) for one in done])
@@ -307,6 +310,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--exact", action="store_true", help="our arm with numerics.exact")
     parser.add_argument("--packed", action="store_true", help="our arm with experts in MXFP4")
+    parser.add_argument("--plain", action="store_true", help="our arm without adapters")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240)
     parser.add_argument("--cpu", action="store_true", help="a tiny version of our arm on a CPU, to try things out")
