@@ -1,16 +1,18 @@
-"""Attention's gradients over a packed stream on one GPU: kernels of ours, FlashAttention's, and these in a fixed order.
+"""Attention over a packed stream on one GPU, forward and gradients: our kernels, FlashAttention's, and these in a fixed order.
 
     python benchmarks/gpu_attention.py --write     # table into benchmarks/results/gpu_attention.txt
 
 One layer of the Qwen2.5-1.5B shape (12 heads of 128, 2 of keys), groups of 8 with a shared prompt of 128 tokens, as many groups
 as fit into a micro-batch of 14,336 tokens; replies of 512 tokens, or of log-normal lengths. The floor is the time of the five
-products for each pair of a query and a key that it sees, at the rated FLOP/s of an H200.
+products of the gradients for each pair of a query and a key that it sees, at the rated FLOP/s of an H200. Our forward pass is
+that of numerics.exact; without it FlashAttention's runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from results_file import RESULTS, header, write_section
 
 from lockstep.learner.flash import FLASH
 from lockstep.learner.layout import Branch, PackedLayout
+from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
 from lockstep.plan.floors import H200
 
@@ -71,8 +74,14 @@ def lines_of(work: str) -> list[str]:
         first, again = gradients(), gradients()
         took = triton.testing.do_bench(gradients, warmup=50, rep=300, return_mode="median") / 1e3
         torch.use_deterministic_algorithms(False)
+        with torch.no_grad(), exact.on_trial() if own else nullcontext():
+            forward = triton.testing.do_bench(
+                lambda layout=layout: layout.attend(0, *streams, AttentionKind(SIZE**-0.5)), warmup=50, rep=300
+            )
         same = "yes" if all(map(torch.equal, first, again)) else "no"
-        lines.append(f"| {work} | {tokens:,} | {name} | {took * 1e6:.0f} | {floor / took:.0%} | {same} |")
+        lines.append(
+            f"| {work} | {tokens:,} | {name} | {forward * 1e3:.0f} | {took * 1e6:.0f} | {floor / took:.0%} | {same} |"
+        )
     return lines
 
 
@@ -80,12 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", nargs="?", type=Path, const=RESULTS / "gpu_attention.txt", help="write the table")
     args = parser.parse_args()
-    head = "| replies | tokens | kernels | us a layer | share of the floor | repeated in the same bits |"
-    lines = [*header(__file__, device_name(), ("torch", "triton")), "", head, "| --- " * 6 + "|"]
+    head = "| replies | tokens | kernels | forward, us | gradients, us | share of their floor | repeated in the same bits |"
+    lines = [*header(__file__, device_name(), ("torch", "triton")), "", head, "| --- " * 7 + "|"]
     lines += [line for work in ("fixed", "lognormal") for line in lines_of(work)]
     print("\n".join(lines), flush=True)
     if args.write:
-        write_section(args.write, "gradients", lines)
+        write_section(args.write, "attention", lines)
 
 
 if __name__ == "__main__":
