@@ -61,7 +61,7 @@ def unserved(model: nn.Module, recipe: Recipe) -> str:
         return f"it was tested for {' and '.join(sorted(FAMILIES))}, not for {config.model_type}"
     if adapter.kind not in ("none", "lora") or getattr(adapter, "dora", False) or getattr(adapter, "dropout", 0):
         return "it supports no adapter except plain LoRA without dropout"
-    if (stored := getattr(adapter, "base", "full")) != "full":
+    if (stored := getattr(adapter, "base", "full")) not in ("full", "mxfp4"):
         return f"the base is in {stored}"
     if recipe.noise is not None:
         return "noise changes the sampling model on purpose"

@@ -45,6 +45,7 @@ def test_a_cpu_needs_none_of_it_and_the_run_says_so():
         ("qwen3", {}, ""),
         ("mistral", {}, ""),
         ("gpt-oss", {}, ""),
+        ("gpt-oss", {"adapter": {"kind": "lora", "base": "mxfp4"}}, ""),
         ("qwen3-moe", {}, ""),
         ("qwen3-moe", {"update": {"replay_routing": True}}, "without it"),
         ("gemma3", {}, "not for gemma3"),
