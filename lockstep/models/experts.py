@@ -1,4 +1,4 @@
-"""Runs the experts of a mixture with the kernels of expert_kernels, instead of the model's own loop over experts.
+"""Runs the experts of a mixture with our kernels, instead of the model's own loop over experts.
 
 Few rows, as in decoding, take four launches: sort, gate and up with their activation, down, and the sum over a token's experts.
 Many rows take torch's grouped matrix multiplications. Both round at the same places, so a token's result does not depend on
@@ -17,15 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models import exact
-from lockstep.models.expert_kernels import (
-    Activation,
-    activate,
-    activate_back,
-    combine,
-    gate_up,
-    outer,
-    product,
-)
+from lockstep.models.activation_kernels import Activation, activate, activate_back, combine
+from lockstep.models.expert_kernels import gate_up, outer, product
 from lockstep.models.known import kind_of_experts, reference, same
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import opened

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lockstep.device import since_hopper
 from lockstep.models import exact
+from lockstep.models.activation_kernels import activated
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.ordered_product_kernel import Tile
 from lockstep.models.overlap import await_input, overlap
-from lockstep.models.route_kernels import Sorted, activated, block_of, blocks
+from lockstep.models.route_kernels import Sorted, block_of, blocks
 
 GROUPS = 128
 """Blocks of 32 numbers that one program dequantises."""

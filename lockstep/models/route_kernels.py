@@ -1,4 +1,4 @@
-"""Triton kernels that choose each token's experts, sort the pairs of token and expert, and compute the experts' activation.
+"""Triton kernels that choose each token's experts and sort the pairs of token and expert.
 
 Legend: T tokens, K experts of each, R = T · K pairs, E experts.
 """
@@ -43,15 +43,6 @@ class Sorted:
     def each(self) -> float:
         """Rows of an expert, on average."""
         return len(self.order_R) / self.experts
-
-
-@triton.jit
-def activated(gate, up, PAIRED: tl.constexpr, limit, alpha):
-    """Compute the inner state in fp32 of rounded gates and ups."""
-    if PAIRED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-    return gate * (1.0 / (1.0 + tl.exp(-gate * alpha))) * up
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def only_what_is_reached() -> None:
 def uneven(each: str) -> None:
     """Experts with no rows, one, and as many as several blocks, for the tile of this many rows on average."""
     from lockstep.models import expert_kernels
-    from lockstep.models.expert_kernels import Activation
+    from lockstep.models.activation_kernels import Activation
     from lockstep.models.route_kernels import sort_rows
 
     fixed = {

@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 
 from lockstep.learner import merge_kernel  # noqa: E402
 from lockstep.models import (  # noqa: E402
+    activation_kernels,
     expert_kernels,
     head_kernels,
     layer_kernels,
@@ -49,9 +50,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gate and up, in packed bf16": (mxfp4_kernels._gate_up_kernel, {"TOP": 4, "PACKED": True, **FOUR_BITS}),
     "experts' product, in packed bf16": (mxfp4_kernels._product_kernel, {"PACKED": True, **FOUR_BITS}),
     "experts, dequantised": (mxfp4_kernels._open_kernel, {"GROUPS": 128}),
-    "activate": (expert_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
-    "activate, back": (expert_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
-    "combine": (expert_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),
+    "activate": (activation_kernels._activate_kernel, {"PAIRED": False, "BIAS": False, "BLOCK": 1024}),
+    "activate, back": (activation_kernels._activate_back_kernel, {"PAIRED": True, "BIAS": True, "BLOCK": 4096}),
+    "combine": (activation_kernels._combine_kernel, {"TOP": 8, "BIAS": True, "FACTOR": True, "BLOCK": 1024}),
     "summarise": (head_kernels._summarise_kernel, {"VOCABULARY": 151936, "CAPPED": False, "BLOCK": 8192}),
     "summarise, capped": (head_kernels._summarise_kernel, {"VOCABULARY": 50257, "CAPPED": True, "BLOCK": 8192}),
     "differentiate": (head_kernels._differentiate_kernel, {"VOCABULARY": 151936, "CAPPED": True, "BLOCK": 8192}),
