@@ -180,38 +180,14 @@ def _product_kernel(
     weight_ptr += expert.to(tl.int64) * by_expert
     if HALF < ROWS and end - first <= HALF:
         _product_rows(
-            x_ptr,
-            weight_ptr,
-            out_ptr,
-            first,
-            end,
-            inputs,
-            outputs,
-            by_output,
-            by_input,
-            EVEN,
-            HALF,
-            COLUMNS,
-            DEPTH,
+            x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input, EVEN, HALF, COLUMNS, DEPTH,
             PRECISION,
-        )
+        )  # fmt: skip
     else:
         _product_rows(
-            x_ptr,
-            weight_ptr,
-            out_ptr,
-            first,
-            end,
-            inputs,
-            outputs,
-            by_output,
-            by_input,
-            EVEN,
-            ROWS,
-            COLUMNS,
-            DEPTH,
+            x_ptr, weight_ptr, out_ptr, first, end, inputs, outputs, by_output, by_input, EVEN, ROWS, COLUMNS, DEPTH,
             PRECISION,
-        )
+        )  # fmt: skip
 
 
 def _precision(x: Tensor) -> str:

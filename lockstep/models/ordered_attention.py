@@ -58,6 +58,15 @@ def weight_of(peak, mass, sink, factor, SUNK: tl.constexpr):
 
 
 @triton.jit
+def tile_at(at):
+    """Load the numbers of a tile: first query, queries, position of the first; where two parts of its keys end, and the distance
+    of a position from its place in the stream in these and in the rest.
+    """
+    start, count, position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return start, count, position, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+
+
+@triton.jit
 def stream_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, scale, factor, tokens, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
@@ -65,10 +74,7 @@ def stream_kernel(
 ):  # fmt: skip
     """Compute attention of one tile of queries of one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    at = tiles_ptr + tile * FIELDS
-    start, count, position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    end0, end1 = tl.load(at + 3), tl.load(at + 4)
-    shift0, shift1, shift2 = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    start, count, position, end0, end1, shift0, shift1, shift2 = tile_at(tiles_ptr + tile * FIELDS)
     i, j, d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, D)
     own = (start + i)[:, None] * (H * D) + head * D + d[None, :]
     query = tl.load(query_ptr + own, mask=(i < count)[:, None], other=0.0)

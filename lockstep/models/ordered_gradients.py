@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.models.ordered import BLOCK, FIELDS, QUERIES, TASK, Tasks
-from lockstep.models.ordered_attention import LOG2_E
+from lockstep.models.ordered_attention import LOG2_E, tile_at
 
 ROWS = 64
 """Queries that a block of keys meets at a time."""
@@ -33,10 +33,7 @@ def _queries_kernel(
 ):  # fmt: skip
     """Compute the gradient of one tile of queries of one head, and the row terms grad · output that both kernels need."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    at = tiles_ptr + tile * FIELDS
-    start, count, position = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    end0, end1 = tl.load(at + 3), tl.load(at + 4)
-    shift0, shift1, shift2 = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    start, count, position, end0, end1, shift0, shift1, shift2 = tile_at(tiles_ptr + tile * FIELDS)
     i, j, d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, D)
     own = (start + i)[:, None] * (H * D) + head * D + d[None, :]
     live = (i < count)[:, None]
