@@ -110,7 +110,9 @@ def _tiles(rows: int, size: int) -> list[slice]:
 
 
 def summaries(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each part of CHUNK entries of each row: the largest tempered logit, the sum of exponentials, the best entry."""
+    """Return of each part of CHUNK entries of each row: the largest tempered logit, the sum of exponentials, and at
+    temperature 0, the best entry (else that is undefined).
+    """
     rows, vocabulary = logits_RV.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     peak_RC, mass_RC = (logits_RV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
@@ -281,11 +283,13 @@ def _chunk_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, best_ptr, V, 
     temperature = tl.load(temperature_ptr + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
-    logits = logits / tl.where(temperature > 0, temperature, 1.0)
+    if (temperature > 0) & (temperature != 1):  # divisions take longer than the read
+        logits = logits / temperature
     peak = tl.max(logits, 0)
     tl.store(peak_ptr + row * CHUNKS + chunk, peak)
     tl.store(mass_ptr + row * CHUNKS + chunk, tl.sum(tl.exp(logits - peak), 0))
-    tl.store(best_ptr + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(logits, 0))
+    if temperature == 0:
+        tl.store(best_ptr + row * CHUNKS + chunk, chunk * BLOCK + tl.argmax(logits, 0))
 
 
 @triton.jit

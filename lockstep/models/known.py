@@ -13,7 +13,7 @@ from lockstep.models.mxfp4_experts import Mxfp4Experts
 
 @cache
 def reference(family: str, layer: str) -> Any:
-    """Return a layer's class. Example: reference("llama", "LlamaMLP")."""
+    """Return a layer's class, or a function of its file. Example: reference("llama", "LlamaMLP")."""
     return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), layer)
 
 

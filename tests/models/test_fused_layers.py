@@ -25,7 +25,7 @@ COUNTS = {
     "mistral": (5, 2, 2),
     "gemma2": (9, 2, 2),  # offset weights, four norms a layer, gelu
     "gemma3": (13, 2, 2),
-    "gpt-oss": (5, 0, 0),  # experts; another rotary embedding
+    "gpt-oss": (5, 0, 2),  # experts
     "cohere": (0, 2, 0),  # layer norms; interleaved rotary embedding
     "granite": (5, 2, 2),
     "phi": (0, 0, 2),  # part of each head is rotated
