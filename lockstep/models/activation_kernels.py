@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.norm_kernels import scaled
 from lockstep.models.overlap import await_input, overlap
 from lockstep.models.route_kernels import Sorted
 
@@ -146,15 +147,12 @@ def activate_back(
 
 
 @triton.jit
-def _combine_kernel(
-    y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, out_ptr, outputs,
+def _summed(
+    y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, token, column, outputs, kind: tl.constexpr,
     TOP: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    await_input()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Compute some columns of a token's sum over its experts, rounded."""
     inside = column < outputs
-    kind = out_ptr.dtype.element_ty
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP):
         row = tl.load(place_ptr + token * TOP + k).to(tl.int64)
@@ -165,16 +163,83 @@ def _combine_kernel(
         if FACTOR:
             value *= tl.load(factor_ptr + token * TOP + k).to(tl.float32)
         total += value
-    tl.store(out_ptr + token * outputs + column, total.to(kind), mask=inside)
+    return total.to(kind)
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, out_ptr, outputs,
+    TOP: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    await_input()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = _summed(
+        y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, token, column, outputs, out_ptr.dtype.element_ty, TOP, BIAS,
+        FACTOR, BLOCK,
+    )  # fmt: skip
+    tl.store(out_ptr + token * outputs + column, total, mask=column < outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """Results of a token's experts, before their sum."""
+
+    y_RO: Tensor
+    bias_EO: Tensor | None
+    rows: Sorted
+    factor_TK: Tensor | None
+
+    def summed(self) -> Tensor:
+        """Return each token's sum over its experts [T, O], weighted by the router if there is a factor."""
+        y_RO, tokens, outputs = self.y_RO.contiguous(), len(self.y_RO) // self.rows.top, self.y_RO.shape[1]
+        out_TO = y_RO.new_empty(tokens, outputs)
+        _combine_kernel[(tokens, triton.cdiv(outputs, 1024))](
+            *self._given(), out_TO, outputs, *self._constants(), 1024, enable_fp_fusion=False, **overlap()
+        )
+        return out_TO
+
+    def add_norm(
+        self, residual_TO: Tensor, weight_O: Tensor, epsilon: float, sum_TO: Tensor, out_TO: Tensor, *, late: bool
+    ) -> None:
+        """Write residual + sum to `sum_TO`, and its RMS norm times weight to `out_TO`, as norm_kernels.row_norm does."""
+        tokens, outputs = residual_TO.shape
+        block = triton.next_power_of_2(outputs)
+        _combine_norm_kernel[(tokens,)](
+            *self._given(), residual_TO, weight_O, sum_TO, out_TO, outputs, out_TO.stride(0), epsilon, *self._constants(),
+            late, block, num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False, **overlap(),
+        )  # fmt: skip
+
+    def _given(self) -> tuple[Tensor, ...]:
+        y_RO = self.y_RO.contiguous()
+        bias = y_RO if self.bias_EO is None else self.bias_EO
+        factor = y_RO if self.factor_TK is None else self.factor_TK.contiguous()
+        return y_RO, bias, self.rows.expert_R, factor, self.rows.place_R
+
+    def _constants(self) -> tuple[int, bool, bool]:
+        return self.rows.top, self.bias_EO is not None, self.factor_TK is not None
+
+
+@triton.jit
+def _combine_norm_kernel(
+    y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, outputs, out_stride, eps,
+    TOP: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum over a token's experts, add the residual, and norm."""
+    await_input()
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < outputs
+    kind = sum_ptr.dtype.element_ty
+    value = tl.load(residual_ptr + token * outputs + column, mask=inside, other=0.0) + _summed(
+        y_ptr, bias_ptr, expert_ptr, factor_ptr, place_ptr, token, column, outputs, kind, TOP, BIAS, FACTOR, BLOCK
+    )
+    tl.store(sum_ptr + token * outputs + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / outputs + eps)
+    out = scaled(value, scale, weight_ptr, column, inside, LATE)
+    tl.store(out_ptr + token * out_stride + column, out, mask=inside)
 
 
 def combine(y_RO: Tensor, bias_EO: Tensor | None, rows: Sorted, factor_TK: Tensor | None) -> Tensor:
     """Return each token's sum over its experts [T, O], weighted by the router if there is a factor."""
-    y_RO, tokens, outputs = y_RO.contiguous(), len(y_RO) // rows.top, y_RO.shape[1]
-    out_TO = y_RO.new_empty(tokens, outputs)
-    factor = y_RO if factor_TK is None else factor_TK.contiguous()
-    _combine_kernel[(tokens, triton.cdiv(outputs, 1024))](
-        y_RO, y_RO if bias_EO is None else bias_EO, rows.expert_R, factor, rows.place_R, out_TO, outputs, rows.top,
-        bias_EO is not None, factor_TK is not None, 1024, enable_fp_fusion=False, **overlap(),
-    )  # fmt: skip
-    return out_TO
+    return Unsummed(y_RO, bias_EO, rows, factor_TK).summed()

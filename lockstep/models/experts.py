@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models import exact
-from lockstep.models.activation_kernels import Activation, activate, activate_back, combine
+from lockstep.models.activation_kernels import Activation, Unsummed, activate, activate_back, combine
 from lockstep.models.expert_kernels import gate_up, outer, product
 from lockstep.models.known import kind_of_experts, reference, same
 from lockstep.models.mxfp4 import Packed
 from lockstep.models.mxfp4_kernels import opened
-from lockstep.models.route_kernels import Sorted, choose, sort_rows
+from lockstep.models.route_kernels import Sorted, choose, route, sort_rows
 
 MANY = 128
 """Rows for each expert, on average, from which grouped products are used."""
+FEW = 1024
+"""Tokens up to which a router's product is made in parts: few sums that each run over all inputs leave most of a GPU idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class Experts:
     used: tuple[Operands | None, Operands | None] = (None, None)
     """Those of the products with gate and up, and with down, where they are quantised."""
 
+    @property
+    def experts(self) -> int:
+        both = self.gate_up_EOX
+        return both.experts if isinstance(both, Packed) else len(both)
+
     @staticmethod
     def of(module: Any) -> Experts | None:
         """Return those of a module of transformers; None for a form that is not known here."""
@@ -71,20 +78,21 @@ class Experts:
 
     def __call__(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum over its experts, [T, H]; differentiable."""
-        gate_up_EOX, down_EOX = self.gate_up_EOX, self.down_EOX
-        experts = gate_up_EOX.experts if isinstance(gate_up_EOX, Packed) else len(gate_up_EOX)
-        if torch.is_grad_enabled() or index_TK.numel() >= MANY * experts:
+        if torch.is_grad_enabled() or index_TK.numel() >= MANY * self.experts:
             function: Any = _Mixture
-            biases = self.bias_EO, self.down_bias_EO
+            tensors = self.gate_up_EOX, self.down_EOX, self.bias_EO, self.down_bias_EO
             result: Tensor = function.apply(
-                x_TH, index_TK, weight_TK, gate_up_EOX, down_EOX, *biases, self.activation, experts, *self.used
+                x_TH, index_TK, weight_TK, *tensors, self.activation, self.experts, *self.used
             )
             return result
-        rows, (first, second) = sort_rows(index_TK, experts), self.used
-        x_TH, gate_up_EOX = _rows(first, x_TH), _matrices(first, gate_up_EOX)
-        inner_RI = gate_up(x_TH, gate_up_EOX, self.bias_EO, rows, self.activation)
-        out_RH = product(_rows(second, inner_RI), _matrices(second, down_EOX), rows)
-        return combine(out_RH, self.down_bias_EO, rows, weight_TK)
+        return self.unsummed(x_TH, index_TK, weight_TK).summed()
+
+    def unsummed(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Unsummed:
+        """Return each token's results of its experts, for few rows; no gradient."""
+        rows, (first, second) = sort_rows(index_TK, self.experts), self.used
+        inner_RI = gate_up(_rows(first, x_TH), _matrices(first, self.gate_up_EOX), self.bias_EO, rows, self.activation)
+        out_RH = product(_rows(second, inner_RI), _matrices(second, self.down_EOX), rows)
+        return Unsummed(out_RH, self.down_bias_EO, rows, weight_TK)
 
 
 class _Mixture(torch.autograd.Function):
@@ -203,27 +211,34 @@ class Router:
 
     def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits [T, E], and weights and numbers of the chosen experts, [T, K]."""
-        linear = exact.linear if exact.enabled() else nn.functional.linear
-        logits_TE = linear(x_TH, self.weight_EH, self.bias_E)
-        dtype = logits_TE.dtype if self.rounded else torch.float32
-        function: Any = _Choice
-        weight_TK, index_TK = function.apply(logits_TE, self.top, self.shared, dtype)
-        return logits_TE, weight_TK, index_TK
+        dtype = x_TH.dtype if self.rounded else torch.float32
+        function: Any = _Route
+        found: tuple[Tensor, Tensor, Tensor] = function.apply(
+            x_TH, self.weight_EH, self.bias_E, self.top, self.shared, dtype
+        )
+        return found
 
 
-class _Choice(torch.autograd.Function):
+class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, top: int, shared: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        weight_TK, index_TK = choose(logits_TE, top, shared=shared, dtype=dtype)
-        ctx.save_for_backward(logits_TE, index_TK)
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, top: int, shared: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        half = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 == weight_EH.dtype
+        if half and (exact.enabled() or len(x_TH) <= FEW):
+            logits_TE, weight_TK, index_TK = route(x_TH, weight_EH, bias_E, top, shared=shared, dtype=dtype)
+        else:
+            logits_TE = nn.functional.linear(x_TH, weight_EH, bias_E)
+            weight_TK, index_TK = choose(logits_TE, top, shared=shared, dtype=dtype)
+        ctx.save_for_backward(x_TH, weight_EH, logits_TE, index_TK)
         ctx.shared = shared
-        ctx.mark_non_differentiable(index_TK)
-        return weight_TK, index_TK
+        ctx.mark_non_differentiable(logits_TE, index_TK)
+        return logits_TE, weight_TK, index_TK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_TE, index_TK = ctx.saved_tensors
-        grad_TK, logits_TE32 = grads[0].float(), logits_TE.float()
+        x_TH, weight_EH, logits_TE, index_TK = ctx.saved_tensors
+        grad_TK, logits_TE32 = grads[1].float(), logits_TE.float()
         grad_TE = torch.zeros_like(logits_TE32)
         if ctx.shared:  # the softmax over the chosen
             weight_TK = logits_TE32.gather(1, index_TK).softmax(1)
@@ -232,7 +247,13 @@ class _Choice(torch.autograd.Function):
             all_TE = logits_TE32.softmax(1)
             grad_TE.scatter_(1, index_TK, grad_TK)
             grad_TE = all_TE * (grad_TE - (all_TE * grad_TE).sum(1, keepdim=True))
-        return grad_TE.to(logits_TE.dtype), None, None, None
+        rounded_TE, (need_x, need_weight, need_bias) = grad_TE.to(logits_TE.dtype), ctx.needs_input_grad[:3]
+        return (
+            rounded_TE @ weight_EH if need_x else None,
+            rounded_TE.T @ x_TH if need_weight else None,
+            rounded_TE.sum(0) if need_bias else None,
+            *[None] * 3,
+        )
 
 
 class ExpertsForward:
@@ -245,6 +266,17 @@ class ExpertsForward:
         experts = Experts.of(self.module)
         assert experts is not None
         return experts(hidden_states, top_k_index, top_k_weights)
+
+
+def before_the_sum(mixture: Any, x_TH: Tensor) -> Unsummed | None:
+    """Return the results of each token's experts for a layer of few tokens; None for a layer that only its module can compute."""
+    router = mixture.gate if hasattr(mixture, "gate") else mixture.router
+    experts = Experts.of(mixture.experts)
+    replaced = isinstance(mixture.experts.__dict__.get("forward"), ExpertsForward)
+    if experts is None or not replaced or len(x_TH) * router.top_k >= MANY * experts.experts:
+        return None
+    _, weight_TK, index_TK = router(x_TH)
+    return experts.unsummed(x_TH, index_TK, weight_TK)
 
 
 class RouterForward:

@@ -129,12 +129,19 @@ def _row_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     if KEEP:
         tl.store(rms_ptr + tl.program_id(0), scale)
-    weight = tl.load(weight_ptr + at, mask=ok, other=0.0)
     out = out_ptr + tl.program_id(0).to(tl.int64) * out_stride
+    tl.store(out + at, scaled(value, scale, weight_ptr, at, ok, LATE), mask=ok)
+
+
+@triton.jit
+def scaled(value, scale, weight_ptr, at, inside, LATE: tl.constexpr):
+    """Multiply a row by 1 / rms and the weight, rounded once at the end, or also before the weight."""
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     if LATE:
-        tl.store(out + at, (wide * scale * weight.to(tl.float32)).to(value.dtype), mask=ok)
+        out = (value.to(tl.float32) * scale * weight.to(tl.float32)).to(value.dtype)
     else:
-        tl.store(out + at, (wide * scale).to(value.dtype) * weight, mask=ok)
+        out = (value.to(tl.float32) * scale).to(value.dtype) * weight
+    return out
 
 
 def norm_heads(

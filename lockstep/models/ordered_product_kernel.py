@@ -127,21 +127,29 @@ def _sum_kernel(parts_ptr, out_ptr, count, alpha, parts, out_stride, N: tl.const
     tl.store(out_ptr + place, (total * alpha).to(out_ptr.dtype.element_ty), mask=live)
 
 
+def side_sums(x_MK: Tensor, weight_NK: Tensor, part: int, tile: Tile) -> Tensor:
+    """Return x @ weight.T over `part` inputs each, side by side: fp32 [parts, M, N]. For any number of rows."""
+    (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    parts = triton.cdiv(inputs, part)
+    sums = x_MK.new_empty(parts, rows, outputs, dtype=torch.float32)
+    even = inputs % tile.depth == 0 and part % tile.depth == 0
+    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns), parts)](
+        x_MK, weight_NK, weight_NK, sums, rows, outputs, inputs, x_MK.stride(0), weight_NK.stride(0), outputs, 1.0,
+        False, even, tile.rows, tile.columns, tile.depth, 8, True, part,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
+    )  # fmt: skip
+    return sums
+
+
 def narrow_product(x_MK: Tensor, weight_NK: Tensor, alpha: float, out_MN: Tensor, tile: Tile) -> Tensor:
     """Write alpha · x @ weight.T to `out_MN`: sums over PART inputs each, side by side, and these sums in order.
 
     For few outputs and many inputs, of which one chain of sums would leave most of the device idle. For any number of rows.
     """
-    (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
-    parts = triton.cdiv(inputs, PART)
-    sums = x_MK.new_empty(parts, rows, outputs, dtype=torch.float32)
-    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns), parts)](
-        x_MK, weight_NK, weight_NK, sums, rows, outputs, inputs, x_MK.stride(0), weight_NK.stride(0), outputs, 1.0,
-        False, inputs % tile.depth == 0, tile.rows, tile.columns, tile.depth, 8, True, PART,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlap(),
-    )  # fmt: skip
+    rows, outputs = x_MK.shape[0], weight_NK.shape[0]
+    sums = side_sums(x_MK, weight_NK, PART, tile)
     _sum_kernel[(triton.cdiv(rows * outputs, 256),)](
-        sums, out_MN, rows * outputs, alpha, parts, out_MN.stride(0), outputs, 256,
+        sums, out_MN, rows * outputs, alpha, len(sums), out_MN.stride(0), outputs, 256,
         num_warps=2, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return out_MN

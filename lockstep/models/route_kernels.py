@@ -15,10 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.ordered_product_kernel import narrow_tile, side_sums
 from lockstep.models.overlap import await_input, overlap
 
 PAIRS = 4096
 """Most pairs of token and expert that are sorted at a time."""
+PART = 512
+"""Inputs of one part of a router's product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,30 @@ class Sorted:
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, weight_ptr, index_ptr, experts, stride,
-    TOP: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, TOPS: tl.constexpr,
+    given_ptr, bias_ptr, logits_ptr, weight_ptr, index_ptr, tokens, experts, stride, parts,
+    TOP: tl.constexpr, SHARED: tl.constexpr, SUMS: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, TOPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's experts, the first of equal ones. SHARED: the weights of the chosen ones sum to 1."""
+    """Choose a token's experts, the first of equal ones. SHARED: the weights of the chosen ones sum to 1.
+
+    SUMS: the logits are made first, of sums over parts of the inputs, in order.
+    """
     await_input()
     token = tl.program_id(0).to(tl.int64)
     number, k = tl.arange(0, EXPERTS), tl.arange(0, TOPS)
-    logits = tl.load(logits_ptr + token * stride + number, mask=number < experts, other=-float("inf")).to(tl.float32)
+    inside = number < experts
+    given_ptr += token * stride
+    if SUMS:
+        total = tl.zeros([EXPERTS], tl.float32)
+        for _ in range(0, parts):
+            total += tl.load(given_ptr + number, mask=inside, other=0.0)
+            given_ptr += tokens * stride
+        if BIAS:
+            total += tl.load(bias_ptr + number, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(logits_ptr.dtype.element_ty)
+        tl.store(logits_ptr + token * experts + number, rounded, mask=inside)
+        logits = tl.where(inside, rounded.to(tl.float32), -float("inf"))
+    else:
+        logits = tl.load(given_ptr + number, mask=inside, other=-float("inf")).to(tl.float32)
     peak = tl.max(logits, 0)
     chosen = tl.full([TOPS], -float("inf"), tl.float32)
     left = logits
@@ -71,13 +90,30 @@ def _route_kernel(
 
 def choose(logits_TE: Tensor, top: int, *, shared: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the weights [T, K] and numbers (int64) of the experts with the largest logits."""
-    tokens, experts = logits_TE.shape
-    weight_TK = logits_TE.new_empty(tokens, top, dtype=dtype)
-    index_TK = torch.empty(tokens, top, dtype=torch.int64, device=logits_TE.device)
-    size, tops = triton.next_power_of_2(experts), triton.next_power_of_2(top)
+    return _choose(logits_TE[None], None, None, top, shared, dtype)
+
+
+def route(
+    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, top: int, *, shared: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits [T, E], and what `choose` returns. A token's do not depend on the number of tokens: sums over PART inputs
+    each are added in order.
+    """
+    sums = side_sums(x_TH, weight_EH, PART, narrow_tile(len(x_TH)))
+    logits_TE = x_TH.new_empty(sums.shape[1:])
+    return logits_TE, *_choose(sums, bias_E, logits_TE, top, shared, dtype)
+
+
+def _choose(
+    given: Tensor, bias_E: Tensor | None, logits_TE: Tensor | None, top: int, shared: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    parts, tokens, experts = given.shape
+    weight_TK = given.new_empty(tokens, top, dtype=dtype)
+    index_TK = torch.empty(tokens, top, dtype=torch.int64, device=given.device)
     _route_kernel[(tokens,)](
-        logits_TE, weight_TK, index_TK, experts, logits_TE.stride(0), top, shared, size, tops,
-        num_warps=1, enable_fp_fusion=False, **overlap(),
+        given, given if bias_E is None else bias_E, given if logits_TE is None else logits_TE, weight_TK, index_TK, tokens,
+        experts, given.stride(1), parts, top, shared, logits_TE is not None, bias_E is not None,
+        triton.next_power_of_2(experts), triton.next_power_of_2(top), num_warps=1, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     return weight_TK, index_TK
 

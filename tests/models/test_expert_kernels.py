@@ -145,6 +145,52 @@ def routers(family: str) -> None:
         del module.forward
 
 
+def routed_in_parts(family: str) -> None:
+    """A router's product in parts: the choices of the whole product, and the same for a token among others."""
+    from lockstep.models import route_kernels
+    from lockstep.models.experts import Router
+
+    route_kernels.PART = 256  # two parts, the second of them shorter
+    router = Router.of(part(family, "TopKRouter"))
+    assert router is not None
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(count, 400, generator=generator) for count in (70, len(router.weight_EH)))
+    bias = None if router.bias_E is None else torch.randn(len(weight), generator=generator)
+    options = {"shared": router.shared, "dtype": torch.float32}
+    logits, *chosen = route_kernels.route(x, weight, bias, router.top, **options)
+    close(logits, nn.functional.linear(x, weight, bias), "logits", 1e-3)  # a GPU's products round to tf32
+    whole = route_kernels.choose(logits, router.top, **options)
+    assert all(map(torch.equal, chosen, whole))
+    for count in (1, 17):
+        few = route_kernels.route(x[:count], weight, bias, router.top, **options)
+        assert all(torch.equal(a, b[:count]) for a, b in zip(few, (logits, *chosen), strict=True))
+
+
+def summed_and_normed(family: str) -> None:
+    """The sum over experts with the residual and the norm: what the sum and the norm give one after the other."""
+    from lockstep.models.experts import before_the_sum, fuse_experts
+    from lockstep.models.norm_kernels import row_norm
+
+    mixture = part(family, "MLP" if family == "gpt-oss" else "SparseMoeBlock")
+    x, residual = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(4))
+    assert before_the_sum(mixture, x) is None, "the model's own loop"
+    for module in mixture.modules():
+        fuse_experts(module)
+    with torch.no_grad():
+        found = before_the_sum(mixture, x)
+        assert found is not None
+        whole = mixture(x[None])
+        assert torch.equal(found.summed(), (whole[0] if isinstance(whole, tuple) else whole)[0])
+        weight = torch.linspace(0.5, 2, 64)
+        for late in (False, True):
+            total, out, wanted_total = (torch.empty_like(x) for _ in range(3))
+            wanted = torch.empty(9, 70)[:, :64]
+            found.add_norm(residual, weight, 1e-5, total, out, late=late)
+            row_norm(found.summed(), residual, weight, 1e-5, wanted_total, wanted, late=late)
+            assert torch.equal(total, wanted_total)
+            assert torch.equal(out, wanted)
+
+
 def equal_logits() -> None:
     """The first of equal experts is chosen; a logit that is no number leaves every choice within bounds."""
     from lockstep.models.route_kernels import choose
@@ -219,6 +265,16 @@ def test_gradients_stop_at_the_limit() -> None:
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_a_router_chooses_as_transformers_does(family: str) -> None:
     interpreted(routers, family)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_a_router_may_add_up_parts(family: str) -> None:
+    interpreted(routed_in_parts, family)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_the_sum_over_experts_may_be_left_to_the_norm(family: str) -> None:
+    interpreted(summed_and_normed, family)
 
 
 def test_experts_that_nothing_reaches_are_not_read() -> None:

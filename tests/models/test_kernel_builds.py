@@ -39,7 +39,18 @@ FACTORS = ("limit", "softcap", "scale", "temperature", "epsilon", "eps", "offset
 TILE = {"EXPERTS": 128, "EVEN": True, "ROWS": 128, "HALF": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 FOUR_BITS = {"EXPERTS": 32, "EVEN": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "PRECISION": "ieee"}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "route": (route_kernels._route_kernel, {"TOP": 8, "SHARED": True, "EXPERTS": 128, "TOPS": 8}),
+    "route": (
+        route_kernels._route_kernel,
+        {"TOP": 8, "SHARED": True, "SUMS": False, "BIAS": False, "EXPERTS": 128, "TOPS": 8},
+    ),
+    "route, sums": (
+        route_kernels._route_kernel,
+        {"TOP": 4, "SHARED": True, "SUMS": True, "BIAS": True, "EXPERTS": 32, "TOPS": 4},
+    ),
+    "sum over experts, and norm": (
+        activation_kernels._combine_norm_kernel,
+        {"TOP": 4, "BIAS": True, "FACTOR": True, "LATE": True, "BLOCK": 4096},
+    ),
     "sort": (route_kernels._sort_kernel, {"BLOCK": 4096}),
     "gate and up": (expert_kernels._gate_up_kernel, {"TOP": 8, "PAIRED": False, "BIAS": False, **TILE}),
     "gate and up, paired": (expert_kernels._gate_up_kernel, {"TOP": 4, "PAIRED": True, "BIAS": True, **TILE}),

@@ -27,6 +27,7 @@ from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
 from lockstep.rollout.paged.joined import joined, same_place, side_by_side, slices
 from lockstep.rollout.paged.ops import Ops
+from lockstep.rollout.paged.plain import Unsummed
 from lockstep.rollout.paged.state import PageCache, Rows
 
 log = logging.getLogger(__name__)
@@ -140,10 +141,8 @@ class _Mixture:
     module: nn.Module
     room: int = 0
 
-    def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor:
-        out = self.module(x_BX[None])
-        mixed_BX: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
-        return mixed_BX
+    def __call__(self, x_BX: Tensor, ops: Ops) -> Tensor | Unsummed:
+        return ops.mixture(self.module, x_BX)
 
     def quantised(self, numerics: ModelNumerics, quantiser: Quantiser) -> _Mixture:
         return self
@@ -185,7 +184,7 @@ class FusedDecoder:
     def __call__(self, count: int, ops: Ops, rows: Rows, cache: PageCache, splits: int) -> Tensor:
         """Return hidden states [B, X] of one new token for each of the first `count` rows."""
         residual_BX = nn.functional.embedding(rows.next_B[:count], self.embedding_VX)
-        x_BX: Tensor | None = None
+        x_BX: Tensor | Unsummed | None = None
         for layer, block in enumerate(self.blocks):
             residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.norm_X, block.qkv.room)
             qkv_BX = block.qkv(normed_BX)
@@ -197,7 +196,7 @@ class FusedDecoder:
         return self._norm(ops, x_BX, residual_BX, self.norm_X, 0)[1]
 
     def _norm(
-        self, ops: Ops, x_BX: Tensor | None, residual_BX: Tensor, weight_X: Tensor, room: int
+        self, ops: Ops, x_BX: Tensor | Unsummed | None, residual_BX: Tensor, weight_X: Tensor, room: int
     ) -> tuple[Tensor, Tensor]:
         return ops.add_norm(x_BX, residual_BX, weight_X, self.eps, room, late=self.late)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
-from lockstep.rollout.paged.plain import PlainOps
+from lockstep.rollout.paged.plain import PlainOps, Unsummed, of_module
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 MATRIX_ROWS = 16
@@ -30,7 +30,7 @@ class Ops(Protocol):
 
     def add_norm(
         self,
-        x_BX: Tensor | None,
+        x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
         weight_X: Tensor,
         eps: float,
@@ -39,6 +39,9 @@ class Ops(Protocol):
         late: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return (residual + x, its RMS norm times weight). `late`: the norm is rounded after its weight, not also before."""
+
+    def mixture(self, module: nn.Module, x_BX: Tensor) -> Tensor | Unsummed:
+        """Compute a mixture of experts; the sum over a row's experts may be left to `add_norm`."""
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         """Return silu(first half) × second half."""
@@ -83,11 +86,12 @@ class TritonOps:
     """Implements Ops on a GPU."""
 
     def __init__(self) -> None:
-        from lockstep.models import head_kernels, norm_kernels, ordered_attention
+        from lockstep.models import experts, head_kernels, norm_kernels, ordered_attention
         from lockstep.models.overlap import overlap
         from lockstep.rollout.paged import attention_kernels, kernels
 
         self._kernels: Any = kernels
+        self._experts: Any = experts
         self._norms: Any = norm_kernels
         self._heads: Any = head_kernels
         self._ordered: Any = ordered_attention
@@ -96,7 +100,7 @@ class TritonOps:
 
     def add_norm(
         self,
-        x_BX: Tensor | None,
+        x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
         weight_X: Tensor,
         eps: float,
@@ -106,8 +110,15 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         out_BX = with_room(residual_BX, residual_BX.shape[1], room)
         total_BX = residual_BX if x_BX is None else torch.empty_like(residual_BX)
+        if not isinstance(x_BX, Tensor | None):
+            x_BX.add_norm(residual_BX, weight_X, eps, total_BX, out_BX, late=late)
+            return total_BX, out_BX
         self._norms.row_norm(x_BX, residual_BX, weight_X, eps, total_BX, out_BX, late=late)
         return total_BX, out_BX
+
+    def mixture(self, module: nn.Module, x_BX: Tensor) -> Tensor | Unsummed:
+        unsummed = None if exact.enabled() else self._experts.before_the_sum(module, x_BX)
+        return of_module(module, x_BX) if unsummed is None else unsummed
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         count, size = x_BX.shape[0], x_BX.shape[1] // 2

@@ -5,20 +5,37 @@ Legend: B rows, H query heads, K key/value heads, D head size, S keys, V vocabul
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 from lockstep.rollout.sampler import sample_rows
 
 
+class Unsummed(Protocol):
+    """The results of a mixture's experts whose sum is left to the next norm."""
+
+    def summed(self) -> Tensor:
+        """Return the sums, [B, X]."""
+
+    def add_norm(
+        self, residual_TO: Tensor, weight_O: Tensor, epsilon: float, sum_TO: Tensor, out_TO: Tensor, *, late: bool
+    ) -> None:
+        """Write residual + sum to `sum_TO`, and its norm to `out_TO`."""
+
+
 class PlainOps:
     """Implements ops.Ops on any device."""
 
+    def mixture(self, module: nn.Module, x_BX: Tensor) -> Tensor:
+        return of_module(module, x_BX)
+
     def add_norm(
         self,
-        x_BX: Tensor | None,
+        x_BX: Tensor | Unsummed | None,
         residual_BX: Tensor,
         weight_X: Tensor,
         eps: float,
@@ -26,6 +43,8 @@ class PlainOps:
         *,
         late: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        if not isinstance(x_BX, Tensor | None):
+            x_BX = x_BX.summed()
         total_BX = residual_BX if x_BX is None else residual_BX + x_BX
         wide_BX = total_BX.float()
         normed_BX = wide_BX * torch.rsqrt(wide_BX.pow(2).mean(-1, keepdim=True) + eps)
@@ -119,6 +138,13 @@ class PlainOps:
         stopped_B = torch.isin(token_B, stops_X) & (rows.ignore_B[:count] == 0)
         spent_B = rows.drawn_B[:count] >= rows.budget_B[:count]
         rows.done_B[:count] = (~live_B | stopped_B | spent_B).to(torch.int8)
+
+
+def of_module(mixture: nn.Module, x_BX: Tensor) -> Tensor:
+    """Compute a mixture of experts by its module."""
+    out = mixture(x_BX[None])
+    mixed_BX: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return mixed_BX
 
 
 def _with_room(x_BX: Tensor, room: int) -> Tensor:
