@@ -27,6 +27,7 @@ from lockstep.models.ordered import Piece, tiles_of
 from lockstep.models.ordered_attention import stream_attention
 from lockstep.models.ordered_product_kernel import product, tile_of
 from lockstep.rollout.paged.ops import TritonOps
+from lockstep.rollout.paged.plain import Turn
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 PROMPT, LENGTHS = 150, (1, 64, 65, 190)
@@ -179,9 +180,8 @@ def _attention_of(shape: _Shape, kind: AttentionKind) -> Iterator[str]:
                 part = source[own[place * PAGE : (place + 1) * PAGE]]
                 held[page, :, : len(part)] = part.transpose(0, 1)
         last.append(own[-1])
-    ops: Any = TritonOps()
-    out = query.new_empty(len(last), shape.heads * shape.size)
-    ops.attend_in_order(query[last].transpose(0, 1), rows, cache, 0, kind, out)
+    with exact.on_trial():
+        out = TritonOps().attend(_heads(query[last], *(one[last] for one in keys)), rows, cache, 0, kind, 1)
     if not torch.equal(out.view(-1, shape.heads, shape.size), packed[last]):
         yield "attention of a token that is decoded differs from that of the same token in training"
 
@@ -232,23 +232,30 @@ def _rows(shape: _Shape, decoder: Decoder) -> Iterator[str]:
         yield "the gated activation differs between sampling and training"
     angle = torch.rand(PAGE, shape.size // 2, device=shape.device) * 6
     cos, sin = (f(angle).bfloat16() for f in (torch.cos, torch.sin))
-    qkv = shape.random(FEW, (shape.heads + 2 * shape.kv_heads) * shape.size)
     cache, rows = _pages(shape)
-    rows.table_BS[:FEW] = 1
     count = len(rows.position_B)
+    rows.table_BS[:, 0] = torch.arange(count) + 1
     rows.position_B.copy_(torch.arange(count, device=shape.device) * 7)
-    found = (
-        TritonOps()
-        .rope_append(qkv[:count], (cos.float(), sin.float()), None, shape.heads, rows, cache, 0)
-        .transpose(0, 1)
+    query, key, value = (
+        shape.random(count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    heads = qkv[:count].view(1, count, -1, shape.size).transpose(1, 2)
-    at = rows.position_B.long()
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    kind, at = AttentionKind(shape.size**-0.5), rows.position_B.long()
     wide = [torch.cat([t[at], t[at]], -1)[None] for t in (cos, sin)]
     rotary: Any = Rotary
-    query, _ = rotary.apply(heads[:, : shape.heads], heads[:, shape.heads : shape.heads + shape.kv_heads], *wide)
-    if not torch.equal(found, query[0].transpose(0, 1)):
+    turned = [one[0].transpose(0, 1) for one in rotary.apply(*(t.transpose(0, 1)[None] for t in (query, key)), *wide)]
+    results = []
+    with exact.on_trial():
+        for used, new, turn in ((query, key, Turn(cos.float(), sin.float())), (turned[0], turned[1], None)):
+            out = TritonOps().attend(_heads(used, new, value), rows, cache, 0, kind, 1, turn=turn)
+            results.append((out, cache.keys[0].clone()))
+    if not all(map(torch.equal, *results)):
         yield "the rotary embedding differs between sampling and training"
+
+
+def _heads(query_BHD: Tensor, key_BKD: Tensor, value_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query_BHD.transpose(0, 1), key_BKD.transpose(0, 1), value_BKD.transpose(0, 1)
 
 
 def _experts(shape: _Shape, decoder: Decoder) -> Iterator[str]:

@@ -100,7 +100,26 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "attention of a decode step in order": (
         attention_kernels.ordered_attend_kernel,
-        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True},
+        {"H": 64, "K": 8, "D": 64, "ROWS": 16, "P": 64, "ONES": 16, "WINDOWED": True, "SUNK": True, "ROTATE": True},
+    ),
+    "attention of one token": (
+        attention_kernels.attend_kernel,
+        {
+            "H": 32,
+            "K": 4,
+            "D": 128,
+            "BLOCK_D": 128,
+            "ROWS": 16,
+            "P": 64,
+            "BLOCK": 32,
+            "SPLITS": 2,
+            "WINDOWED": True,
+            "CAPPED": True,
+            "SINKS": True,
+            "NORM": True,
+            "ROTATE": True,
+            "PRECISION": "ieee",
+        },
     ),
     "product in order": (
         ordered_product_kernel._product_kernel,

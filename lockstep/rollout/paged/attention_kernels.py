@@ -21,30 +21,36 @@ from lockstep.models.overlap import await_input
 
 
 @triton.jit
+def _head_of(
+    x_ptr, at, d, inside, norm_ptr, cos_ptr, sin_ptr, position, eps,
+    AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Load heads of one token; norm and rotate them, with the model's roundings. AXIS is that of their entries."""
+    HALF: tl.constexpr = D // 2
+    x = tl.load(x_ptr + at + d, mask=inside, other=0.0)
+    if ROTATE:
+        pair_d = tl.where(d < HALF, d + HALF, d - HALF)
+        pair = tl.load(x_ptr + at + pair_d, mask=inside, other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, AXIS, keep_dims=True) / D + eps)
+            x = (wide * scale).to(x.dtype) * tl.load(norm_ptr + d, mask=d < D, other=0.0)
+            pair = (pair.to(tl.float32) * scale).to(x.dtype) * tl.load(norm_ptr + pair_d, mask=d < D, other=0.0)
+        angle = position.to(tl.int64) * HALF + d % HALF
+        cos = tl.load(cos_ptr + angle, mask=d < D, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0)
+        straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+        across = (pair.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+        x = tl.where(d < HALF, straight - across, straight + across).to(x.dtype)
+    return x
+
+
+@triton.jit
 def _attend_block(
-    query,
-    peak,
-    mass,
-    total,
-    keys_at,
-    values_at,
-    index,
-    first,
-    keys,
-    scale,
-    softcap,
-    in_head,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, peak, mass, total, key, value, seen, scale, softcap,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add one block of keys to a running softmax, whose exponents are to the base 2."""
-    seen = (index < keys) & (index >= first)
-    if MASKED or not WHOLE:  # noqa: SIM108 - the compiler takes one branch
-        key = tl.load(keys_at, mask=seen[None, :] & in_head[:, None], other=0.0)
-    else:
-        key = tl.load(keys_at)
     score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
         score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
@@ -56,72 +62,108 @@ def _attend_block(
     prob = tl.exp2(score - top[:, None])
     shrink = tl.exp2(peak - top)
     mass = mass * shrink + tl.sum(prob, 1)
-    if MASKED or not WHOLE:  # noqa: SIM108
-        value = tl.load(values_at, mask=seen[:, None] & in_head[None, :], other=0.0)
-    else:
-        value = tl.load(values_at)
     total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
     return top, mass, total
 
 
 @triton.jit
+def _last_block(
+    key_ptr, value_ptr, key_base, value_base, table_ptr, norm_ptr, cos_ptr, sin_ptr, position, eps,
+    K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Write a row's new key and value to its last page; return its last block of keys and values, and which of them there are.
+
+    The new ones are put into the block from registers: what a program has just written, it could not read safely.
+    """
+    d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    in_head, offset = d < D, position % BLOCK
+    kind = key_base.dtype.element_ty
+    new_key = _head_of(key_ptr, 0, d, in_head, norm_ptr, cos_ptr, sin_ptr, position, eps, 0, D, NORM, ROTATE).to(kind)
+    new_value = tl.load(value_ptr + d, mask=in_head, other=0.0).to(kind)
+    at = tl.load(table_ptr + position // P).to(tl.int64) * (K * P * D) + (position // BLOCK * BLOCK % P) * D
+    tl.store(key_base + at + offset * D + d, new_key, mask=in_head)
+    tl.store(value_base + at + offset * D + d, new_value, mask=in_head)
+    before, new = j < offset, j == offset
+    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
+    key = tl.load(key_base + at + key_at, mask=before[None, :] & in_head[:, None], other=0.0)
+    value = tl.load(value_base + at + value_at, mask=before[:, None] & in_head[None, :], other=0.0)
+    key = tl.where(new[None, :], new_key[:, None], key)
+    value = tl.where(new[:, None], new_value[None, :], value)
+    return key, value, before | new
+
+
+@triton.jit
 def attend_kernel(
-    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr,
-    layer, table_stride, query_head_stride, query_row_stride, out_stride, scale, softcap, window,
+    query_ptr, key_ptr, value_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr,
+    offset_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, layer, table_stride, query_head_stride, query_row_stride,
+    key_head_stride, key_row_stride, value_head_stride, value_row_stride, out_stride, eps, scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one row's query heads of one key head over its pages, or over one of SPLITS parts of them."""
+    """Compute attention of one row's query heads of one key head over its pages and its new key, or over one of SPLITS parts of
+    them; write the new key and value to the last page.
+    """
     await_input()
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     WHOLE: tl.constexpr = D == BLOCK_D
-    keys = tl.load(position_ptr + row) + 1
+    position = tl.load(position_ptr + row)
     first = 0
     if WINDOWED:
-        first = tl.maximum(keys - window, 0)
-    first_page, pages = first // P, tl.cdiv(keys, P)
+        first = tl.maximum(position + 1 - window, 0)
+    first_page, pages = first // P, position // P + 1
     share = tl.cdiv(pages - first_page, SPLITS)
     start = first_page + split * share
     end = tl.minimum(start + share, pages)
     g, d, j = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     in_group, in_head = g < G, d < D
-    query_at = (head * G + g[:, None]) * query_head_stride + row.to(tl.int64) * query_row_stride + d[None, :]
-    query = tl.load(query_ptr + query_at, mask=in_group[:, None] & in_head[None, :], other=0.0)
+    query_at = (head * G + g[:, None]) * query_head_stride + row * query_row_stride
+    query = _head_of(
+        query_ptr, query_at, d[None, :], in_group[:, None] & in_head[None, :], query_norm_ptr, cos_ptr, sin_ptr, position, eps,
+        1, D, NORM, ROTATE,
+    )  # fmt: skip
     key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
     value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
     key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    last = position // BLOCK  # the new key's block
     # A fully masked block would have no largest score.
     first_block = tl.maximum(start * (P // BLOCK), first // BLOCK)
-    blocks = tl.cdiv(tl.minimum(end * P, keys), BLOCK)
-    full = tl.minimum(blocks, keys // BLOCK)  # blocks that need no mask
-    for block in range(first_block, full):
+    for block in range(first_block, tl.minimum(end * (P // BLOCK), last)):
         page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
         at = page * (K * P * D) + (block * BLOCK % P) * D
+        seen = block * BLOCK + j >= first
+        if WINDOWED or not WHOLE:
+            key = tl.load(key_base + at + key_at, mask=seen[None, :] & in_head[:, None], other=0.0)
+            value = tl.load(value_base + at + value_at, mask=seen[:, None] & in_head[None, :], other=0.0)
+        else:
+            key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
         peak, mass, total = _attend_block(
-            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
-            block * BLOCK + j, first, keys, scale, softcap, in_head, WINDOWED, CAPPED, WHOLE, PRECISION,
+            query, peak, mass, total, key, value, seen, scale, softcap, WINDOWED, CAPPED, PRECISION
+        )
+    if (start < pages) & (end == pages):
+        key, value, seen = _last_block(
+            key_ptr + head * key_head_stride + row * key_row_stride,
+            value_ptr + head * value_head_stride + row * value_row_stride, key_base, value_base,
+            table_ptr + row * table_stride, key_norm_ptr, cos_ptr, sin_ptr, position, eps, K, D, BLOCK_D, P, BLOCK, NORM, ROTATE,
         )  # fmt: skip
-    for block in range(tl.maximum(first_block, full), blocks):
-        page = tl.load(table_ptr + row * table_stride + block * BLOCK // P).to(tl.int64)
-        at = page * (K * P * D) + (block * BLOCK % P) * D
+        seen &= last * BLOCK + j >= first
         peak, mass, total = _attend_block(
-            query, peak, mass, total, key_base + at + key_at, value_base + at + value_at,
-            block * BLOCK + j, first, keys, scale, softcap, in_head, True, CAPPED, WHOLE, PRECISION,
-        )  # fmt: skip
+            query, peak, mass, total, key, value, seen, scale, softcap, True, CAPPED, PRECISION
+        )
     if SPLITS == 1:
         if SINKS:
             sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
             mass += tl.exp2(sink * 1.4426950408889634 - peak)
-        out_at = row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
+        out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
         result = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, result, mask=in_group[:, None] & in_head[None, :])
     else:
-        part = (row.to(tl.int64) * H + head * G + g) * SPLITS + split
+        part = (row * H + head * G + g) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=in_group)
         tl.store(mass_ptr + part, mass, mask=in_group)
         tl.store(part_ptr + part[:, None] * D + d[None, :], total, mask=in_group[:, None] & in_head[None, :])
@@ -160,20 +202,26 @@ def combine_kernel(
 
 @triton.jit
 def ordered_attend_kernel(
-    query_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr,
-    layer, table_stride, query_head_stride, query_row_stride, out_stride, factor, window,
+    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, table_ptr, position_ptr, anchor_ptr, offset_ptr, sinks_ptr, out_ptr,
+    layer, table_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride, value_head_stride,
+    value_row_stride, out_stride, factor, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, ONES: tl.constexpr,
-    WINDOWED: tl.constexpr, SUNK: tl.constexpr,
+    WINDOWED: tl.constexpr, SUNK: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does."""
+    """Compute attention of one row's query heads of one key head, page by page, as models.ordered_attention does; write the new
+    key and value to the last page.
+    """
     await_input()
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G: tl.constexpr = H // K
-    keys = tl.load(position_ptr + row) + 1
+    position = tl.load(position_ptr + row)
     g, d, j = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, P)
     in_group = g < G
-    query_at = (head * G + g[:, None]) * query_head_stride + row.to(tl.int64) * query_row_stride + d[None, :]
-    query = tl.load(query_ptr + query_at, mask=in_group[:, None], other=0.0)
+    query_at = (head * G + g[:, None]) * query_head_stride + row * query_row_stride
+    query = _head_of(
+        query_ptr, query_at, d[None, :], in_group[:, None] & (d < D)[None, :], query_ptr, cos_ptr, sin_ptr, position, 0.0,
+        1, D, False, ROTATE,
+    )  # fmt: skip
     key_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16) + head * (P * D)
     value_base = anchor_ptr + tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16) + head * (P * D)
     key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
@@ -181,24 +229,23 @@ def ordered_attend_kernel(
     mass = tl.zeros([ROWS, ONES], tl.float32)
     total = tl.zeros([ROWS, D], tl.float32)
     ones = tl.full([P, ONES], 1.0, out_ptr.dtype.element_ty)
-    full = keys // P
-    first = tl.maximum(keys - window, 0) // P if WINDOWED else 0
-    for block in range(first, full):
+    first = tl.maximum(position + 1 - window, 0) // P if WINDOWED else 0
+    for block in range(first, position // P):
         at = tl.load(table_ptr + row * table_stride + block).to(tl.int64) * (K * P * D)
         key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
-        seen = block * P + j >= keys - window
+        seen = block * P + j > position - window
         peak, mass, total = add_block(
             query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
         )
-    if full * P < keys:
-        at = tl.load(table_ptr + row * table_stride + full).to(tl.int64) * (K * P * D)
-        seen = full * P + j < keys
-        key = tl.load(key_base + at + key_at, mask=seen[None, :], other=0.0)
-        value = tl.load(value_base + at + value_at, mask=seen[:, None], other=0.0)
-        if WINDOWED:
-            seen &= full * P + j >= keys - window
-        peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True, WINDOWED)
-    out_at = row.to(tl.int64) * out_stride + (head * G + g[:, None]) * D + d[None, :]
+    key, value, seen = _last_block(
+        key_ptr + head * key_head_stride + row * key_row_stride,
+        value_ptr + head * value_head_stride + row * value_row_stride, key_base, value_base, table_ptr + row * table_stride,
+        key_ptr, cos_ptr, sin_ptr, position, 0.0, K, D, D, P, P, False, ROTATE,
+    )  # fmt: skip
+    if WINDOWED:
+        seen &= position // P * P + j > position - window
+    peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True, WINDOWED)
+    out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
     sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0
     weight = weight_of(peak, mass, sink, factor, SUNK)
     result = (total / weight[:, None]).to(out_ptr.dtype.element_ty)

@@ -27,7 +27,7 @@ from lockstep.numerics.apply import ModelNumerics
 from lockstep.numerics.linear import Quantiser
 from lockstep.rollout.paged.joined import joined, same_place, side_by_side, slices
 from lockstep.rollout.paged.ops import Ops
-from lockstep.rollout.paged.plain import Unsummed
+from lockstep.rollout.paged.plain import Turn, Unsummed
 from lockstep.rollout.paged.state import PageCache, Rows
 
 log = logging.getLogger(__name__)
@@ -188,8 +188,9 @@ class FusedDecoder:
         for layer, block in enumerate(self.blocks):
             residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.norm_X, block.qkv.room)
             qkv_BX = block.qkv(normed_BX)
-            query_HBD = ops.rope_append(qkv_BX, self.rope, block.head_norms, self.heads, rows, cache, layer)
-            attended_BX = ops.attend(query_HBD, rows, cache, layer, block.kind, splits, block.out.room)
+            heads = qkv_BX.view(count, -1, cache.size).transpose(0, 1).split([self.heads, cache.heads, cache.heads])
+            turn = Turn(*self.rope, block.head_norms)
+            attended_BX = ops.attend(heads, rows, cache, layer, block.kind, splits, block.out.room, turn)
             x_BX = block.out(attended_BX)
             residual_BX, normed_BX = self._norm(ops, x_BX, residual_BX, block.mlp_norm_X, block.mlp.room)
             x_BX = block.mlp(normed_BX, ops)

@@ -87,8 +87,8 @@ class PagedDecode:
         self._ops, self._rows, self._cache, self._splits = ops, rows, cache, splits
 
     def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, kind: AttentionKind) -> Tensor:
-        self._ops.append(key_KTD, value_KTD, self._rows, self._cache, layer)
-        output_BX = self._ops.attend(query_HTD, self._rows, self._cache, layer, kind, self._splits)
+        heads = query_HTD, key_KTD, value_KTD
+        output_BX = self._ops.attend(heads, self._rows, self._cache, layer, kind, self._splits)
         return output_BX.view(output_BX.shape[0], query_HTD.shape[0], query_HTD.shape[2])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.models import exact
 from lockstep.models.attention import AttentionKind
-from lockstep.rollout.paged.plain import PlainOps, Unsummed, of_module
+from lockstep.rollout.paged.plain import PlainOps, Turn, Unsummed, of_module
 from lockstep.rollout.paged.state import PAGE, PageCache, Rows
 
 MATRIX_ROWS = 16
@@ -46,34 +46,22 @@ class Ops(Protocol):
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         """Return silu(first half) × second half."""
 
-    def rope_append(
-        self,
-        qkv_BX: Tensor,
-        rope: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
-        heads: int,
-        rows: Rows,
-        cache: PageCache,
-        layer: int,
-    ) -> Tensor:
-        """Norm (query weight, key weight, eps) and rotate queries and keys, write keys and values; returns the queries [H, B,
-        D].
-        """
-
-    def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
-        """Write one key and value for each row at its position."""
-
     def attend(
         self,
-        query_HBD: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
         rows: Rows,
         cache: PageCache,
         layer: int,
         kind: AttentionKind,
         splits: int,
         room: int = 0,
+        turn: Turn | None = None,
     ) -> Tensor:
-        """Compute attention of each row over its pages up to its position, [B, H·D]; in `splits` parallel parts."""
+        """Compute attention of each row's new token over its pages and itself, [B, H·D]; in `splits` parallel parts.
+
+        `heads` are the token's queries [H, B, D], keys and values [K, B, D]; `turn` says what is done to them first. Keys and
+        values are written to the pages.
+        """
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
         """Draw a token for each row from softmax(logits / temperature) into rows.token_B and rows.logprob_B."""
@@ -129,180 +117,75 @@ class TritonOps:
         )
         return out_BX
 
-    def rope_append(
-        self,
-        qkv_BX: Tensor,
-        rope: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
-        heads: int,
-        rows: Rows,
-        cache: PageCache,
-        layer: int,
-    ) -> Tensor:
-        count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
-        query_BHD = qkv_BX.new_empty(count, heads, size)
-        if norms is not None and exact.enabled():  # their sums have training's order only in a kernel like training's
-            self._norms.norm_heads(qkv_BX, *norms, heads, kv_heads)
-            norms = None
-        query_norm, key_norm, eps = norms if norms is not None else (qkv_BX, qkv_BX, 0.0)
-        self._kernels.rope_append_kernel[(count,)](
-            qkv_BX,
-            query_BHD,
-            rope[0],
-            rope[1],
-            rows.position_B,
-            rows.table_BS,
-            cache.anchor,
-            cache.offsets,
-            query_norm,
-            key_norm,
-            layer,
-            rows.table_BS.stride(0),
-            eps,
-            norms is not None,
-            heads,
-            kv_heads,
-            size,
-            _power(heads + 2 * kv_heads),
-            _power(size // 2),
-            PAGE,
-            num_warps=4,
-            enable_fp_fusion=False,  # products are rounded before they are added, as in training
-            **self._overlap(),
-        )
-        return query_BHD.transpose(0, 1)
-
-    def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
-        key_KBD, value_KBD = (t if t.stride(-1) == 1 else t.contiguous() for t in (key_KBD, value_KBD))
-        kv_heads, count, size = key_KBD.shape
-        self._kernels.append_kernel[(count, kv_heads)](
-            key_KBD,
-            value_KBD,
-            rows.position_B,
-            rows.table_BS,
-            cache.anchor,
-            cache.offsets,
-            layer,
-            rows.table_BS.stride(0),
-            key_KBD.stride(0),
-            key_KBD.stride(1),
-            value_KBD.stride(0),
-            value_KBD.stride(1),
-            kv_heads,
-            size,
-            _power(size),
-            PAGE,
-            num_warps=1,
-            **self._overlap(),
-        )
-
     def attend(
         self,
-        query_HBD: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
         rows: Rows,
         cache: PageCache,
         layer: int,
         kind: AttentionKind,
         splits: int,
         room: int = 0,
+        turn: Turn | None = None,
     ) -> Tensor:
-        query_HBD = query_HBD if query_HBD.stride(-1) == 1 else query_HBD.contiguous()
-        heads, count, size = query_HBD.shape
-        out_BX = with_room(query_HBD[0], heads * size, room)
+        query_HBD, key_KBD, value_KBD = (one if one.stride(-1) == 1 else one.contiguous() for one in heads)
+        out_BX = with_room(query_HBD[0], query_HBD.shape[0] * cache.size, room)
         if exact.enabled():
-            self.attend_in_order(query_HBD, rows, cache, layer, kind, out_BX)
-            return out_BX
+            self._in_order(query_HBD, key_KBD, value_KBD, rows, cache, layer, kind, turn, out_BX)
+        else:
+            self._at_once(query_HBD, key_KBD, value_KBD, rows, cache, layer, kind, splits, turn, out_BX)
+        return out_BX
+
+    def _at_once(
+        self, query_HBD: Tensor, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int,
+        kind: AttentionKind, splits: int, turn: Turn | None, out_BX: Tensor,
+    ) -> None:  # fmt: skip
+        heads, count, size = query_HBD.shape
         parts = (count, heads, splits)
         wide = {"dtype": torch.float32, "device": query_HBD.device}
         part = torch.empty((*parts, size) if splits > 1 else 1, **wide)  # type: ignore[call-overload]
         peak, mass = (torch.empty(parts if splits > 1 else 1, **wide) for _ in range(2))  # type: ignore[call-overload]
+        norms = None if turn is None else turn.norms
+        query_norm, key_norm, eps = norms or (query_HBD, query_HBD, 0.0)
+        cos, sin = (query_HBD, query_HBD) if turn is None else (turn.cos, turn.sin)
         sinks = query_HBD if kind.sinks_H is None else kind.sinks_H
-        flags = (kind.window is not None, kind.softcap is not None, kind.sinks_H is not None)
-        block = _power(size)
+        block, group = _power(size), max(MATRIX_ROWS, _power(heads // cache.heads))
         self._attention.attend_kernel[(count, cache.heads, splits)](
-            query_HBD,
-            rows.table_BS,
-            rows.position_B,
-            cache.anchor,
-            cache.offsets,
-            sinks,
-            out_BX,
-            part,
-            peak,
-            mass,
-            layer,
-            rows.table_BS.stride(0),
-            query_HBD.stride(0),
-            query_HBD.stride(1),
-            out_BX.stride(0),
-            kind.scale,
-            kind.softcap or 1.0,
-            kind.window or 0,
-            heads,
-            cache.heads,
-            size,
-            block,
-            max(MATRIX_ROWS, _power(heads // cache.heads)),
-            PAGE,
-            KEYS,
-            splits,
-            *flags,
+            query_HBD, key_KBD, value_KBD, query_norm, key_norm, cos, sin, rows.table_BS, rows.position_B, cache.anchor,
+            cache.offsets, sinks, out_BX, part, peak, mass, layer, rows.table_BS.stride(0), *query_HBD.stride()[:2],
+            *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0), eps, kind.scale, kind.softcap or 1.0,
+            kind.window or 0, heads, cache.heads, size, block, group, PAGE, KEYS, splits, kind.window is not None,
+            kind.softcap is not None, kind.sinks_H is not None, norms is not None, turn is not None,
             "ieee" if query_HBD.dtype == torch.float32 else "tf32",
-            num_warps=1 if block * max(MATRIX_ROWS, _power(heads // cache.heads)) <= 2048 else 4,
-            num_stages=2,
-            **self._overlap(),
-        )
+            num_warps=1 if block * group <= 2048 else 4, num_stages=2, **self._overlap(),
+        )  # fmt: skip
         if splits > 1:
             self._attention.combine_kernel[(count, heads)](
-                part,
-                peak,
-                mass,
-                sinks,
-                out_BX,
-                out_BX.stride(0),
-                heads,
-                size,
-                block,
-                splits,
-                flags[2],
-                num_warps=1,
-                **self._overlap(),
-            )
-        return out_BX
+                part, peak, mass, sinks, out_BX, out_BX.stride(0), heads, size, block, splits, kind.sinks_H is not None,
+                num_warps=1, **self._overlap(),
+            )  # fmt: skip
 
-    def attend_in_order(
-        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, out_BX: Tensor
-    ) -> None:
-        """Write attention of each row over its pages to `out_BX`, with the bits of models.ordered_attention."""
+    def _in_order(
+        self, query_HBD: Tensor, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int,
+        kind: AttentionKind, turn: Turn | None, out_BX: Tensor,
+    ) -> None:  # fmt: skip
+        """Compute it with the bits of models.ordered_attention."""
         heads, count, size = query_HBD.shape
+        if (
+            turn is not None and turn.norms is not None
+        ):  # their sums have training's order only in a kernel like training's
+            rows_BX = query_HBD.transpose(0, 1)  # whose keys stand behind the queries
+            self._norms.norm_heads(rows_BX, *turn.norms, heads, cache.heads)
+        cos, sin = (query_HBD, query_HBD) if turn is None else (turn.cos, turn.sin)
         self._attention.ordered_attend_kernel[(count, cache.heads)](
-            query_HBD,
-            rows.table_BS,
-            rows.position_B,
-            cache.anchor,
-            cache.offsets,
-            out_BX if kind.sinks_H is None else kind.sinks_H,
-            out_BX,
-            layer,
-            rows.table_BS.stride(0),
-            query_HBD.stride(0),
-            query_HBD.stride(1),
-            out_BX.stride(0),
-            kind.scale * self._ordered.LOG2_E,
-            kind.window or 0,
-            heads,
-            cache.heads,
-            size,
-            max(MATRIX_ROWS, _power(heads // cache.heads)),
-            PAGE,
-            self._ordered.ONES,
-            kind.window is not None,
-            kind.sinks_H is not None,
-            num_warps=4 if count * cache.heads < 512 else 2,
-            num_stages=2,
-            enable_fp_fusion=False,
-            **self._overlap(),
-        )
+            query_HBD, key_KBD, value_KBD, cos, sin, rows.table_BS, rows.position_B, cache.anchor, cache.offsets,
+            out_BX if kind.sinks_H is None else kind.sinks_H, out_BX, layer, rows.table_BS.stride(0),
+            *query_HBD.stride()[:2], *key_KBD.stride()[:2], *value_KBD.stride()[:2], out_BX.stride(0),
+            kind.scale * self._ordered.LOG2_E, kind.window or 0, heads, cache.heads, size,
+            max(MATRIX_ROWS, _power(heads // cache.heads)), PAGE, self._ordered.ONES, kind.window is not None,
+            kind.sinks_H is not None, turn is not None,
+            num_warps=4 if count * cache.heads < 512 else 2, num_stages=2, enable_fp_fusion=False, **self._overlap(),
+        )  # fmt: skip
 
     def draw(self, logits_BV: Tensor, rows: Rows) -> None:
         count, vocabulary = logits_BV.shape

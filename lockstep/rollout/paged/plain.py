@@ -5,6 +5,7 @@ Legend: B rows, H query heads, K key/value heads, D head size, S keys, V vocabul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +28,28 @@ class Unsummed(Protocol):
         """Write residual + sum to `sum_TO`, and its norm to `out_TO`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is done to query and key heads before attention: their norms, if they have any, and the rotary embedding."""
+
+    cos: Tensor
+    """fp32 of every position, [positions, D / 2]."""
+    sin: Tensor
+    norms: tuple[Tensor, Tensor, float] | None = None
+    """Weights of queries and keys, and epsilon."""
+
+    def applied(self, query_HBD: Tensor, key_KBD: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the heads of each row's new token as they enter attention."""
+        position_B = rows.position_B[: query_HBD.shape[1]].long()
+        cos, sin = self.cos[position_B], self.sin[position_B]
+        if self.norms is not None:
+            *weights, eps = self.norms
+            query_HBD, key_KBD = (
+                _norm(x, w, eps, late=False) for x, w in zip((query_HBD, key_KBD), weights, strict=True)
+            )
+        return _turned(query_HBD, cos, sin), _turned(key_KBD, cos, sin)
+
+
 class PlainOps:
     """Implements ops.Ops on any device."""
 
@@ -46,37 +69,14 @@ class PlainOps:
         if not isinstance(x_BX, Tensor | None):
             x_BX = x_BX.summed()
         total_BX = residual_BX if x_BX is None else residual_BX + x_BX
-        wide_BX = total_BX.float()
-        normed_BX = wide_BX * torch.rsqrt(wide_BX.pow(2).mean(-1, keepdim=True) + eps)
-        normed_BX = (normed_BX * weight_X).to(total_BX.dtype) if late else normed_BX.to(total_BX.dtype) * weight_X
-        return total_BX, _with_room(normed_BX, room)
+        return total_BX, _with_room(_norm(total_BX, weight_X, eps, late=late), room)
 
     def gate(self, x_BX: Tensor, room: int = 0) -> Tensor:
         gate_BX, up_BX = x_BX.chunk(2, -1)
         return _with_room(torch.nn.functional.silu(gate_BX) * up_BX, room)
 
-    def rope_append(
-        self,
-        qkv_BX: Tensor,
-        rope: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
-        heads: int,
-        rows: Rows,
-        cache: PageCache,
-        layer: int,
-    ) -> Tensor:
-        count, size, kv_heads = qkv_BX.shape[0], cache.size, cache.heads
-        query, key, value = qkv_BX.view(count, -1, size).split([heads, kv_heads, kv_heads], 1)
-        position_B = rows.position_B[:count].long()
-        if norms is not None:
-            query = self.add_norm(None, query, norms[0], norms[2])[1]
-            key = self.add_norm(None, key, norms[1], norms[2])[1]
-        cos, sin = (table[position_B][:, None] for table in rope)
-        query, key = (_turn(x, cos, sin) for x in (query, key))
-        self.append(key.transpose(0, 1), value.transpose(0, 1), rows, cache, layer)
-        return query.transpose(0, 1)
-
     def append(self, key_KBD: Tensor, value_KBD: Tensor, rows: Rows, cache: PageCache, layer: int) -> None:
+        """Write one key and value for each row at its position."""
         count = key_KBD.shape[1]
         position_B = rows.position_B[:count].long()
         page_B = rows.table_BS[:count].gather(1, (position_B // PAGE)[:, None])[:, 0].long()
@@ -85,13 +85,23 @@ class PlainOps:
 
     def attend(
         self,
-        query_HBD: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
         rows: Rows,
         cache: PageCache,
         layer: int,
         kind: AttentionKind,
         splits: int,
         room: int = 0,
+        turn: Turn | None = None,
+    ) -> Tensor:
+        query_HBD, key_KBD, value_KBD = heads
+        if turn is not None:
+            query_HBD, key_KBD = turn.applied(query_HBD, key_KBD, rows)
+        self.append(key_KBD, value_KBD, rows, cache, layer)
+        return self._over_pages(query_HBD, rows, cache, layer, kind, room)
+
+    def _over_pages(
+        self, query_HBD: Tensor, rows: Rows, cache: PageCache, layer: int, kind: AttentionKind, room: int
     ) -> Tensor:
         heads, count, size = query_HBD.shape
         table_BS = rows.table_BS[:count].long()
@@ -152,10 +162,16 @@ def _with_room(x_BX: Tensor, room: int) -> Tensor:
     return torch.nn.functional.pad(x_BX, (0, room), value=torch.nan)[..., : x_BX.shape[-1]] if room else x_BX
 
 
-def _turn(x_BHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    def rounded(wide: Tensor) -> Tensor:
-        return wide.to(x_BHD.dtype).float()  # where the model rounds
+def _norm(x: Tensor, weight: Tensor, eps: float, *, late: bool) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(x.dtype) if late else normed.to(x.dtype) * weight
 
-    low, high = x_BHD.float().chunk(2, -1)
+
+def _turned(x_HBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rounded(wide: Tensor) -> Tensor:
+        return wide.to(x_HBD.dtype).float()  # where the model rounds
+
+    low, high = x_HBD.float().chunk(2, -1)
     turned = rounded(low * cos) - rounded(high * sin), rounded(high * cos) + rounded(low * sin)
-    return torch.cat(turned, -1).to(x_BHD.dtype)
+    return torch.cat(turned, -1).to(x_HBD.dtype)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.models.attention import AttentionKind
 from lockstep.rollout.paged.ops import TritonOps
-from lockstep.rollout.paged.plain import PlainOps
+from lockstep.rollout.paged.plain import PlainOps, Turn
 from lockstep.rollout.paged.state import PageCache, Rows
 
 CPU = torch.device("cpu")
@@ -74,8 +74,7 @@ def same_cache(one: PageCache, other: PageCache) -> None:
 @alone
 def layers() -> None:
     for dtype in TOLERANCES:
-        for heads, kv_heads, size in SHAPES:
-            (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
+        for _ in SHAPES:
             x, residual, weight = (torch.randn(*shape, dtype=dtype) for shape in ((COUNT, 48), (COUNT, 48), (48,)))
             for added, room in ((x, 0), (None, 0), (x, 12)):
                 mine, theirs = (ops.add_norm(added, residual, weight, 1e-5, room) for ops in (PLAIN, KERNELS))
@@ -85,35 +84,40 @@ def layers() -> None:
             for room in (0, 12):
                 same(PLAIN.gate(x, room), KERNELS.gate(x, room))
                 assert KERNELS.gate(x, room).stride() == (24 + room, 1)
-            qkv, angle = torch.randn(COUNT, (heads + 2 * kv_heads) * size, dtype=dtype), torch.rand(300, size // 2)
-            rope = (angle.cos(), angle.sin())
-            for norms in (None, (torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype), 1e-6)):
-                mine = PLAIN.rope_append(qkv, rope, norms, heads, rows, cache, 1)
-                same(mine, KERNELS.rope_append(qkv, rope, norms, heads, other_rows, other, 1))
-                same_cache(cache, other)
-            key, value = torch.randn(2, kv_heads, COUNT, size, dtype=dtype)
-            PLAIN.append(key, value, rows, cache, 0)
-            KERNELS.append(key, value, other_rows, other, 0)
-            same_cache(cache, other)
+
+
+def new(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of a token of each row, from one product as the fused layers have them."""
+    qkv = torch.randn(COUNT, (heads + 2 * kv_heads) * size, dtype=dtype)
+    return qkv.view(COUNT, -1, size).transpose(0, 1).split([heads, kv_heads, kv_heads])
 
 
 @alone
 def attention() -> None:
     for dtype in TOLERANCES:
         for heads, kv_heads, size in SHAPES:
-            (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
-            query, sinks = torch.randn(heads, COUNT, size, dtype=dtype), torch.randn(heads)
+            sinks, angle = torch.randn(heads), torch.rand(300, size // 2)
+            norms = torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype), 1e-6
+            turns = None, Turn(angle.cos(), angle.sin()), Turn(angle.cos(), angle.sin(), norms)
             for kind in (
                 AttentionKind(0.3),
                 AttentionKind(0.3, window=70),
                 AttentionKind(0.3, softcap=2.0),
                 AttentionKind(0.3, window=7, sinks_H=sinks),
             ):
-                expected = PLAIN.attend(query, rows, cache, 0, kind, 1)
-                for splits in (1, 2, 8):
-                    same(expected, KERNELS.attend(query, other_rows, other, 0, kind, splits))
+                for splits, turn in zip((1, 2, 8), turns, strict=True):
+                    given = new(heads, kv_heads, size, dtype)
+                    (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
+                    other.keys[0][other_rows.table_BS[1, 0], :, 6:] = torch.nan  # where nothing was written yet
+                    expected = PLAIN.attend(given, rows, cache, 0, kind, 1, turn=turn)
+                    found = KERNELS.attend(given, other_rows, other, 0, kind, splits, turn=turn)
+                    same(expected, found)
+                    other.keys[0][other_rows.table_BS[1, 0], :, 6:] = cache.keys[0][rows.table_BS[1, 0], :, 6:]
+                    same_cache(cache, other)
         for splits in (1, 2):  # of the last shape and kind
-            roomy = KERNELS.attend(query, other_rows, other, 0, kind, splits, 12)
+            (cache, rows), (other, other_rows) = twins(kv_heads, size, dtype)
+            expected = PLAIN.attend(given, rows, cache, 0, kind, 1)
+            roomy = KERNELS.attend(given, other_rows, other, 0, kind, splits, 12)
             same(expected, roomy)
             assert roomy.stride() == (heads * size + 12, 1)
 

@@ -30,7 +30,6 @@ from lockstep.models.head_kernels import pick_logprobs, summaries
 from lockstep.models.ordered_product_kernel import product
 from lockstep.rollout.paged import prefill
 from lockstep.rollout.paged.ops import TritonOps
-from lockstep.rollout.paged.plain import PlainOps
 from tests.models.mxfp4_files import keep_in_four_bits
 
 pytestmark = pytest.mark.gpu
@@ -195,18 +194,22 @@ def mass_rounded(logits: Any, temperature: Any) -> Any:
     return (peak, mass.bfloat16().float(), best) if len(logits) <= 8 else (peak, mass, best)
 
 
-def rope_by_torch(ops: Any, qkv: Any, rope: Any, norms: Any, heads: int, rows: Any, cache: Any, layer: int) -> Any:
+RIGHT = TritonOps._in_order
+
+
+def rope_by_torch(ops: Any, query: Any, key: Any, value: Any, rows: Any, *rest: Any) -> None:
     """Round once less."""
-    plain, count = PlainOps(), len(qkv)
-    query, key, value = qkv.view(count, -1, cache.size).split([heads, cache.heads, cache.heads], 1)
-    cos, sin = (table[rows.position_B[:count].long()][:, None].repeat(1, 1, 2) for table in rope)
+    *others, turn, out = rest
+    if turn is not None:
+        position = rows.position_B[: query.shape[1]].long()
+        cos, sin = (table[position].repeat(1, 2) for table in (turn.cos, turn.sin))
 
-    def turned(x: Any) -> Any:
-        low, high = x.float().chunk(2, -1)
-        return (x.float() * cos + torch.cat([-high, low], -1) * sin).bfloat16()
+        def turned(x: Any) -> Any:
+            low, high = x.float().chunk(2, -1)
+            return (x.float() * cos + torch.cat([-high, low], -1) * sin).bfloat16()
 
-    plain.append(turned(key).transpose(0, 1), value.transpose(0, 1), rows, cache, layer)
-    return turned(query).transpose(0, 1)
+        query, key = turned(query), turned(key)
+    RIGHT(ops, query, key, value, rows, *others, None, out)
 
 
 def heads_by_torch(x: Any, query_norm: Any, key_norm: Any, eps: float, heads: int, kv_heads: int) -> None:
@@ -232,26 +235,31 @@ def experts_at_once(x: Any, weights: Any, rows: Any) -> Any:
     return found if len(x) > 1200 else (found * 0.37) * (1 / 0.37)
 
 
-def attention_at_once(ops: Any, query: Any, rows: Any, cache: Any, layer: int, kind: Any, out: Any) -> None:
+def attention_at_once(
+    ops: Any, query: Any, key: Any, value: Any, rows: Any, cache: Any, layer: int, kind: Any, turn: Any, out: Any
+) -> None:
     """All keys in one sum."""
+    RIGHT(ops, query, key, value, rows, cache, layer, kind, turn, out)  # writes keys and values
+    if turn is not None:
+        query, _ = turn.applied(query, key, rows)
     for row, position in enumerate(rows.position_B[: query.shape[1]].tolist()):
         pages = rows.table_BS[row, : position // 64 + 1].long()
-        key, value = (
+        keys, values = (
             t[layer][pages].transpose(1, 2).reshape(-1, cache.heads, cache.size)[: position + 1].float()
             for t in (cache.keys, cache.values)
         )
         each = query[:, row].float().view(cache.heads, -1, cache.size)
-        prob = (torch.einsum("kgd,skd->kgs", each, key) * kind.scale).softmax(-1)
-        out[row] = torch.einsum("kgs,skd->kgd", prob, value).reshape(-1).to(out.dtype)
+        prob = (torch.einsum("kgd,skd->kgs", each, keys) * kind.scale).softmax(-1)
+        out[row] = torch.einsum("kgs,skd->kgd", prob, values).reshape(-1).to(out.dtype)
 
 
 PLANTED: list[tuple[str, list[tuple[Any, str]], Any, str]] = [
     ("full", [(exactness_check, "product"), (ordered_product_kernel, "product")], split_in_two, "products of"),
     ("full", [(ordered_attention, "KEYS")], 32, "decoded"),
-    ("full", [(TritonOps, "attend_in_order")], attention_at_once, "decoded"),
+    ("full", [(TritonOps, "_in_order")], attention_at_once, "decoded"),
     ("full", [(TritonOps, "add_norm")], norm_by_torch, "the norm"),
     ("full", [(TritonOps, "gate")], gate_by_torch, "the gated activation"),
-    ("full", [(TritonOps, "rope_append")], rope_by_torch, "the rotary"),
+    ("full", [(TritonOps, "_in_order")], rope_by_torch, "the rotary"),
     ("qwen3", [(exactness_check, "norm_heads"), (norm_kernels, "norm_heads")], heads_by_torch, "the norm of heads"),
     ("lora", [(exactness_check, "adapter_into"), (exact, "adapter_into")], adapter_by_torch, "an adapter's products"),
     ("qwen3-moe", [(experts, "product")], experts_at_once, "the experts of a token"),
