@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.models.ordered_attention import add_block, weight_of
+from lockstep.models.ordered_attention import add_block, add_values, weight_of, weights_of
 from lockstep.models.overlap import await_input
 
 
@@ -46,11 +46,12 @@ def _head_of(
 
 
 @triton.jit
-def _attend_block(
-    query, peak, mass, total, key, value, seen, scale, softcap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+def _weights_of(
+    query, peak, mass, key, seen, scale, softcap, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Add one block of keys to a running softmax, whose exponents are to the base 2."""
+    """Add the weights of one block of keys to a running softmax, whose exponents are to the base 2; return also the weights, and
+    the factor of what was added before.
+    """
     score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
         score = softcap * (2 / (1 + tl.exp(-2 * score * scale / softcap)) - 1) * 1.4426950408889634
@@ -61,36 +62,31 @@ def _attend_block(
     top = tl.maximum(peak, tl.max(score, 1))
     prob = tl.exp2(score - top[:, None])
     shrink = tl.exp2(peak - top)
-    mass = mass * shrink + tl.sum(prob, 1)
-    total = total * shrink[:, None] + tl.dot(prob.to(value.dtype), value, input_precision=PRECISION)
-    return top, mass, total
+    return top, mass * shrink + tl.sum(prob, 1), prob.to(key.dtype), shrink[:, None]
 
 
 @triton.jit
-def _last_block(
-    key_ptr, value_ptr, key_base, value_base, table_ptr, norm_ptr, cos_ptr, sin_ptr, position, eps,
-    K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    ROTATE: tl.constexpr,
-):  # fmt: skip
-    """Write a row's new key and value to its last page; return its last block of keys and values, and which of them there are.
+def _with_new(
+    base, at, new, row_axis: tl.constexpr, offset, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write a new key or value behind those of a block, and return the block with it: keys are its columns (row_axis 1), values
+    its rows.
 
-    The new ones are put into the block from registers: what a program has just written, it could not read safely.
+    It is put into the block from registers: what a program has just written, it could not read safely.
     """
     d, j = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    in_head, offset = d < D, position % BLOCK
-    kind = key_base.dtype.element_ty
-    new_key = _head_of(key_ptr, 0, d, in_head, norm_ptr, cos_ptr, sin_ptr, position, eps, 0, D, NORM, ROTATE).to(kind)
-    new_value = tl.load(value_ptr + d, mask=in_head, other=0.0).to(kind)
-    at = tl.load(table_ptr + position // P).to(tl.int64) * (K * P * D) + (position // BLOCK * BLOCK % P) * D
-    tl.store(key_base + at + offset * D + d, new_key, mask=in_head)
-    tl.store(value_base + at + offset * D + d, new_value, mask=in_head)
-    before, new = j < offset, j == offset
-    key_at, value_at = j[None, :] * D + d[:, None], j[:, None] * D + d[None, :]
-    key = tl.load(key_base + at + key_at, mask=before[None, :] & in_head[:, None], other=0.0)
-    value = tl.load(value_base + at + value_at, mask=before[:, None] & in_head[None, :], other=0.0)
-    key = tl.where(new[None, :], new_key[:, None], key)
-    value = tl.where(new[:, None], new_value[None, :], value)
-    return key, value, before | new
+    tl.store(base + at + offset * D + d, new, mask=inside)
+    if row_axis == 1:
+        block = tl.load(
+            base + at + j[None, :] * D + d[:, None], mask=(j < offset)[None, :] & inside[:, None], other=0.0
+        )
+        block = tl.where((j == offset)[None, :], new[:, None], block)
+    else:
+        block = tl.load(
+            base + at + j[:, None] * D + d[None, :], mask=(j < offset)[:, None] & inside[None, :], other=0.0
+        )
+        block = tl.where((j == offset)[:, None], new[None, :], block)
+    return block
 
 
 @triton.jit
@@ -142,19 +138,24 @@ def attend_kernel(
             value = tl.load(value_base + at + value_at, mask=seen[:, None] & in_head[None, :], other=0.0)
         else:
             key, value = tl.load(key_base + at + key_at), tl.load(value_base + at + value_at)
-        peak, mass, total = _attend_block(
-            query, peak, mass, total, key, value, seen, scale, softcap, WINDOWED, CAPPED, PRECISION
+        peak, mass, prob, shrink = _weights_of(
+            query, peak, mass, key, seen, scale, softcap, WINDOWED, CAPPED, PRECISION
         )
+        total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
     if (start < pages) & (end == pages):
-        key, value, seen = _last_block(
-            key_ptr + head * key_head_stride + row * key_row_stride,
-            value_ptr + head * value_head_stride + row * value_row_stride, key_base, value_base,
-            table_ptr + row * table_stride, key_norm_ptr, cos_ptr, sin_ptr, position, eps, K, D, BLOCK_D, P, BLOCK, NORM, ROTATE,
-        )  # fmt: skip
-        seen &= last * BLOCK + j >= first
-        peak, mass, total = _attend_block(
-            query, peak, mass, total, key, value, seen, scale, softcap, True, CAPPED, PRECISION
-        )
+        offset = position % BLOCK
+        at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D) + (last * BLOCK % P) * D
+        new = _head_of(
+            key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_norm_ptr, cos_ptr, sin_ptr, position,
+            eps, 0, D, NORM, ROTATE,
+        ).to(key_base.dtype.element_ty)  # fmt: skip
+        key = _with_new(key_base, at, new, 1, offset, in_head, D, BLOCK_D, BLOCK)
+        seen = (j <= offset) & (last * BLOCK + j >= first)
+        peak, mass, prob, shrink = _weights_of(query, peak, mass, key, seen, scale, softcap, True, CAPPED, PRECISION)
+        value_ptr += head * value_head_stride + row * value_row_stride
+        new = tl.load(value_ptr + d, mask=in_head, other=0.0).to(value_base.dtype.element_ty)
+        value = _with_new(value_base, at, new, 0, offset, in_head, D, BLOCK_D, BLOCK)
+        total = total * shrink + tl.dot(prob, value, input_precision=PRECISION)
     if SPLITS == 1:
         if SINKS:
             sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0).to(tl.float32)
@@ -237,14 +238,20 @@ def ordered_attend_kernel(
         peak, mass, total = add_block(
             query, peak, mass, total, key, value, seen[None, :], ones, factor, WINDOWED, WINDOWED
         )
-    key, value, seen = _last_block(
-        key_ptr + head * key_head_stride + row * key_row_stride,
-        value_ptr + head * value_head_stride + row * value_row_stride, key_base, value_base, table_ptr + row * table_stride,
-        key_ptr, cos_ptr, sin_ptr, position, 0.0, K, D, D, P, P, False, ROTATE,
-    )  # fmt: skip
+    offset, in_head = position % P, d < D
+    at = tl.load(table_ptr + row * table_stride + position // P).to(tl.int64) * (K * P * D)
+    new = _head_of(
+        key_ptr + head * key_head_stride + row * key_row_stride, 0, d, in_head, key_ptr, cos_ptr, sin_ptr, position, 0.0, 0, D,
+        False, ROTATE,
+    ).to(key_base.dtype.element_ty)  # fmt: skip
+    key = _with_new(key_base, at, new, 1, offset, in_head, D, D, P)
+    seen = j <= offset
     if WINDOWED:
         seen &= position // P * P + j > position - window
-    peak, mass, total = add_block(query, peak, mass, total, key, value, seen[None, :], ones, factor, True, WINDOWED)
+    peak, prob, shrink = weights_of(query, peak, key, seen[None, :], factor, True, WINDOWED)
+    new = tl.load(value_ptr + head * value_head_stride + row * value_row_stride + d).to(value_base.dtype.element_ty)
+    value = _with_new(value_base, at, new, 0, offset, in_head, D, D, P)
+    mass, total = add_values(mass, total, prob, shrink, value, ones)
     out_at = row * out_stride + (head * G + g[:, None]) * D + d[None, :]
     sink = tl.load(sinks_ptr + head * G + g, mask=in_group, other=0.0) if SUNK else 0.0
     weight = weight_of(peak, mass, sink, factor, SUNK)
